@@ -1,0 +1,137 @@
+"""Every error this project raises on purpose, as one tree with stable kinds.
+
+A ``kind`` is what programs match on: it appears in ``GET /delta_sync/status``, in ``--json`` output and
+in logs, and does not change between releases. The message is for people: it names the field, the value
+and the mend. ``exit_code`` is what the ``delta-sync`` command returns.
+"""
+
+from typing import ClassVar
+
+
+class DeltaSyncError(Exception):
+    """Base of all errors raised on purpose by this project."""
+
+    kind: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else self.kind
+
+
+class UsageError(DeltaSyncError):
+    """The caller asked for something that does not exist or makes no sense."""
+
+    kind = "usage"
+    exit_code = 2
+
+
+class SettingsError(UsageError):
+    """A setting is unknown or has a value that cannot be used."""
+
+    kind = "settings"
+
+
+class NotFoundError(DeltaSyncError):
+    """An object, a version or a run that was asked for is not in the bucket."""
+
+    kind = "not_found"
+    exit_code = 3
+
+
+class StoreError(DeltaSyncError):
+    """The store failed: disk full, permission denied, network gone. Trying again may help."""
+
+    kind = "store"
+    exit_code = 4
+
+
+class NoticeError(DeltaSyncError):
+    """The notice socket cannot be used. Polling carries on without it."""
+
+    kind = "notice"
+    exit_code = 4
+
+
+class ConflictError(DeltaSyncError):
+    """Another writer was first: a key that must be new exists already."""
+
+    kind = "conflict"
+    exit_code = 5
+
+
+class FormatError(DeltaSyncError):
+    """Bytes do not follow docs/FORMAT.md: truncated, corrupt, or hostile."""
+
+    kind = "format"
+
+
+class LimitError(FormatError):
+    """A declared size is above a named limit; nothing was allocated."""
+
+    kind = "limit"
+
+
+class DigestError(FormatError):
+    """Bytes do not have the SHA-256 that the manifest declares."""
+
+    kind = "digest"
+
+
+class UnsupportedError(DeltaSyncError):
+    """The data requires a feature that this release does not know."""
+
+    kind = "unsupported"
+
+
+class ChainError(DeltaSyncError):
+    """A version does not follow from the one held: wrong run, base version or parent digest."""
+
+    kind = "chain"
+
+
+class FingerprintError(DeltaSyncError):
+    """Weights do not have the fingerprint that their version declares; they were left as they were."""
+
+    kind = "fingerprint"
+
+
+class TensorMismatchError(DeltaSyncError):
+    """A tensor is unknown, or has another dtype or shape than the run's tensor table says."""
+
+    kind = "tensor"
+
+
+class ModelError(DeltaSyncError):
+    """A model cannot be published or patched exactly; the message names the tensor and the reason."""
+
+    kind = "model"
+
+
+class EngineError(DeltaSyncError):
+    """The inference engine refused or failed an operation, or was set up wrongly."""
+
+    kind = "engine"
+
+
+class BusyError(DeltaSyncError):
+    """Another operation is under way; ask again later."""
+
+    kind = "busy"
+
+
+class PublishError(DeltaSyncError):
+    """A version could not be made durable; the baseline was put back, the next publish carries its changes."""
+
+    kind = "publish"
+
+
+def error_kinds() -> dict[str, type[DeltaSyncError]]:
+    """Map each stable kind to its class, for documentation and for errors that cross a process border."""
+    found: dict[str, type[DeltaSyncError]] = {}
+    pending: list[type[DeltaSyncError]] = [DeltaSyncError]
+    while pending:
+        cls = pending.pop()
+        found[cls.kind] = cls
+        pending.extend(cls.__subclasses__())
+    return dict(sorted(found.items()))

@@ -1,0 +1,57 @@
+"""Bit patterns of flat tensors: change detection, ULP distances, in-place application.
+
+All arrays are flat and C-contiguous; ``bits`` have the unsigned dtype of their element type (DType.uint).
+The ULP distance of two patterns is their difference, modulo 2^width, in an order that runs through all
+patterns monotonically (docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay apart.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.wire.dtypes import DType
+from vllm_delta_sync.wire.fingerprint import Fingerprint, tensor_seed
+
+Bits = npt.NDArray[np.unsignedinteger]
+Positions = npt.NDArray[np.int64]
+
+
+def order_masks(dtype: DType) -> tuple[np.uint64, np.uint64]:
+    """(sign, mask) of the kernels: the sign bit (0 for integer types) and all bits of the width."""
+    width = 8 * dtype.itemsize
+    return np.uint64(1 << (width - 1) if dtype.is_float else 0), np.uint64((1 << width) - 1)
+
+
+def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits, Fingerprint]:
+    """Find what changed and bring ``old`` up to ``new``.
+
+    Args:
+        name: tensor name, for the fingerprint.
+        old: (numel,) baseline, updated in place.
+        new: (numel,) current bits.
+
+    Returns:
+        positions (n,) int64 ascending, ULP distances (n,), fingerprint change.
+    """
+    from vllm_delta_sync.wire import kernels
+
+    changed = kernels.count_different(old, new)
+    positions = np.empty(changed, np.int64)
+    distances = np.empty(changed, dtype.uint)
+    if not changed:
+        return positions, distances, Fingerprint()
+    low, high = kernels.diff_into(old, new, *order_masks(dtype), np.uint64(tensor_seed(name)), positions, distances)
+    return positions, distances, Fingerprint(int(low), int(high))
+
+
+def apply_distances(dtype: DType, bits: Bits, positions: Positions, distances: Bits) -> None:
+    """Move ``bits`` at ``positions`` by ``distances``, in place."""
+    from vllm_delta_sync.wire import kernels
+
+    kernels.add_distances(bits, positions, distances, *order_masks(dtype), False)
+
+
+def revert_distances(dtype: DType, bits: Bits, positions: Positions, distances: Bits) -> None:
+    """Undo ``apply_distances`` with the same arguments, in place."""
+    from vllm_delta_sync.wire import kernels
+
+    kernels.add_distances(bits, positions, distances, *order_masks(dtype), True)

@@ -1,0 +1,76 @@
+"""What changed between two versions, decoded: the common currency of encoders, decoders and receivers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.wire.bits import Bits, Positions
+from vllm_delta_sync.wire.dtypes import DTYPES, DType
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+
+
+@dataclass
+class Sparse:
+    """Changed elements of some tensors of one dtype, concatenated in ascending order of tensor id.
+
+    Attributes:
+        dtype: safetensors name.
+        ids: (k,) uint32 positions in the tensor table, strictly ascending.
+        counts: (k,) int64 changed elements per tensor, each at least 1.
+        positions: (n,) int64 flat indices in the full tensor, strictly ascending per tensor.
+        data: (n,) unsigned of the dtype's width: ULP distances new − old if ``relative``, else new bits.
+        relative: how to read ``data``.
+    """
+
+    dtype: str
+    ids: npt.NDArray[np.uint32]
+    counts: npt.NDArray[np.int64]
+    positions: Positions
+    data: Bits
+    relative: bool
+
+    @property
+    def element(self) -> DType:
+        return DTYPES[self.dtype]
+
+    def tensors(self) -> Iterator[tuple[int, Positions, Bits]]:
+        """(tensor id, positions, data) for each tensor, as views."""
+        ends = np.cumsum(self.counts)
+        for tensor, end, count in zip(self.ids.tolist(), ends.tolist(), self.counts.tolist(), strict=True):
+            yield tensor, self.positions[end - count : end], self.data[end - count : end]
+
+
+@dataclass
+class Full:
+    """All elements of one tensor: its id and flat (numel,) bits."""
+
+    id: int
+    bits: Bits
+
+
+@dataclass
+class Changes:
+    """One object's worth of changes.
+
+    Attributes:
+        fingerprints: per tensor id in this object: fingerprint after minus before, over the elements carried here.
+    """
+
+    sparse: list[Sparse] = field(default_factory=list)
+    full: list[Full] = field(default_factory=list)
+    fingerprints: dict[int, Fingerprint] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> int:
+        """Elements carried: all elements of tensors sent in full count."""
+        return sum(group.positions.size for group in self.sparse) + sum(tensor.bits.size for tensor in self.full)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Sum of ``fingerprints``: what this object adds to the model's fingerprint."""
+        total = Fingerprint()
+        for change in self.fingerprints.values():
+            total += change
+        return total

@@ -1,0 +1,151 @@
+"""Delta objects: choose a codec, wrap its entries in a container, and read them back as hostile input."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError, UsageError
+from vllm_delta_sync.wire import packed, raw
+from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
+from vllm_delta_sync.wire.changes import Changes, Full
+from vllm_delta_sync.wire.compression import Compression
+from vllm_delta_sync.wire.container import Buffer, Container, aligned, write_container
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.limits import FORMAT_VERSION
+from vllm_delta_sync.wire.table import TensorTable
+
+Codec = Literal["packed", "raw"]
+CODECS = ("packed", "raw")
+FEATURES = frozenset({"raw", "packed", "zstd"})
+"""What a manifest may list in ``requires`` for this reader to accept it."""
+
+_METADATA_KEY = "delta_sync"
+_IDS = "@fingerprints.ids"
+_VALUES = "@fingerprints.values"
+
+
+@dataclass(frozen=True)
+class DeltaContext:
+    """Which step of which run an object belongs to; a reader refuses one that says otherwise."""
+
+    run: str
+    version: int
+    base_version: int
+
+
+def required_features(codec: Codec, compression: Compression) -> list[str]:
+    """The ``requires`` list of a delta manifest."""
+    return sorted({codec, *(("zstd",) if compression == "zstd" and codec == "packed" else ())})
+
+
+def encode(
+    changes: Changes, table: TensorTable, codec: Codec, compression: Compression, context: DeltaContext
+) -> bytes:
+    """Serialize changes as one safetensors object (docs/FORMAT.md, Delta objects).
+
+    ``packed`` takes relative groups, ``raw`` absolute ones. ``raw`` is never compressed: it is the interchange
+    layout that others read directly.
+
+    Raises:
+        UsageError: the groups do not suit the codec, or tensor names clash with the codec's suffixes.
+    """
+    if any(group.relative != (codec == "packed") for group in changes.sparse):
+        raise UsageError(f"codec {codec!r} takes {'ULP distances' if codec == 'packed' else 'absolute values'}")
+    if codec == "packed":
+        arrays, blocks = packed.encode(changes.sparse, compression)
+    else:
+        arrays, blocks = raw.encode(changes.sparse, table), []
+    for tensor in changes.full:
+        spec = table[tensor.id]
+        arrays[spec.name] = (spec.dtype, tensor.bits.reshape(spec.shape))
+    ids = sorted(changes.fingerprints)
+    lanes = [(changes.fingerprints[tensor].low, changes.fingerprints[tensor].high) for tensor in ids]
+    arrays[_IDS] = ("U32", np.array(ids, "<u4"))
+    arrays[_VALUES] = ("U64", np.array(lanes, "<u8").reshape(len(ids), 2))
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "run": context.run,
+        "version": context.version,
+        "base_version": context.base_version,
+        "codec": codec,
+        "compression": compression if codec == "packed" else "none",
+        "blocks": blocks,
+    }
+    return write_container(arrays, {_METADATA_KEY: dump_canonical(metadata).decode()})
+
+
+def decode(data: Buffer, table: TensorTable, context: DeltaContext) -> Changes:
+    """Parse and verify a delta object; what it returns is safe to apply to tensors of ``table``.
+
+    Raises:
+        FormatError, LimitError: malformed, or positions outside their tensor.
+        UnsupportedError: a codec or compression of a later release.
+        ChainError: the object belongs to another run, version or base version.
+        TensorMismatchError: a tensor that the table has not, or another dtype or shape.
+    """
+    what = f"delta object of version {context.version}"
+    container = Container(data, what)
+    metadata = _metadata(container, context, what)
+    full_names = [name for name in container.entries if name in table]
+    if metadata["codec"] == "packed":
+        groups = packed.decode(container, table, metadata["blocks"], metadata["compression"], what)
+        known = packed.entry_names(len(metadata["blocks"]))
+    else:
+        groups = raw.decode(container, table, what)
+        known = raw.entry_names(table, container)
+    unknown = set(container.entries) - known - set(full_names) - {_IDS, _VALUES}
+    if unknown:
+        raise TensorMismatchError(
+            f"{what}: entry {min(unknown)[:120]!r} is no tensor of this run's table and no part of codec "
+            f"{metadata['codec']!r}; the object belongs to another model"
+        )
+    full = [_full(container, table, name, what) for name in full_names]
+    changes = Changes(groups, full)
+    touched = [int(tensor) for group in groups for tensor in group.ids] + [tensor.id for tensor in full]
+    if len(set(touched)) != len(touched):
+        raise FormatError(f"{what}: a tensor is carried twice")
+    changes.fingerprints = _fingerprints(container, set(touched), what)
+    return changes
+
+
+def _metadata(container: Container, context: DeltaContext, what: str) -> dict[str, Any]:
+    text = container.metadata.get(_METADATA_KEY)
+    if text is None:
+        raise FormatError(f"{what}: metadata has no {_METADATA_KEY!r}; this is not a delta object")
+    value = load_canonical(text.encode(), f"{what} metadata")
+    if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
+        raise UnsupportedError(f"{what}: format_version is not {FORMAT_VERSION}; a newer release is needed to read it")
+    for name in ("run", "version", "base_version"):
+        if value.get(name) != getattr(context, name):
+            raise ChainError(
+                f"{what}: field {name!r} is {value.get(name)!r}, the manifest says {getattr(context, name)!r}"
+            )
+    if value.get("codec") not in CODECS or value.get("compression") not in ("none", "zstd"):
+        raise UnsupportedError(
+            f"{what}: codec {value.get('codec')!r} with compression {value.get('compression')!r} is unknown here"
+        )
+    if not isinstance(value.get("blocks"), list):
+        raise FormatError(f"{what}: field 'blocks' is missing or not a list")
+    return value
+
+
+def _full(container: Container, table: TensorTable, name: str, what: str) -> Full:
+    spec, entry = table.by_name(name), container.entries[name]
+    if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
+        raise TensorMismatchError(
+            f"{what}: tensor {name!r} is {entry.dtype.name} {list(entry.shape)}, "
+            f"the run's table says {spec.dtype} {list(spec.shape)}"
+        )
+    return Full(table.index(name), aligned(container.bits(name)))
+
+
+def _fingerprints(container: Container, touched: set[int], what: str) -> dict[int, Fingerprint]:
+    ids = container.bits(_IDS)
+    values = container.bits(_VALUES)
+    if container.entries[_IDS].dtype.name != "U32" or container.entries[_VALUES].dtype.name != "U64":
+        raise FormatError(f"{what}: fingerprint entries are not U32 and U64")
+    if values.size != 2 * ids.size or set(ids.tolist()) != touched or ids.size != len(touched):
+        raise FormatError(f"{what}: fingerprints do not list exactly the {len(touched)} tensors carried")
+    lanes = values.reshape(-1, 2).tolist()
+    return {tensor: Fingerprint(low, high) for tensor, (low, high) in zip(ids.tolist(), lanes, strict=True)}

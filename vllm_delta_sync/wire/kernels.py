@@ -1,0 +1,246 @@
+"""Compiled loops over elements (numba). Imported lazily: compiling costs time and loads LLVM.
+
+Arrays are flat, C-contiguous and hold bit patterns (``uintN`` views). Every loop releases the GIL.
+``sign`` is the sign bit of the pattern for floats and 0 for integers; ``mask`` has all bits set.
+tests/unit/test_kernels.py holds each function against a plain numpy reference.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+import numba
+import numpy as np
+
+# splitmix64 (Steele, Lea, Flood 2014) and its finalizer constants; PREMIX and LANE are the odd multipliers
+# of rrmxmx and xxHash64. docs/FORMAT.md fixes the numbers.
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+PREMIX = np.uint64(0xD6E8FEB86659FD93)
+BITS = np.uint64(0xBF58476D1CE4E5B9)
+FINAL = np.uint64(0x94D049BB133111EB)
+LANE = np.uint64(0xC2B2AE3D27D4EB4F)
+S29 = np.uint64(29)
+S32 = np.uint64(32)
+ZERO = np.uint64(0)
+ONE = np.uint64(1)
+
+_compile = numba.njit(cache=True, nogil=True)
+_inline = numba.njit(inline="always")
+
+
+@_inline
+def _premix(seed, index):
+    x = seed + index * GOLDEN
+    x = (x ^ (x >> S32)) * PREMIX
+    return x ^ (x >> S32)
+
+
+@_inline
+def _low(x, bits):
+    y = x + bits * BITS
+    y = (y ^ (y >> S29)) * FINAL
+    return y ^ (y >> S32)
+
+
+@_inline
+def _high(low):
+    z = low * LANE
+    return z ^ (z >> S29)
+
+
+@_inline
+def _key(bits, sign, mask):
+    """Monotone order: negative floats mirrored below the positive ones; a bijection of all patterns."""
+    if sign == ZERO:
+        return bits
+    if bits & sign:
+        return bits ^ mask
+    return bits ^ sign
+
+
+@_inline
+def _unkey(key, sign, mask):
+    if sign == ZERO:
+        return key
+    if key & sign:
+        return key ^ sign
+    return key ^ mask
+
+
+@_compile
+def fingerprint_range(bits, start, seed):
+    """Sum of element hashes of ``bits`` at flat indices start, start + 1, … → (low, high)."""
+    low_sum = ZERO
+    high_sum = ZERO
+    for i in range(bits.size):
+        low = _low(_premix(seed, np.uint64(start + i)), np.uint64(bits[i]))
+        low_sum += low
+        high_sum += _high(low)
+    return low_sum, high_sum
+
+
+@_compile
+def fingerprint_change(positions, old, new, seed):
+    """Sum of hash(new) − hash(old) over ``positions`` (int64) → (low, high)."""
+    low_sum = ZERO
+    high_sum = ZERO
+    for i in range(positions.size):
+        x = _premix(seed, np.uint64(positions[i]))
+        before = _low(x, np.uint64(old[i]))
+        after = _low(x, np.uint64(new[i]))
+        low_sum += after - before
+        high_sum += _high(after) - _high(before)
+    return low_sum, high_sum
+
+
+@_compile
+def premix_positions(positions, seeds, counts, out):
+    """Index half of the element hash, for groups of ``counts`` positions that share a tensor seed."""
+    cursor = 0
+    for group in range(counts.size):
+        seed = seeds[group]
+        for _ in range(counts[group]):
+            out[cursor] = _premix(seed, np.uint64(positions[cursor]))
+            cursor += 1
+
+
+@_compile
+def count_different(old, new):
+    count = 0
+    for i in range(old.size):
+        count += old[i] != new[i]
+    return count
+
+
+@_compile
+def diff_into(old, new, sign, mask, seed, positions, distances):
+    """Collect changed positions and distances, bring ``old`` up to ``new`` → fingerprint change (low, high)."""
+    low_sum = ZERO
+    high_sum = ZERO
+    cursor = 0
+    for i in range(old.size):
+        if old[i] != new[i]:
+            before = np.uint64(old[i])
+            after = np.uint64(new[i])
+            positions[cursor] = i
+            distances[cursor] = (_key(after, sign, mask) - _key(before, sign, mask)) & mask
+            cursor += 1
+            x = _premix(seed, np.uint64(i))
+            low_before = _low(x, before)
+            low_after = _low(x, after)
+            low_sum += low_after - low_before
+            high_sum += _high(low_after) - _high(low_before)
+            old[i] = new[i]
+    return low_sum, high_sum
+
+
+@_compile
+def add_distances(bits, positions, distances, sign, mask, negate):
+    """bits[p] moved by +distance (or −distance) in monotone order, modulo 2^width; in place."""
+    for i in range(positions.size):
+        p = positions[i]
+        step = np.uint64(distances[i])
+        if negate:
+            step = (ZERO - step) & mask
+        bits[p] = _unkey((_key(np.uint64(bits[p]), sign, mask) + step) & mask, sign, mask)
+
+
+@_compile
+def commit_relative(bits, positions, distances, premix, sign, mask):
+    """Gather, add, scatter, and hash in one pass; → fingerprint change (low, high)."""
+    low_sum = ZERO
+    high_sum = ZERO
+    for i in range(positions.size):
+        p = positions[i]
+        before = np.uint64(bits[p])
+        after = _unkey((_key(before, sign, mask) + np.uint64(distances[i])) & mask, sign, mask)
+        bits[p] = after
+        x = premix[i]
+        low_before = _low(x, before)
+        low_after = _low(x, after)
+        low_sum += low_after - low_before
+        high_sum += _high(low_after) - _high(low_before)
+    return low_sum, high_sum
+
+
+@_compile
+def commit_absolute(bits, positions, values, premix, undo):
+    """Gather into ``undo``, scatter ``values``, and hash in one pass; → fingerprint change (low, high)."""
+    low_sum = ZERO
+    high_sum = ZERO
+    for i in range(positions.size):
+        p = positions[i]
+        before = bits[p]
+        undo[i] = before
+        bits[p] = values[i]
+        x = premix[i]
+        low_before = _low(x, np.uint64(before))
+        low_after = _low(x, np.uint64(values[i]))
+        low_sum += low_after - low_before
+        high_sum += _high(low_after) - _high(low_before)
+    return low_sum, high_sum
+
+
+@_compile
+def encode_gaps(positions, counts, gaps, escapes):
+    """Positions → u8 gaps; 255 escapes to ``escapes`` (u64, gap − 255). Returns the number of escapes."""
+    cursor = 0
+    used = 0
+    for group in range(counts.size):
+        previous = np.int64(-1)
+        for _ in range(counts[group]):
+            gap = positions[cursor] - previous - 1
+            previous = positions[cursor]
+            if gap < 255:
+                gaps[cursor] = gap
+            else:
+                gaps[cursor] = 255
+                escapes[used] = gap - 255
+                used += 1
+            cursor += 1
+    return used
+
+
+@_compile
+def decode_gaps(gaps, escapes, counts, numels, positions):
+    """Inverse of encode_gaps, into ``positions``.
+
+    Returns -1 when all is well, else the group whose positions leave its tensor, or ``counts.size`` when
+    the escapes do not come out even.
+    """
+    cursor = 0
+    used = 0
+    for group in range(counts.size):
+        numel = np.uint64(numels[group])
+        next_position = ZERO
+        for _ in range(counts[group]):
+            gap = np.uint64(gaps[cursor])
+            if gap == np.uint64(255):
+                if used >= escapes.size:
+                    return counts.size
+                if escapes[used] >= numel:
+                    return group
+                gap += escapes[used]
+                used += 1
+            position = next_position + gap
+            if position >= numel:
+                return group
+            positions[cursor] = np.int64(position)
+            next_position = position + ONE
+            cursor += 1
+    if used != escapes.size:
+        return counts.size
+    return -1
+
+
+@_compile
+def first_not_ascending(positions, counts, numels):
+    """Group whose positions are not strictly ascending inside [0, numel); -1 when all are."""
+    cursor = 0
+    for group in range(counts.size):
+        previous = np.int64(-1)
+        for _ in range(counts[group]):
+            position = positions[cursor]
+            if position <= previous or position >= numels[group]:
+                return group
+            previous = position
+            cursor += 1
+    return -1

@@ -1,0 +1,34 @@
+"""Every limit a reader enforces before it allocates, by name. docs/FORMAT.md lists the same numbers."""
+
+from vllm_delta_sync.errors import LimitError
+
+FORMAT_VERSION = 1
+
+MAX_HEADER_BYTES = 100 * 1024 * 1024
+"""Safetensors header; the reference implementation refuses larger ones too."""
+MAX_JSON_BYTES = 64 * 1024 * 1024
+"""run.json, tensors.json and manifests."""
+MAX_HEAD_BYTES = 4096
+MAX_JSON_DEPTH = 16
+MAX_TENSORS = 4_000_000
+MAX_TENSOR_NAME_BYTES = 512
+MAX_DIMENSIONS = 16
+MAX_TENSOR_ELEMENTS = 2**48
+"""Flat indices stay far inside int64, also after multiplication by an element size."""
+MAX_MODEL_BYTES = 2**50
+MAX_OBJECTS_PER_VERSION = 65_536
+MAX_VERSION = 10**10 - 1
+"""Ten digits: the width of a version in a key."""
+MAX_BLOCK_COUNT = 1_000_000
+MAX_ZSTD_WINDOW_LOG = 27
+
+
+def check_limit(field: str, value: int, limit: int, limit_name: str) -> int:
+    """Return ``value`` if ``0 <= value <= limit``.
+
+    Raises:
+        LimitError: naming the field, the value and the limit.
+    """
+    if not 0 <= value <= limit:
+        raise LimitError(f"{field} is {value}, outside 0..{limit} ({limit_name}); the data is corrupt or hostile")
+    return value

@@ -1,0 +1,211 @@
+"""The JSON documents of a run: run.json, versions/<n>.json (manifests), HEAD.json. Keys, fields, digests."""
+
+import re
+from hashlib import sha256
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from vllm_delta_sync.errors import FormatError, UnsupportedError
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+
+RUN_KEY = "run.json"
+TABLE_KEY = "tensors.json"
+HEAD_KEY = "HEAD.json"
+VERSIONS_PREFIX = "versions/"
+OBJECTS_PREFIX = "objects/"
+
+
+def version_key(version: int) -> str:
+    """Key of a version's manifest; ten digits, so that keys sort as versions do."""
+    return f"{VERSIONS_PREFIX}{version:010d}.json"
+
+
+def object_key(digest: str) -> str:
+    """Key of an object: its name is its SHA-256."""
+    return f"{OBJECTS_PREFIX}{digest}.safetensors"
+
+
+Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
+Version = Annotated[int, Field(ge=0, le=limits.MAX_VERSION)]
+Timestamp = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z$")]
+FormatVersion = Literal[1]
+
+
+class Document(BaseModel):
+    """A canonical JSON document. Fields that this release does not know are kept in its digest and ignored.
+
+    ``requires`` lists the features without which the document must not be read: an unknown one is refused.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    _raw: bytes | None = PrivateAttr(default=None)
+
+    def to_bytes(self) -> bytes:
+        """The bytes it was parsed from, or its canonical JSON."""
+        return dump_canonical(self.model_dump(mode="json")) if self._raw is None else self._raw
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of ``to_bytes()``, hex."""
+        return sha256(self.to_bytes()).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, what: str | None = None) -> Self:
+        """Parse.
+
+        Raises:
+            FormatError, LimitError: not canonical JSON, or a field is missing or malformed.
+            UnsupportedError: a newer format version, or a required feature is unknown.
+        """
+        what = what or cls.__name__.lower()
+        value = load_canonical(data, what)
+        if not isinstance(value, dict):
+            raise FormatError(f"{what} is not a JSON object")
+        version = value.get("format_version")
+        if type(version) is int and version > limits.FORMAT_VERSION:
+            raise UnsupportedError(f"{what}: format_version is {version}, this release reads 1; upgrade to read it")
+        try:
+            document = cls.model_validate(value)
+        except ValidationError as error:
+            raise FormatError(f"{what}: {_first_problem(error)}") from error
+        document._raw = data
+        document._check_requires(what)
+        return document
+
+    def _check_requires(self, what: str) -> None:
+        from vllm_delta_sync.wire.delta import FEATURES
+
+        unknown = sorted(set(getattr(self, "requires", [])) - FEATURES)
+        if unknown:
+            raise UnsupportedError(
+                f"{what}: field 'requires' names {', '.join(name[:40] for name in unknown)}, which this release does "
+                "not know; upgrade to read it"
+            )
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "document"
+    return f"field {field!r}: {problem['msg']} (value {str(problem['input'])[:80]!r})"
+
+
+class RunInfo(Document):
+    """run.json: written once, first.
+
+    Attributes:
+        run: 32 hex digits, random: names the run in manifests and notices.
+        tensors: SHA-256 of tensors.json.
+        total: elements in all tensors. full_bytes: their bytes in the served dtypes.
+    """
+
+    format_version: FormatVersion = 1
+    requires: list[str] = []
+    run: Hex32
+    created_at: Timestamp
+    tensors: Digest
+    total: Count
+    full_bytes: Count
+
+
+class ObjectRef(BaseModel):
+    """One immutable object of a version: key, size in bytes, SHA-256, and the publisher rank that wrote it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    key: str
+    bytes: Count
+    sha256: Digest
+    rank: Count = 0
+
+    @model_validator(mode="after")
+    def _named_by_digest(self) -> Self:
+        if self.key != object_key(self.sha256):
+            raise ValueError("key is not objects/<sha256>.safetensors")
+        return self
+
+
+class Base(BaseModel):
+    """Where the weights of a ``reference`` version 0 lie: a path, as the publisher knew it. A hint for people;
+    what counts is the fingerprint."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    location: Annotated[str, Field(max_length=4096)]
+
+
+class Manifest(Document):
+    """versions/<n>.json: writing it is what commits a version.
+
+    Attributes:
+        kind: ``anchor`` (objects hold every tensor), ``reference`` (version 0 whose weights lie elsewhere),
+            ``delta`` (objects hold changes against ``base_version``).
+        parent: digest of the preceding version's manifest; null for version 0.
+        fingerprint: of the whole model after this version, 32 hex digits.
+        tensor_fingerprints: per tensor name; for anchors and references only.
+        changed: elements carried by the objects. total: elements of the model.
+        payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
+    """
+
+    format_version: FormatVersion = 1
+    requires: list[str] = []
+    run: Hex32
+    version: Version
+    step: Count
+    kind: Literal["anchor", "reference", "delta"]
+    base_version: Version | None = None
+    parent: Digest | None = None
+    base: Base | None = None
+    codec: str | None = None
+    compression: str | None = None
+    objects: Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)] = []
+    changed: Count
+    total: Count
+    payload_bytes: Count
+    full_bytes: Count
+    fingerprint: Hex32
+    tensor_fingerprints: dict[str, Hex32] | None = None
+    created_at: Timestamp
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        first = self.version == 0
+        if first != (self.parent is None):
+            raise ValueError("parent is null for version 0 and only there")
+        if (self.kind == "delta") != (self.base_version is not None):
+            raise ValueError("base_version belongs to deltas and only to them")
+        if self.base_version is not None and self.base_version >= self.version:
+            raise ValueError("base_version does not precede version")
+        if (self.kind == "delta") == (self.tensor_fingerprints is not None):
+            raise ValueError("tensor_fingerprints belong to anchors and references and only to them")
+        if self.payload_bytes != sum(item.bytes for item in self.objects):
+            raise ValueError("payload_bytes is not the sum of the objects' bytes")
+        if len({item.key for item in self.objects}) != len(self.objects):
+            raise ValueError("an object is listed twice")
+        if self.kind == "reference" and (self.objects or not first):
+            raise ValueError("a reference is version 0 and has no objects")
+        return self
+
+    @property
+    def model_fingerprint(self) -> Fingerprint:
+        return Fingerprint.from_hex(self.fingerprint)
+
+
+class Head(Document):
+    """HEAD.json: points at the newest manifest; may lag behind it, never the other way round."""
+
+    format_version: FormatVersion = 1
+    run: Hex32
+    version: Version
+    manifest: Digest
+
+
+_VERSION_NAME = re.compile(r"^versions/(\d{10})\.json$")
+
+
+def version_of_key(key: str) -> int | None:
+    """Inverse of ``version_key``; None for any other key."""
+    match = _VERSION_NAME.match(key)
+    return int(match.group(1)) if match else None
