@@ -36,7 +36,7 @@ def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np
                     )
                 pending.discard(name)
                 file.seek(len(header) + placed[name].start)
-                file.write(memoryview(np.ascontiguousarray(bits)).cast("B"))
+                file.write(np.ascontiguousarray(bits).view(np.uint8).data)
             file.truncate(len(header) + table.full_bytes)
             file.flush()
             os.fsync(file.fileno())

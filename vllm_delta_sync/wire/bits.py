@@ -8,6 +8,7 @@ patterns monotonically (docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay
 import numpy as np
 import numpy.typing as npt
 
+from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.wire.dtypes import DType
 from vllm_delta_sync.wire.fingerprint import Fingerprint, tensor_seed
 
@@ -31,7 +32,14 @@ def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits
 
     Returns:
         positions (n,) int64 ascending, ULP distances (n,), fingerprint change.
+
+    Raises:
+        TensorMismatchError: the arrays are not of one size and of the dtype's width.
     """
+    if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
+        raise TensorMismatchError(
+            f"tensor {name!r}: {new.size} elements of {new.dtype} against {old.size} of {old.dtype}; {dtype.uint} expected"
+        )
     from vllm_delta_sync.wire import kernels
 
     changed = kernels.count_different(old, new)

@@ -5,19 +5,19 @@ from typing import Any
 
 import rfc8785
 
-from vllm_delta_sync.errors import FormatError
-from vllm_delta_sync.wire.limits import MAX_JSON_BYTES, MAX_JSON_DEPTH, check_limit
+from vllm_delta_sync.errors import FormatError, UnsupportedError
+from vllm_delta_sync.wire.limits import FORMAT_VERSION, MAX_JSON_BYTES, MAX_JSON_DEPTH, check_limit
 
 
 def dump_canonical(value: Any) -> bytes:
     """Serialize to canonical JSON.
 
     Raises:
-        FormatError: the value has an integer beyond 2^53, a NaN, or a type JSON has not.
+        FormatError: the value has an integer beyond 2^53, a NaN, half a surrogate pair, or a type JSON has not.
     """
     try:
         return rfc8785.dumps(value)
-    except rfc8785.CanonicalizationError as error:
+    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
         raise FormatError(f"value cannot be written as canonical JSON: {error}") from error
 
 
@@ -30,23 +30,45 @@ def load_canonical(data: bytes, what: str, limit: int = MAX_JSON_BYTES) -> Any:
     """
     check_limit(f"{what}: size in bytes", len(data), limit, "MAX_JSON_BYTES")
     value = load_json(data, what)
-    if dump_canonical(value) != data:
+    try:
+        canonical = dump_canonical(value)
+    except FormatError as error:
+        raise FormatError(f"{what}: {error}") from error
+    if canonical != data:
         raise FormatError(f"{what} is JSON but not in canonical form (RFC 8785); it was not written by a publisher")
     return value
 
 
 def load_json(data: bytes, what: str) -> Any:
-    """Parse JSON with duplicate keys and nesting beyond MAX_JSON_DEPTH refused.
+    """Parse JSON with duplicate keys, nesting beyond MAX_JSON_DEPTH and halves of surrogate pairs refused.
 
     Raises:
-        FormatError: not JSON, duplicate key, or nested too deep.
+        FormatError: not JSON, duplicate key, nested too deep, or a string that UTF-8 cannot spell.
     """
     if _depth(data) > MAX_JSON_DEPTH:
         raise FormatError(f"{what} is nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FormatError(f"{what} is not valid JSON: {error}") from error
+
+
+def check_format_version(document: dict[str, Any], what: str) -> None:
+    """Check the field ``format_version``, which every document and every delta object has.
+
+    Raises:
+        FormatError: missing, or not a positive integer. UnsupportedError: of a later release.
+    """
+    version = document.get("format_version")
+    if type(version) is not int or version < 1:
+        raise FormatError(f"{what}: field 'format_version' is {str(version)[:40]!r}, not a positive integer")
+    if version > FORMAT_VERSION:
+        raise UnsupportedError(
+            f"{what}: format_version is {version}, this release reads {FORMAT_VERSION}; upgrade to read it"
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,12 +62,11 @@ def header_bytes(placed: Mapping[str, Entry], metadata: Mapping[str, str]) -> by
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def write_container(arrays: Mapping[str, tuple[str, npt.NDArray]], metadata: Mapping[str, str]) -> bytes:
+def write_container(arrays: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, str]) -> bytes:
     """Serialize (dtype name, array) pairs; arrays hold bits of that dtype and any shape."""
-    arrays = {name: (dtype, np.ascontiguousarray(array)) for name, (dtype, array) in arrays.items()}
     placed = layout({name: (dtype_of(dtype, name), array.shape) for name, (dtype, array) in arrays.items()})
     pieces: list[bytes | memoryview] = [header_bytes(placed, metadata)]
-    pieces += [memoryview(arrays[name][1].reshape(-1).view(np.uint8)) for name in placed]
+    pieces += [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in placed]
     return b"".join(pieces)
 
 
@@ -83,7 +83,7 @@ class Container:
     """
 
     def __init__(self, buffer: Buffer, what: str = "container") -> None:
-        view = memoryview(buffer).cast("B")
+        view = (buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)).cast("B")
         self._what = what
         if len(view) < _LENGTH_BYTES:
             raise FormatError(f"{what}: {len(view)} bytes are too few for a safetensors file")
@@ -91,6 +91,8 @@ class Container:
         check_limit(f"{what}: header size", header_size, limits.MAX_HEADER_BYTES, "MAX_HEADER_BYTES")
         if header_size > len(view) - _LENGTH_BYTES:
             raise FormatError(f"{what}: header of {header_size} bytes in a file of {len(view)}: truncated")
+        if bytes(view[_LENGTH_BYTES : _LENGTH_BYTES + 1]) != b"{":
+            raise FormatError(f"{what}: header does not begin with an opening brace")
         header = load_json(bytes(view[_LENGTH_BYTES : _LENGTH_BYTES + header_size]), f"{what} header")
         if not isinstance(header, dict):
             raise FormatError(f"{what}: header is not a JSON object")
@@ -148,6 +150,6 @@ def _integers(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def aligned(bits: npt.NDArray) -> npt.NDArray:
+def aligned(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """``bits``, copied if its memory is not aligned to its elements (compiled loops need that)."""
     return bits if bits.flags.aligned else bits.copy()

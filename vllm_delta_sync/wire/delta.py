@@ -7,9 +7,9 @@ import numpy as np
 
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError, UsageError
 from vllm_delta_sync.wire import packed, raw
-from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
+from vllm_delta_sync.wire.canonical import check_format_version, dump_canonical, load_canonical
 from vllm_delta_sync.wire.changes import Changes, Full
-from vllm_delta_sync.wire.compression import Compression
+from vllm_delta_sync.wire.compression import COMPRESSIONS, Compression
 from vllm_delta_sync.wire.container import Buffer, Container, aligned, write_container
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.limits import FORMAT_VERSION
@@ -90,10 +90,12 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext) -> Changes:
     full_names = [name for name in container.entries if name in table]
     if metadata["codec"] == "packed":
         groups = packed.decode(container, table, metadata["blocks"], metadata["compression"], what)
-        known = packed.entry_names(len(metadata["blocks"]))
+        known = packed.entry_names([group.element for group in groups])
     else:
         groups = raw.decode(container, table, what)
         known = raw.entry_names(table, container)
+    if set(full_names) & known:
+        raise FormatError(f"{what}: the table has tensors named like entries of codec {metadata['codec']!r}")
     unknown = set(container.entries) - known - set(full_names) - {_IDS, _VALUES}
     if unknown:
         raise TensorMismatchError(
@@ -114,19 +116,26 @@ def _metadata(container: Container, context: DeltaContext, what: str) -> dict[st
     if text is None:
         raise FormatError(f"{what}: metadata has no {_METADATA_KEY!r}; this is not a delta object")
     value = load_canonical(text.encode(), f"{what} metadata")
-    if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
-        raise UnsupportedError(f"{what}: format_version is not {FORMAT_VERSION}; a newer release is needed to read it")
-    for name in ("run", "version", "base_version"):
-        if value.get(name) != getattr(context, name):
-            raise ChainError(
-                f"{what}: field {name!r} is {value.get(name)!r}, the manifest says {getattr(context, name)!r}"
-            )
-    if value.get("codec") not in CODECS or value.get("compression") not in ("none", "zstd"):
-        raise UnsupportedError(
-            f"{what}: codec {value.get('codec')!r} with compression {value.get('compression')!r} is unknown here"
-        )
+    if not isinstance(value, dict):
+        raise FormatError(f"{what}: metadata is not a JSON object")
+    check_format_version(value, what)
+    for name, kind in (("run", str), ("version", int), ("base_version", int), ("codec", str), ("compression", str)):
+        if type(value.get(name)) is not kind:
+            raise FormatError(f"{what}: field {name!r} is missing or not of type {kind.__name__}")
     if not isinstance(value.get("blocks"), list):
         raise FormatError(f"{what}: field 'blocks' is missing or not a list")
+    for name in ("run", "version", "base_version"):
+        if value[name] != getattr(context, name):
+            raise ChainError(
+                f"{what}: field {name!r} is {str(value[name])[:40]!r}, the manifest says {getattr(context, name)!r}"
+            )
+    codec, compression = value["codec"], value["compression"]
+    if codec not in CODECS or compression not in COMPRESSIONS:
+        raise UnsupportedError(
+            f"{what}: codec {codec[:40]!r} with compression {compression[:40]!r} is unknown here; upgrade to read it"
+        )
+    if codec == "raw" and (compression != "none" or value["blocks"]):
+        raise FormatError(f"{what}: codec 'raw' has no compression and no blocks")
     return value
 
 
@@ -145,7 +154,9 @@ def _fingerprints(container: Container, touched: set[int], what: str) -> dict[in
     values = container.bits(_VALUES)
     if container.entries[_IDS].dtype.name != "U32" or container.entries[_VALUES].dtype.name != "U64":
         raise FormatError(f"{what}: fingerprint entries are not U32 and U64")
-    if values.size != 2 * ids.size or set(ids.tolist()) != touched or ids.size != len(touched):
-        raise FormatError(f"{what}: fingerprints do not list exactly the {len(touched)} tensors carried")
+    if container.entries[_VALUES].shape != (ids.size, 2) or ids.tolist() != sorted(touched):
+        raise FormatError(
+            f"{what}: fingerprints do not list exactly the {len(touched)} tensors carried, in ascending order"
+        )
     lanes = values.reshape(-1, 2).tolist()
     return {tensor: Fingerprint(low, high) for tensor, (low, high) in zip(ids.tolist(), lanes, strict=True)}

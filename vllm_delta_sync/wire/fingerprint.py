@@ -63,6 +63,16 @@ def fingerprint_tensor(name: str, bits: npt.NDArray[np.unsignedinteger], start: 
     return Fingerprint(int(low), int(high))
 
 
+def fingerprint_elements(
+    name: str, positions: npt.NDArray[np.int64], bits: npt.NDArray[np.unsignedinteger]
+) -> Fingerprint:
+    """Fingerprint of some elements of a tensor: (n,) flat positions in any order, and their bits."""
+    from vllm_delta_sync.wire import kernels
+
+    low, high = kernels.fingerprint_elements(positions, bits, np.uint64(tensor_seed(name)))
+    return Fingerprint(int(low), int(high))
+
+
 def fingerprint_change(
     name: str,
     positions: npt.NDArray[np.int64],

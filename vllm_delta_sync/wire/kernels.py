@@ -78,6 +78,18 @@ def fingerprint_range(bits, start, seed):
 
 
 @_compile
+def fingerprint_elements(positions, bits, seed):
+    """Sum of element hashes of ``bits`` at ``positions`` (int64) → (low, high)."""
+    low_sum = ZERO
+    high_sum = ZERO
+    for i in range(positions.size):
+        low = _low(_premix(seed, np.uint64(positions[i])), np.uint64(bits[i]))
+        low_sum += low
+        high_sum += _high(low)
+    return low_sum, high_sum
+
+
+@_compile
 def fingerprint_change(positions, old, new, seed):
     """Sum of hash(new) − hash(old) over ``positions`` (int64) → (low, high)."""
     low_sum = ZERO

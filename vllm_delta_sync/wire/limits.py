@@ -21,6 +21,10 @@ MAX_VERSION = 10**10 - 1
 """Ten digits: the width of a version in a key."""
 MAX_BLOCK_COUNT = 1_000_000
 MAX_ZSTD_WINDOW_LOG = 27
+MAX_ZSTD_RATIO = 32_768
+"""A block of 128 KiB takes at least 4 bytes, so a frame that declares more than this times its own size lies."""
+MAX_EMPTY_FRAME_BYTES = 32
+"""A zstd frame of no content: at most 18 bytes of header, 3 of an empty block, 4 of checksum."""
 
 
 def check_limit(field: str, value: int, limit: int, limit_name: str) -> int:

@@ -2,13 +2,13 @@
 
 import re
 from hashlib import sha256
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
+from vllm_delta_sync.wire.canonical import check_format_version, dump_canonical, load_canonical
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 RUN_KEY = "run.json"
@@ -32,7 +32,7 @@ Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Version = Annotated[int, Field(ge=0, le=limits.MAX_VERSION)]
-Timestamp = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z$")]
+Timestamp = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?Z$")]
 FormatVersion = Literal[1]
 
 
@@ -66,26 +66,29 @@ class Document(BaseModel):
         value = load_canonical(data, what)
         if not isinstance(value, dict):
             raise FormatError(f"{what} is not a JSON object")
-        version = value.get("format_version")
-        if type(version) is int and version > limits.FORMAT_VERSION:
-            raise UnsupportedError(f"{what}: format_version is {version}, this release reads 1; upgrade to read it")
+        check_format_version(value, what)
+        _check_requires(value, what)
         try:
             document = cls.model_validate(value)
         except ValidationError as error:
             raise FormatError(f"{what}: {_first_problem(error)}") from error
         document._raw = data
-        document._check_requires(what)
         return document
 
-    def _check_requires(self, what: str) -> None:
-        from vllm_delta_sync.wire.delta import FEATURES
 
-        unknown = sorted(set(getattr(self, "requires", [])) - FEATURES)
-        if unknown:
-            raise UnsupportedError(
-                f"{what}: field 'requires' names {', '.join(name[:40] for name in unknown)}, which this release does "
-                "not know; upgrade to read it"
-            )
+def _check_requires(value: dict[str, Any], what: str) -> None:
+    # Before validation: a feature that is unknown here may have changed what the other fields look like.
+    from vllm_delta_sync.wire.delta import FEATURES
+
+    required = value.get("requires", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise FormatError(f"{what}: field 'requires' is not a list of strings")
+    unknown = sorted(set(required) - FEATURES)
+    if unknown:
+        raise UnsupportedError(
+            f"{what}: field 'requires' names {', '.join(name[:40] for name in unknown[:8])}, which this release does "
+            "not know; upgrade to read it"
+        )
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -202,10 +205,10 @@ class Head(Document):
     manifest: Digest
 
 
-_VERSION_NAME = re.compile(r"^versions/(\d{10})\.json$")
+_VERSION_NAME = re.compile(r"versions/([0-9]{10})\.json")
 
 
 def version_of_key(key: str) -> int | None:
     """Inverse of ``version_key``; None for any other key."""
-    match = _VERSION_NAME.match(key)
+    match = _VERSION_NAME.fullmatch(key)
     return int(match.group(1)) if match else None

@@ -13,7 +13,7 @@ from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.changes import Sparse
 from vllm_delta_sync.wire.compression import Compression, compress, decompress
 from vllm_delta_sync.wire.container import Container, aligned
-from vllm_delta_sync.wire.dtypes import DTYPES, DType, dtype_of
+from vllm_delta_sync.wire.dtypes import DType, dtype_of
 from vllm_delta_sync.wire.limits import check_limit
 from vllm_delta_sync.wire.table import TensorTable
 
@@ -89,21 +89,33 @@ def decode(
     container: Container, table: TensorTable, blocks: list[Any], compression: Compression, what: str
 ) -> list[Sparse]:
     """Read and check every block (errors: see ``delta.decode``)."""
+    dtypes = block_dtypes(blocks, what)
+    return [
+        _decode_block(container, table, index, dtype, compression, f"{what}, block {index}")
+        for index, dtype in enumerate(dtypes)
+    ]
+
+
+def block_dtypes(blocks: list[Any], what: str) -> list[DType]:
+    """Element type of each block, from the ``blocks`` metadata.
+
+    Raises:
+        FormatError, LimitError: a block without a known dtype, or too many.
+    """
     check_limit(f"{what}: blocks", len(blocks), limits.MAX_BLOCK_COUNT, "MAX_BLOCK_COUNT")
-    groups = []
+    dtypes = []
     for index, block in enumerate(blocks):
         if not isinstance(block, dict) or not isinstance(block.get("dtype"), str):
             raise FormatError(f"{what}: block {index} has no dtype")
-        groups.append(_decode_block(container, table, index, block["dtype"], compression, what))
-    return groups
+        dtypes.append(dtype_of(block["dtype"], f"{what}: block {index}"))
+    return dtypes
 
 
 def _decode_block(
-    container: Container, table: TensorTable, index: int, dtype: str, compression: Compression, what: str
+    container: Container, table: TensorTable, index: int, element: DType, compression: Compression, what: str
 ) -> Sparse:
-    name, what = f"@{index}", f"{what}, block {index}"
-    element = dtype_of(dtype, what)
-    ids, counts, numels = _directory(container, table, name, dtype, what)
+    name = f"@{index}"
+    ids, counts, numels = _directory(container, table, name, element.name, what)
     total = int(counts.sum())
     gaps = aligned(decompress(_bytes(container, f"{name}.gaps"), total, compression, f"{what}: gaps"))
     escaped = int(np.count_nonzero(gaps == 255))
@@ -115,18 +127,19 @@ def _decode_block(
         plane = _bytes(container, f"{name}.ulp.{byte}")
         values[:, byte] = decompress(plane, total, compression, f"{what}: ulp plane {byte}")
     distances = _unzigzag(values.reshape(-1).view(element.uint), element)
-    return Sparse(dtype, ids, counts, positions, distances, relative=True)
+    return Sparse(element.name, ids, counts, positions, distances, relative=True)
 
 
 def _directory(
     container: Container, table: TensorTable, name: str, dtype: str, what: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ids, counts = aligned(container.bits(f"{name}.ids")), aligned(container.bits(f"{name}.counts"))
-    if ids.itemsize != 4 or counts.itemsize != 8 or ids.size != counts.size:
-        raise FormatError(f"{what}: ids and counts are not U32 and U64 of one length")
+    types = [container.entries[f"{name}.{part}"].dtype.name for part in ("ids", "counts")]
+    if types != ["U32", "U64"] or ids.size != counts.size or not ids.size:
+        raise FormatError(f"{what}: ids and counts are not U32 and U64 of one length, at least 1")
     if np.any(ids[1:] <= ids[:-1]):
         raise FormatError(f"{what}: tensor ids are not strictly ascending")
-    if ids.size and int(ids[-1]) >= len(table):
+    if int(ids[-1]) >= len(table):
         raise TensorMismatchError(f"{what}: tensor id {int(ids[-1])} in a table of {len(table)} tensors")
     specs = [table[tensor] for tensor in ids.tolist()]
     for spec, count in zip(specs, counts.tolist(), strict=True):
@@ -150,7 +163,7 @@ def _positions(
 
     positions = np.empty(gaps.size, np.int64)
     bad = kernels.decode_gaps(gaps, escapes, counts, numels, positions)
-    if bad == counts.size and counts.size:
+    if bad == counts.size:
         raise FormatError(f"{what}: escapes do not match the gaps")
     if bad >= 0:
         spec = table[int(ids[bad])]
@@ -160,13 +173,13 @@ def _positions(
 
 def _bytes(container: Container, name: str) -> np.ndarray:
     bits = container.bits(name)
-    if bits.itemsize != 1:
+    if container.entries[name].dtype.name != "U8":
         raise FormatError(f"entry {name!r} is not U8")
     return bits
 
 
-def entry_names(blocks: int) -> set[str]:
-    """Every entry name that the codec may use for that many blocks."""
-    widest = max(dtype.itemsize for dtype in DTYPES.values())
-    parts = ["ids", "counts", "gaps", "escapes", *(f"ulp.{byte}" for byte in range(widest))]
-    return {f"@{index}.{part}" for index in range(blocks) for part in parts}
+def entry_names(dtypes: list[DType]) -> set[str]:
+    """The entry names of blocks of these element types, no more and no fewer."""
+    parts = ("ids", "counts", "gaps", "escapes")
+    names = {f"@{index}.{part}" for index in range(len(dtypes)) for part in parts}
+    return names | {f"@{index}.ulp.{byte}" for index, dtype in enumerate(dtypes) for byte in range(dtype.itemsize)}

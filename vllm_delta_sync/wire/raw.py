@@ -40,8 +40,7 @@ def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
 
 def decode(container: Container, table: TensorTable, what: str) -> list[Sparse]:
     """Read and check every tensor (errors: see ``delta.decode``); one group per dtype."""
-    names = [name.removesuffix(INDICES) for name in container.entries if name.endswith(INDICES)]
-    tensors = sorted(table.index(name) for name in names if name in table)
+    tensors = sorted(table.index(name) for name in _carried(table, container))
     groups = []
     by_dtype = sorted(tensors, key=lambda tensor: (table[tensor].dtype, tensor))
     for dtype, members in groupby(by_dtype, key=lambda tensor: table[tensor].dtype):
@@ -80,10 +79,10 @@ def _decode_group(container: Container, table: TensorTable, dtype: str, tensors:
 
 
 def entry_names(table: TensorTable, container: Container) -> set[str]:
-    """The container's entry names that belong to the codec and to tensors of the table."""
-    return {
-        name
-        for name in container.entries
-        for suffix in (INDICES, VALUES)
-        if name.endswith(suffix) and name.removesuffix(suffix) in table and name not in table
-    }
+    """The entry names of the tensors that the container carries, no more and no fewer."""
+    return {name + suffix for name in _carried(table, container) for suffix in (INDICES, VALUES)}
+
+
+def _carried(table: TensorTable, container: Container) -> list[str]:
+    names = (name.removesuffix(INDICES) for name in container.entries if name.endswith(INDICES) and name not in table)
+    return [name for name in names if name in table]

@@ -53,7 +53,7 @@ class ModelState:
         measured: dict[int, Fingerprint] = {}
         for group in changes.sparse:
             for tensor, change in self._apply_sparse(group):
-                measured[tensor] = change
+                measured[tensor] = measured.get(tensor, Fingerprint()) + change
         for full in changes.full:
             before = self.fingerprints[full.id]
             self.bits[full.id][:] = full.bits

@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
 from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
+from vllm_delta_sync.wire.canonical import check_format_version, dump_canonical, load_canonical
 from vllm_delta_sync.wire.dtypes import DType, dtype_of
 from vllm_delta_sync.wire.limits import check_limit
 
@@ -43,11 +43,14 @@ class TensorTable:
     """
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
-        self.specs = tuple(sorted(specs, key=lambda spec: spec.name.encode()))
-        check_limit("tensor table: number of tensors", len(self.specs), limits.MAX_TENSORS, "MAX_TENSORS")
+        rows = list(specs)
+        check_limit("tensor table: number of tensors", len(rows), limits.MAX_TENSORS, "MAX_TENSORS")
+        for spec in rows:
+            _check_spec(spec)
+        self.specs = tuple(sorted(rows, key=lambda spec: spec.name.encode()))
+        self._source: bytes | None = None
         self._index: dict[str, int] = {}
         for position, spec in enumerate(self.specs):
-            _check_spec(spec)
             if self._index.setdefault(spec.name, position) != position:
                 raise FormatError(f"tensor table names {spec.name!r} twice")
         self.total = sum(spec.numel for spec in self.specs)
@@ -84,7 +87,9 @@ class TensorTable:
         return self.specs[self.index(name)]
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON, the content of ``tensors.json``."""
+        """The bytes it was parsed from, or its canonical JSON: the content of ``tensors.json``."""
+        if self._source is not None:
+            return self._source
         rows = [{"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)} for spec in self.specs]
         return dump_canonical({"format_version": limits.FORMAT_VERSION, "tensors": rows})
 
@@ -98,16 +103,19 @@ class TensorTable:
 
         Raises:
             FormatError, LimitError: see the class; also rows that are not in ascending order.
+        UnsupportedError: of a later release.
         """
         value = load_canonical(data, "tensors.json")
-        if not isinstance(value, dict) or not isinstance(value.get("tensors"), list):
+        if not isinstance(value, dict):
+            raise FormatError("tensors.json is not a JSON object")
+        check_format_version(value, "tensors.json")
+        if not isinstance(value.get("tensors"), list):
             raise FormatError("tensors.json: field 'tensors' is missing or not a list")
-        if value.get("format_version") != limits.FORMAT_VERSION:
-            raise FormatError(f"tensors.json: format_version is {value.get('format_version')!r}, not 1")
         specs = [_parse_row(row) for row in value["tensors"]]
         table = cls(specs)
         if table.specs != tuple(specs):
             raise FormatError("tensors.json: rows are not in ascending order of name")
+        table._source = data
         return table
 
 
@@ -124,14 +132,10 @@ def _parse_row(row: object) -> TensorSpec:
 
 def _check_spec(spec: TensorSpec) -> None:
     shown = spec.name[:80]
-    check_limit(
-        f"tensor name {shown!r}: bytes",
-        len(spec.name.encode()),
-        limits.MAX_TENSOR_NAME_BYTES,
-        "MAX_TENSOR_NAME_BYTES",
-    )
     if not spec.name or spec.name.startswith("@") or spec.name == "__metadata__" or not spec.name.isprintable():
         raise FormatError(f"tensor name {shown!r} is empty, reserved, starts with '@' or is not printable")
+    name_bytes = len(spec.name.encode())
+    check_limit(f"tensor name {shown!r}: bytes", name_bytes, limits.MAX_TENSOR_NAME_BYTES, "MAX_TENSOR_NAME_BYTES")
     check_limit(f"{shown}: dimensions", len(spec.shape), limits.MAX_DIMENSIONS, "MAX_DIMENSIONS")
     for size in spec.shape:
         check_limit(f"{shown}: a dimension", size, limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS")

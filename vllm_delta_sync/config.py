@@ -1,0 +1,142 @@
+"""Settings of the receiving side: one model, one table of environment variables, one order of precedence.
+
+A command-line flag wins over the environment (``DELTA_SYNC_<UPPER>``), the environment over the TOML file named by
+``DELTA_SYNC_CONFIG``. An unknown name is an error everywhere. Secrets come by file only.
+"""
+
+import hmac
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_delta_sync.errors import SettingsError
+
+ENV_PREFIX = "DELTA_SYNC_"
+CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
+
+
+class Settings(BaseModel):
+    """What a receiver can be told. docs/REFERENCE.md is generated from these descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bucket: Annotated[str, Field(min_length=1, description="Run URL to follow: file:///path/run or a plain path.")]
+    policy: Annotated[
+        Literal["follow", "manual"],
+        Field(description="follow: every new version is taken at once. manual: only on POST /delta_sync/sync."),
+    ] = "follow"
+    poll_seconds: Annotated[
+        float, Field(gt=0, le=3600, description="Seconds between looks into the bucket when no notice comes.")
+    ] = 2.0
+    notice: Annotated[
+        str | None,
+        Field(pattern=r"^(tcp|ipc)://", description="ZeroMQ address of the publisher's notices; none: polling alone."),
+    ] = None
+    pause_mode: Annotated[
+        Literal["keep", "wait", "abort"],
+        Field(
+            description="Requests in flight at a commit. keep: go on with the new weights. wait: finish first. "
+            "abort: end them."
+        ),
+    ] = "keep"
+    prefix_cache: Annotated[
+        Literal["reset", "keep"],
+        Field(
+            description="KV cache at a commit. reset: dropped, running requests recompute theirs. keep: cached keys and "
+            "values of the older policy stay in use."
+        ),
+    ] = "reset"
+    admin_token_file: Annotated[
+        Path | None,
+        Field(
+            description="File with the token that state-changing routes ask for. Without it they answer loopback only."
+        ),
+    ] = None
+
+    def admin_token(self) -> str | None:
+        """The token's text.
+
+        Raises:
+            SettingsError: the file cannot be read or is empty.
+        """
+        if self.admin_token_file is None:
+            return None
+        try:
+            token = self.admin_token_file.read_text().strip()
+        except OSError as error:
+            raise SettingsError(
+                f"admin_token_file {str(self.admin_token_file)!r} cannot be read: {error.strerror}"
+            ) from error
+        if not token:
+            raise SettingsError(f"admin_token_file {str(self.admin_token_file)!r} is empty; put a token in it")
+        return token
+
+
+def environment_name(field: str) -> str:
+    """``poll_seconds`` → ``DELTA_SYNC_POLL_SECONDS``."""
+    return ENV_PREFIX + field.upper()
+
+
+def load_settings(
+    overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> Settings:
+    """Merge file, environment and overrides.
+
+    Args:
+        overrides: values that win over everything; None values are ignored.
+        environment: instead of ``os.environ``.
+
+    Raises:
+        SettingsError: an unknown name, a value that does not fit, no bucket, or an unreadable file.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = _from_file(environment.get(CONFIG_VARIABLE))
+    values.update(_from_environment(environment))
+    values.update({name: value for name, value in (overrides or {}).items() if value is not None})
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(_explain(error)) from error
+
+
+def _from_file(path: str | None) -> dict[str, Any]:
+    if not path:
+        return {}
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{CONFIG_VARIABLE}={path!r} cannot be read as TOML: {error}") from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for name, value in environment.items():
+        if name.startswith(ENV_PREFIX) and name != CONFIG_VARIABLE:
+            field = name.removeprefix(ENV_PREFIX).lower()
+            if field not in Settings.model_fields:
+                raise SettingsError(
+                    f"environment variable {name} is not a setting; known are "
+                    + ", ".join(environment_name(known) for known in Settings.model_fields)
+                )
+            values[field] = value
+    return values
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_context=False)[0]
+    field = str(problem["loc"][0]) if problem["loc"] else "settings"
+    if problem["type"] == "missing":
+        return f"setting {field!r} is missing; set {environment_name(field)} or --{field.replace('_', '-')}"
+    if problem["type"] == "extra_forbidden":
+        return f"setting {field!r} is unknown; known are {', '.join(Settings.model_fields)}"
+    return f"setting {field!r} is {str(problem['input'])[:80]!r}: {problem['msg']}"
+
+
+def token_matches(expected: str, given: str) -> bool:
+    """Constant-time comparison."""
+    return hmac.compare_digest(expected.encode(), given.encode())

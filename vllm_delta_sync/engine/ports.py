@@ -1,0 +1,82 @@
+"""The two engines behind ``EnginePort``: the API server's asynchronous client, and an offline ``LLM``."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine import compat
+from vllm_delta_sync.engine.receiver import Answer
+from vllm_delta_sync.errors import EngineError
+
+CALL_TIMEOUT_S = 120.0
+"""Bound on one call into the engine; every call is short, long work runs in the background."""
+
+
+class ServerPort:
+    """The engine of a vLLM server, called from the receiver's thread through the server's event loop."""
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
+        self._client = client
+        self._loop = loop
+        self._mode = settings.pause_mode
+        self._clear = settings.prefix_cache == "reset"
+
+    def _run(self, call: Coroutine[Any, Any, Any], timeout: float | None = CALL_TIMEOUT_S) -> Any:
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError as error:
+            future.cancel()
+            raise EngineError(f"the engine did not answer within {timeout:.0f} s") from error
+        except Exception as error:  # noqa: BLE001  vLLM reports worker failures as bare exceptions
+            raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+
+    def call(self, method: str, arguments: Answer) -> list[Answer]:
+        """See EnginePort. Raises EngineError."""
+        answers: list[Answer] = self._run(
+            self._client.collective_rpc("delta_sync_call", timeout=CALL_TIMEOUT_S, args=(method, arguments))
+        )
+        return answers
+
+    def pause(self) -> None:
+        """See EnginePort. Mode ``wait`` lasts as long as the requests in flight."""
+        timeout = None if self._mode == "wait" else CALL_TIMEOUT_S
+        self._run(compat.pause_engine(self._client, self._mode, self._clear), timeout)
+
+    def resume(self) -> None:
+        """See EnginePort."""
+        self._run(compat.resume_engine(self._client))
+
+    def label(self, version: int) -> None:
+        """See EnginePort."""
+        self._run(compat.label_weights(self._client, version))
+
+
+class OfflinePort:
+    """An ``LLM`` object, used between two ``generate`` calls: nothing runs, so nothing is paused."""
+
+    def __init__(self, llm: Any, settings: Settings) -> None:
+        self._llm = llm
+        self._clear = settings.prefix_cache == "reset"
+
+    def call(self, method: str, arguments: Answer) -> list[Answer]:
+        """See EnginePort."""
+        answers: list[Answer] = self._llm.collective_rpc(
+            "delta_sync_call", timeout=CALL_TIMEOUT_S, args=(method, arguments)
+        )
+        return answers
+
+    def pause(self) -> None:
+        """Nothing runs between two ``generate`` calls. Raises EngineError if something does."""
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise EngineError("requests are unfinished; call sync.to() between two generate() calls")
+
+    def resume(self) -> None:
+        """Drop cached keys and values of the older policy, as the setting says."""
+        if self._clear:
+            self._llm.reset_prefix_cache()
+
+    def label(self, version: int) -> None:
+        """See EnginePort."""
+        self._llm.llm_engine.set_weight_version(str(version))

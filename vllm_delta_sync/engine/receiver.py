@@ -1,0 +1,316 @@
+"""The receiver's logic: follow a run, one version at a time, through whatever engine it is given.
+
+Knows buckets and manifests, and an engine only as an ``EnginePort``; so the vLLM server and the offline ``LLM`` share
+it. One thread drives it; ``status`` may be called from any.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any, Literal, Protocol
+
+from vllm_delta_sync.chain import Run, check_follows, open_run
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    NotFoundError,
+    error_kinds,
+)
+from vllm_delta_sync.wire.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+Answer = dict[str, Any]
+State = Literal["waiting_for_run", "proving", "refused", "idle", "staging", "committing", "verifying"]
+STATES: dict[State, str] = {
+    "waiting_for_run": "the bucket holds no run yet, or cannot be read; see last_error",
+    "proving": "tracing the model's loader and comparing its weights with the run's version 0",
+    "refused": "this model cannot follow this run; last_error names tensor and reason",
+    "idle": "serving; nothing under way",
+    "staging": "fetching, verifying, decoding and routing a version, beside generation",
+    "committing": "the engine is paused and weights are being patched",
+    "verifying": "rescanning all weights against what the history declares",
+}
+
+RECENT_COMMITS = 64
+POLL_SHORTEST_S = 0.001
+POLL_LONGEST_S = 0.02
+
+
+class EnginePort(Protocol):
+    """What the receiver needs of an engine."""
+
+    def call(self, method: str, arguments: Answer) -> list[Answer]:
+        """WorkerExtension.delta_sync_call on every rank."""
+
+    def pause(self) -> None:
+        """Stop generation between two steps."""
+
+    def resume(self) -> None:
+        """Let generation go on."""
+
+    def label(self, version: int) -> None:
+        """Name the weights that produce outputs from now on."""
+
+
+class Receiver:
+    """Follows one run URL with one engine."""
+
+    def __init__(self, port: EnginePort, settings: Settings) -> None:
+        self.port = port
+        self.settings = settings
+        self.run: Run | None = None
+        self._lock = threading.Lock()
+        self._state: State = "waiting_for_run"
+        self._error: dict[str, str] | None = None
+        self._served: Manifest | None = None
+        self._head: Manifest | None = None
+        self._ranks: list[Answer] = []
+        self._timings: dict[str, float] = {}
+        self._recent: deque[Answer] = deque(maxlen=RECENT_COMMITS)
+        self._commits = 0
+
+    @property
+    def served_version(self) -> int | None:
+        """The version that answers now; None until the weights are proven to be one."""
+        served = self._served
+        return None if served is None else served.version
+
+    @property
+    def run_id(self) -> str | None:
+        """The run followed, once known."""
+        run = self.run
+        return None if run is None else run.info.run
+
+    def status(self) -> Answer:
+        """The body of ``GET /delta_sync/status``."""
+        with self._lock:
+            lag = None if self._served is None or self._head is None else self._head.version - self._served.version
+            return {
+                "run": self.run_id,
+                "served": _point(self._served),
+                "head": _point(self._head),
+                "lag": lag,
+                "state": self._state,
+                "last_error": self._error,
+                "policy": self.settings.policy,
+                "ranks": list(self._ranks),
+                "timings_ms": dict(self._timings),
+                "commits": self._commits,
+                "recent": list(self._recent),
+            }
+
+    def advance(self, version: int | None = None) -> None:
+        """Bring the engine to a version, the head if None, committing each version on the way.
+
+        Raises:
+            DeltaSyncError: the first thing that failed; weights are then those of ``served_version``.
+        """
+        try:
+            self._refresh()
+            head = self._head
+            if head is None:
+                raise NotFoundError(f"no version is published at {self.settings.bucket!r} yet")
+            target = head.version if version is None else version
+            if target > head.version:
+                raise NotFoundError(f"version {target} is not published; the head is {head.version}")
+            if self._served is None:
+                self._prove()
+            if self._served is not None and target < self._served.version:
+                raise ChainError(
+                    f"version {target} precedes the served version {self._served.version}; this release only goes "
+                    "forward"
+                )
+            while self._served is not None and self._served.version < target:
+                self._step(self._manifest(self._served.version + 1))
+        except DeltaSyncError as error:
+            self._fail(error)
+            raise
+        self._set(state="idle", error=None)
+
+    def is_replaced(self) -> bool:
+        """Whether another run lies at the URL than the one known. Raises DeltaSyncError if that cannot be read."""
+        return open_run(self.settings.bucket).info.run != self.run_id
+
+    def verify(self) -> Answer:
+        """Rescan every rank's weights: ``verdict`` is True only if they are the served version's, bit for bit."""
+        served = self._served
+        if served is None:
+            raise EngineError("no version is served yet; there is nothing to verify against")
+        self._set(state="verifying")
+        try:
+            answers = self._operate("verify", {})
+        finally:
+            self._set(state="idle")
+        mismatched = sorted({name for answer in answers for name in answer["mismatched"]})
+        measured = answers[0]["fingerprint"]
+        verdict = not mismatched and measured == served.fingerprint and answers[0]["version"] == served.version
+        if not verdict:
+            shown = ", ".join(mismatched[:3]) or "the sum"
+            self._fail(FingerprintError(f"served weights are not version {served.version}: {shown} differ"))
+        return {
+            "verdict": verdict,
+            "version": served.version,
+            "fingerprint": measured,
+            "expected": served.fingerprint,
+            "mismatched": mismatched,
+        }
+
+    def _refresh(self) -> None:
+        """Open the run, notice if it was replaced, and read the head."""
+        run = open_run(self.settings.bucket)
+        if self.run is None or run.info.run != self.run.info.run:
+            if self.run is not None:
+                logger.warning("run %s was replaced by run %s in the same place", self.run_id, run.info.run)
+            with self._lock:
+                self.run, self._served, self._head = run, None, None
+        if self._state == "waiting_for_run":
+            self._set(state="proving" if self._served is None else "idle")
+        head = self._run().head()
+        with self._lock:
+            self._head = head
+
+    def _run(self) -> Run:
+        if self.run is None:
+            raise NotFoundError(f"no run at {self.settings.bucket!r} yet")
+        return self.run
+
+    def _manifest(self, version: int) -> Manifest:
+        head = self._head
+        return head if head is not None and head.version == version else self._run().manifest(version)
+
+    def _prove(self) -> None:
+        """Establish what the engine holds: version 0, or something that an anchor can replace."""
+        self._set(state="proving")
+        first = self._manifest(0)
+        answers = self._operate("prove", {"url": self.settings.bucket, "manifest": first.to_bytes().decode()})
+        with self._lock:
+            self._ranks = [
+                {"rank": rank, "tensors": answer["tensors"], "unloaded": answer["unloaded"], "ms": answer["ms"]}
+                for rank, answer in enumerate(answers)
+            ]
+        for answer in answers:
+            if answer["unloaded"]:
+                logger.info("tensors that this model does not load: %s", ", ".join(answer["unloaded"]))
+        wrong = next((answer for answer in answers if not answer["matches_base"]), None)
+        if wrong is None:
+            self.port.label(0)
+            with self._lock:
+                self._served = first
+            logger.info("weights proven: %d tensors are version 0 of run %s", answers[0]["tensors"], self.run_id)
+        elif first.kind == "anchor":
+            logger.info("%d tensors differ from version 0; taking its anchor", wrong["different_count"])
+            self._step(first)
+        else:
+            raise ChainError(
+                f"this server's weights are not the run's base: {wrong['different_count']} of {wrong['tensors']} "
+                f"tensors differ, first {wrong['different'][0]!r}. Start vLLM from the checkpoint the run refers to "
+                f"({first.base.location if first.base else 'unknown'})"
+            )
+
+    def _step(self, target: Manifest) -> None:
+        """Stage and commit one version."""
+        parent = self._served
+        if parent is not None:
+            check_follows(parent, target)
+        self._set(state="staging")
+        arguments = {
+            "manifest": target.to_bytes().decode(),
+            "parent": None if parent is None else parent.to_bytes().decode(),
+        }
+        staged = self._operate("stage", arguments)
+        timings = {name: max(answer["ms"][name] for answer in staged) for name in staged[0]["ms"]}
+        self._set(state="committing")
+        timings |= self._commit(target)
+        with self._lock:
+            self._served = target
+            self._timings = {name: round(value, 3) for name, value in timings.items()}
+            self._commits += 1
+            self._recent.append(
+                {
+                    "version": target.version,
+                    "step": target.step,
+                    "changed": target.changed,
+                    "payload_bytes": target.payload_bytes,
+                    "timings_ms": self._timings,
+                }
+            )
+        logger.info(
+            "version %d (step %d) served: %.2f %% changed, %.1f kB; %s",
+            target.version,
+            target.step,
+            100 * target.changed / max(1, target.total),
+            target.payload_bytes / 1e3,
+            ", ".join(f"{name} {value:.1f} ms" for name, value in timings.items()),
+        )
+
+    def _commit(self, target: Manifest) -> dict[str, float]:
+        """Pause, commit on all ranks or take it back on all, resume."""
+        clock = [time.perf_counter()]
+        self.port.pause()
+        try:
+            clock.append(time.perf_counter())
+            answers = self.port.call("commit", {"version": target.version})
+            clock.append(time.perf_counter())
+            if not all(answer.get("matched") for answer in answers):
+                self._take_back(target, answers)
+            self.port.label(target.version)
+        finally:
+            self.port.resume()
+        clock.append(time.perf_counter())
+        spans = [1e3 * (end - start) for start, end in zip(clock, clock[1:], strict=False)]
+        return {"wait": spans[0], "commit": spans[1], "resume": spans[2], "pause": 1e3 * (clock[-1] - clock[0])}
+
+    def _take_back(self, target: Manifest, answers: list[Answer]) -> None:
+        if any("matched" in answer for answer in answers):
+            for answer in self.port.call("revert", {}):
+                _raise_if_error(answer)
+        for answer in answers:
+            _raise_if_error(answer)
+        raise FingerprintError(
+            f"version {target.version} did not change the weights as declared, so it was taken back: the weights held "
+            f"are not version {self.served_version}, or were changed from outside"
+        )
+
+    def _operate(self, operation: str, arguments: Answer) -> list[Answer]:
+        """Start an operation on every rank and poll until all are done."""
+        for answer in self.port.call("start", {"operation": operation, "arguments": arguments}):
+            _raise_if_error(answer)
+        pause = POLL_SHORTEST_S
+        while True:
+            time.sleep(pause)
+            answers = self.port.call("poll", {})
+            if not any(answer.get("running") for answer in answers):
+                break
+            pause = min(2 * pause, POLL_LONGEST_S)
+        for answer in answers:
+            _raise_if_error(answer)
+        return answers
+
+    def _set(self, state: State, error: dict[str, str] | None | Literal["as is"] = "as is") -> None:
+        with self._lock:
+            self._state = state
+            if error != "as is":
+                self._error = error  # type: ignore[assignment]
+
+    def _fail(self, error: DeltaSyncError) -> None:
+        state: State = "idle"
+        if self._served is None:
+            state = "waiting_for_run" if self.run is None or self._head is None else "refused"
+        self._set(state=state, error={"kind": error.kind, "message": error.message})
+
+
+def _point(manifest: Manifest | None) -> Answer | None:
+    if manifest is None:
+        return None
+    return {"version": manifest.version, "step": manifest.step, "fingerprint": manifest.fingerprint}
+
+
+def _raise_if_error(answer: Answer) -> None:
+    if "error" in answer:
+        kind, message = answer["error"]["kind"], answer["error"]["message"]
+        raise error_kinds().get(kind, EngineError)(message)

@@ -1,0 +1,93 @@
+"""Routes: where each element of a checkpoint lives in a model's memory. ``trace.py`` finds them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.engine.regions import Region
+from vllm_delta_sync.wire.bits import Bits, Positions
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_elements, fingerprint_tensor
+from vllm_delta_sync.wire.table import TensorTable
+
+GATHER_ELEMENTS = 1 << 22
+"""Elements gathered at a time through a route that is not linear: bounds scratch memory at start-up."""
+
+
+@dataclass
+class Destination:
+    """One storage that holds weights: its name for messages, and all of it as a flat signed-integer tensor."""
+
+    name: str
+    dtype: torch.dtype
+    flat: torch.Tensor
+
+    @property
+    def bits(self) -> Bits:
+        """(numel,) unsigned view for compiled loops; CPU only, shares memory."""
+        signed: np.ndarray = self.flat.numpy()
+        return signed.view(f"<u{self.flat.element_size()}")
+
+
+@dataclass(frozen=True)
+class Route:
+    """``source`` indices of a checkpoint tensor, one by one, lie at ``target`` indices of a destination."""
+
+    destination: int
+    source: Region
+    target: Region
+
+    def map(self, positions: Positions) -> tuple[Positions, np.ndarray]:
+        """Flat source positions (n,) → (target positions (n,), (n,) whether this route covers the position)."""
+        if self.source.is_linear and self.target.is_linear:
+            shifted = positions + (self.target.offset - self.source.offset)
+            inside = (positions >= self.source.offset) & (positions < self.source.offset + self.source.numel)
+            return shifted, inside
+        coordinates, inside = self.source.coordinates(positions)
+        return self.target.indices(coordinates), inside
+
+
+@dataclass
+class RouteMap:
+    """Routes of every tensor of a run, proven to cover each element once and to share no destination.
+
+    Attributes:
+        destinations: storages, referred to by position.
+        routes: per tensor id; empty for tensors that the model does not load (such as a tied head).
+    """
+
+    table: TensorTable
+    destinations: list[Destination]
+    routes: list[list[Route]]
+
+    @property
+    def unloaded(self) -> list[str]:
+        """Names of the run's tensors that the model's loader leaves out."""
+        return [spec.name for spec, routes in zip(self.table, self.routes, strict=True) if not routes and spec.numel]
+
+    def fingerprint(self, tensor: int) -> Fingerprint:
+        """Gather one checkpoint tensor through its routes and hash it: what this model really holds."""
+        total = Fingerprint()
+        name = self.table[tensor].name
+        for route in self.routes[tensor]:
+            flat = self.destinations[route.destination].flat
+            if route.source.is_linear and route.target.is_linear:
+                piece = flat[route.target.offset : route.target.offset + route.target.numel]
+                total += fingerprint_tensor(name, _host_bits(piece), route.source.offset)
+            else:
+                total += self._fingerprint_strided(name, route, flat)
+        return total
+
+    def _fingerprint_strided(self, name: str, route: Route, flat: torch.Tensor) -> Fingerprint:
+        total = Fingerprint()
+        for start in range(0, route.source.numel, GATHER_ELEMENTS):
+            order = np.arange(start, min(start + GATHER_ELEMENTS, route.source.numel))
+            coordinates = np.stack(np.unravel_index(order, route.source.sizes)).astype(np.int64)
+            targets = torch.from_numpy(route.target.indices(coordinates)).to(flat.device)
+            total += fingerprint_elements(name, route.source.indices(coordinates), _host_bits(flat[targets]))
+        return total
+
+
+def _host_bits(flat: torch.Tensor) -> Bits:
+    signed: np.ndarray = flat.cpu().numpy()
+    return signed.view(f"<u{flat.element_size()}")

@@ -1,0 +1,140 @@
+"""The thread that follows a run: wakes on a notice, a request or the clock, and drives the receiver."""
+
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.receiver import EnginePort, Receiver
+from vllm_delta_sync.errors import DeltaSyncError, EngineError, NoticeError, NotFoundError
+from vllm_delta_sync.notice import NoticeSubscriber
+
+logger = logging.getLogger(__name__)
+
+LONGEST_RETRY_SECONDS = 30.0
+NOTICE_WAIT_SECONDS = 0.5
+REPEAT_ERROR_SECONDS = 60.0
+
+
+class ReceiverService:
+    """Owns the receiver's thread and, if a notice address is set, a thread that listens there.
+
+    Attributes:
+        receiver: for ``status`` and ``served_version``, from any thread.
+    """
+
+    def __init__(self, port: EnginePort, settings: Settings) -> None:
+        self.receiver = Receiver(port, settings)
+        self._settings = settings
+        self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._failures = 0
+        self._said: tuple[str, float] = ("", 0.0)
+        self._threads = [threading.Thread(target=self._follow, name="delta-sync", daemon=True)]
+        if settings.notice is not None:
+            self._threads.append(threading.Thread(target=self._listen, name="delta-sync-notice", daemon=True))
+
+    def start(self) -> None:
+        """Begin to follow."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ask the threads to end; they are daemons and hold nothing that must be saved."""
+        self._stop.set()
+        self._wake.set()
+
+    def request(self, action: str, argument: Any = None) -> "Future[Any]":
+        """Queue ``sync`` (argument: version or None) or ``verify``; the future holds the outcome or the error."""
+        future: Future[Any] = Future()
+        self._requests.put((action, argument, future))
+        self._wake.set()
+        return future
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            self._serve_requests()
+            if self._settings.policy == "follow":
+                self._advance()
+            self._wake.wait(self._delay())
+            self._wake.clear()
+
+    def _delay(self) -> float:
+        if not self._failures:
+            return self._settings.poll_seconds
+        return float(min(LONGEST_RETRY_SECONDS, self._settings.poll_seconds * 2 ** min(self._failures - 1, 10)))
+
+    def _advance(self) -> None:
+        if self.receiver.status()["state"] == "refused" and not self._replaced():
+            return
+        try:
+            self.receiver.advance()
+            self._failures = 0
+        except NotFoundError as error:
+            # Waiting for a publisher is no failure: keep looking at the usual pace.
+            self._failures = 0
+            self._say(error)
+        except DeltaSyncError as error:
+            self._failures += 1
+            self._say(error)
+        except Exception as error:  # noqa: BLE001  the thread must outlive any bug, and status must show it
+            self._failures += 1
+            self._say(EngineError(f"unexpected {type(error).__name__}: {error}"))
+            logger.exception("the receiver failed unexpectedly")
+
+    def _replaced(self) -> bool:
+        """Whether another run lies at the URL than the one that was refused."""
+        try:
+            return self.receiver.is_replaced()
+        except DeltaSyncError:
+            return False
+
+    def _say(self, error: DeltaSyncError) -> None:
+        text, at = self._said
+        if text != error.message or time.monotonic() - at > REPEAT_ERROR_SECONDS:
+            self._said = (error.message, time.monotonic())
+            logger.warning("%s: %s", error.kind, error.message)
+
+    def _serve_requests(self) -> None:
+        while True:
+            try:
+                action, argument, future = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                if action == "verify":
+                    future.set_result(self.receiver.verify())
+                else:
+                    self.receiver.advance(argument)
+                    future.set_result(self.receiver.status())
+            except Exception as error:  # noqa: BLE001  handed to whoever asked, through the future
+                future.set_exception(error)
+
+    def _listen(self) -> None:
+        """Wake the follower on notices; the run's id is the topic, so wait until it is known."""
+        subscriber: NoticeSubscriber | None = None
+        topic: str | None = None
+        while not self._stop.is_set():
+            run = self.receiver.run_id
+            if run is None:
+                self._stop.wait(NOTICE_WAIT_SECONDS)
+                continue
+            try:
+                if subscriber is None or run != topic:
+                    if subscriber is not None:
+                        subscriber.close()
+                    subscriber, topic = NoticeSubscriber(str(self._settings.notice), run), run
+                if subscriber.receive(NOTICE_WAIT_SECONDS) is not None:
+                    self._wake.set()
+            except NoticeError as error:
+                self._say(error)
+                subscriber = None
+                self._stop.wait(LONGEST_RETRY_SECONDS)
+        if subscriber is not None:
+            subscriber.close()

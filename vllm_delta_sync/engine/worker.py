@@ -1,0 +1,70 @@
+"""The worker extension: what ``collective_rpc`` reaches in every worker process.
+
+vLLM mixes this class into its worker and refuses attribute names that the worker has, so everything is prefixed
+``delta_sync_`` and all state sits in one object. Methods return plain data, errors included: an exception would end
+the worker under some executors.
+"""
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from vllm_delta_sync.errors import DeltaSyncError, EngineError
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.engine.rank import RankReceiver
+
+logger = logging.getLogger(__name__)
+
+CONTACT_SECONDS = 300.0
+"""How long a worker waits to hear from a controller before it says, again and again, that none has come."""
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker by ``--worker-extension-cls``."""
+
+    delta_sync_receiver: "RankReceiver | None" = None
+
+    def delta_sync_call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Run one of start, poll, commit, revert, describe on this rank's receiver."""
+        contacted.set()
+        try:
+            return self._delta_sync_dispatch(method, arguments)
+        except DeltaSyncError as error:
+            return {"error": {"kind": error.kind, "message": error.message}}
+
+    def _delta_sync_dispatch(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        # Imported late: numba must not be loaded before vLLM has initialized its worker.
+        from vllm_delta_sync.engine.rank import RankReceiver
+
+        if self.delta_sync_receiver is None:
+            self.delta_sync_receiver = RankReceiver(self.get_model())  # type: ignore[attr-defined]
+        receiver = self.delta_sync_receiver
+        if method == "start":
+            receiver.start(arguments["operation"], arguments["arguments"])
+            return {}
+        if method == "poll":
+            return receiver.poll()
+        if method == "commit":
+            return receiver.commit(arguments["version"])
+        if method == "revert":
+            return receiver.revert()
+        if method == "describe":
+            return {"rank": int(getattr(self, "rank", 0)), "version": receiver.version}
+        raise EngineError(f"method {method!r} is unknown; this worker and its controller are of different releases")
+
+
+contacted = threading.Event()
+
+
+def watch_for_controller() -> None:
+    """Complain in the log, every CONTACT_SECONDS, until a controller has called."""
+
+    def watch() -> None:
+        while not contacted.wait(CONTACT_SECONDS):
+            logger.warning(
+                "vllm-delta-sync: the worker extension is loaded but no controller has contacted it. Name delta_sync in "
+                "VLLM_PLUGINS and set DELTA_SYNC_BUCKET (delta-sync serve does both), or call attach(llm, bucket=...)."
+            )
+
+    threading.Thread(target=watch, name="delta-sync-contact", daemon=True).start()
