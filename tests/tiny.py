@@ -86,4 +86,4 @@ def train_steps(model: PreTrainedModel, lr: float = 1e-5, seed: int = 1):  # typ
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        yield float(loss)
+        yield float(loss.detach())

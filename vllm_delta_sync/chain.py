@@ -1,5 +1,6 @@
 """Read a run: its head, its log, its objects; every step verified before it is handed on."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,12 +10,20 @@ from typing import TYPE_CHECKING
 
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.checkpoint import Checkpoint
-from vllm_delta_sync.errors import ChainError, DigestError, FingerprintError, FormatError, NotFoundError
+from vllm_delta_sync.errors import (
+    ChainError,
+    DigestError,
+    FingerprintError,
+    FormatError,
+    NotFoundError,
+    TensorMismatchError,
+)
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.anchor import read_anchor
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.changes import Changes, Full
+from vllm_delta_sync.wire.container import aligned
 from vllm_delta_sync.wire.delta import DeltaContext, decode
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.limits import check_limit
@@ -80,6 +89,11 @@ class Run:
         self.table = TensorTable.from_bytes(table)
         if self.table.digest != self.info.tensors:
             raise DigestError(f"{keys.TABLE_KEY} has SHA-256 {self.table.digest}, run.json says {self.info.tensors}")
+        if self.info.total != self.table.total or self.info.full_bytes != self.table.full_bytes:
+            raise FormatError(
+                f"{keys.RUN_KEY}: total {self.info.total} or full_bytes {self.info.full_bytes} contradicts "
+                f"{keys.TABLE_KEY}"
+            )
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of one version.
@@ -97,6 +111,7 @@ class Run:
             )
         if manifest.total != self.table.total or manifest.full_bytes != self.table.full_bytes:
             raise ChainError(f"{key}: total {manifest.total} or full_bytes {manifest.full_bytes} contradicts the table")
+        check_tensor_fingerprints(manifest, self.table)
         return manifest
 
     def head(self) -> Manifest:
@@ -105,22 +120,27 @@ class Run:
         Raises:
             NotFoundError: nothing is published yet.
         """
-        version = self._pointed_at()
-        manifest = self.manifest(version)
+        manifest = self._pointed_at()
         with suppress(NotFoundError):
             while True:
                 manifest = self.manifest(manifest.version + 1)
         return manifest
 
-    def _pointed_at(self) -> int:
+    def _pointed_at(self) -> Manifest:
         try:
             data = self.bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
         except NotFoundError:
-            return 0
+            return self.manifest(0)
         head = Head.from_bytes(data, keys.HEAD_KEY)
         if head.run != self.info.run:
             raise ChainError(f"{keys.HEAD_KEY} points into run {head.run}, this is {self.info.run}")
-        return head.version
+        manifest = self.manifest(head.version)
+        if manifest.digest != head.manifest:
+            raise ChainError(
+                f"{keys.HEAD_KEY} points at manifest {head.manifest} as version {head.version}, which has digest "
+                f"{manifest.digest}: one of them was rewritten"
+            )
+        return manifest
 
     def log(self) -> Iterator[Manifest]:
         """Manifests from version 0 to the head, each proven to follow its parent.
@@ -169,13 +189,13 @@ class Run:
         Raises:
             NotFoundError: the base is not at hand. FingerprintError: weights do not come out as declared.
         """
-        state: ModelState | None = None
-        for manifest, state in self._replay(base):
-            if manifest.version == version:
-                return state
-        if version is not None or state is None:
-            raise NotFoundError(f"version {version} is not published; the head is {self.head().version}")
-        return state
+        head = self.head().version
+        wanted = head if version is None else version
+        if 0 <= wanted <= head:
+            for manifest, state in self._replay(base):
+                if manifest.version == wanted:
+                    return state
+        raise NotFoundError(f"version {wanted} is not published; the newest is {head}")
 
     def tensors(
         self, version: int | None = None, base: str | Path | None = None
@@ -193,13 +213,15 @@ class Run:
             if manifest.kind == "delta" and state is not None:
                 state.apply(self.changes(manifest))
             else:
-                state = ModelState(self.table, self._full_tensors(manifest, base))
+                state = ModelState(self.table, self._full_tensors(manifest, self.changes(manifest), base))
             check_fingerprint(manifest, state.fingerprint)
             yield manifest, state
 
-    def _full_tensors(self, manifest: Manifest, base: str | Path | None) -> Iterator[tuple[str, Bits]]:
+    def _full_tensors(
+        self, manifest: Manifest, changes: Changes, base: str | Path | None
+    ) -> Iterator[tuple[str, Bits]]:
         if manifest.kind == "anchor":
-            for full in self.changes(manifest).full:
+            for full in changes.full:
                 yield self.table[full.id].name, full.bits
             return
         location = base or (manifest.base.location if manifest.base else None)
@@ -228,7 +250,7 @@ class Run:
         for manifest in self.log():
             changes = self.changes(manifest)
             if manifest.kind != "delta":
-                state = self._state_or_note(manifest, base, report)
+                state = self._state_or_note(manifest, changes, base, report)
             elif parent is not None:
                 check_declared(parent, manifest, changes)
                 if state is not None:
@@ -246,10 +268,10 @@ class Run:
         return report
 
     def _state_or_note(
-        self, manifest: Manifest, base: str | Path | None, report: VerifyReport
+        self, manifest: Manifest, changes: Changes, base: str | Path | None, report: VerifyReport
     ) -> ModelState | None:
         try:
-            state = ModelState(self.table, self._full_tensors(manifest, base))
+            state = ModelState(self.table, self._full_tensors(manifest, changes, base))
         except NotFoundError as error:
             report.notes.append(f"weights were not rebuilt: {error}")
             return None
@@ -290,6 +312,29 @@ def check_follows(parent: Manifest, manifest: Manifest) -> None:
         )
 
 
+def check_tensor_fingerprints(manifest: Manifest, table: TensorTable) -> None:
+    """Raise unless the fingerprints per tensor, where a manifest has them, are the table's tensors and add up.
+
+    Raises:
+        TensorMismatchError: a tensor is missing or not in the table. FingerprintError: the sum is another.
+    """
+    declared = manifest.tensor_fingerprints
+    if declared is None:
+        return
+    odd = next((spec.name for spec in table if spec.name not in declared), None)
+    odd = odd or next((name for name in declared if name not in table), None)
+    if odd is not None:
+        raise TensorMismatchError(
+            f"version {manifest.version}: tensor {odd[:120]!r} is in only one of tensor_fingerprints and the table"
+        )
+    total = sum((Fingerprint.from_hex(value) for value in declared.values()), Fingerprint())
+    if total != manifest.model_fingerprint:
+        raise FingerprintError(
+            f"version {manifest.version}: tensor_fingerprints add up to {total.hex()}, fingerprint says "
+            f"{manifest.fingerprint}"
+        )
+
+
 def check_declared(parent: Manifest, manifest: Manifest, changes: Changes) -> None:
     """Raise FingerprintError unless the declared changes lead from the parent's fingerprint to the manifest's."""
     reached = parent.model_fingerprint + changes.fingerprint
@@ -319,7 +364,7 @@ def decode_version(manifest: Manifest, table: TensorTable, objects: list[bytes])
     for ref, data in zip(manifest.objects, objects, strict=True):
         if manifest.base_version is None:
             container = read_anchor(data, table, ref.key)
-            merged.full += [Full(table.index(name), container.bits(name)) for name in container.entries]
+            merged.full += [Full(table.index(name), aligned(container.bits(name))) for name in container.entries]
             continue
         context = DeltaContext(manifest.run, manifest.version, manifest.base_version)
         part = decode(data, table, context)
@@ -329,6 +374,13 @@ def decode_version(manifest: Manifest, table: TensorTable, objects: list[bytes])
             merged.fingerprints[tensor] = merged.fingerprints.get(tensor, Fingerprint()) + change
     if manifest.kind == "anchor" and sorted(full.id for full in merged.full) != list(range(len(table))):
         raise FormatError(f"anchor of version {manifest.version} does not hold each of {len(table)} tensors once")
+    in_full = Counter(full.id for full in merged.full)
+    twice = set(in_full) & {tensor for group in merged.sparse for tensor in group.ids.tolist()}
+    twice |= {tensor for tensor, times in in_full.items() if times > 1}
+    if twice:
+        raise FormatError(
+            f"version {manifest.version}: tensor {table[min(twice)].name!r} is carried in full and once more"
+        )
     if merged.changed != manifest.changed:
         raise FormatError(
             f"version {manifest.version}: objects carry {merged.changed} elements, the manifest says {manifest.changed}"

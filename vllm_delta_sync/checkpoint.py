@@ -1,12 +1,12 @@
 """Read a Hugging Face checkpoint directory as bit patterns: one tensor at a time, from memory maps."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 
 from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, TensorMismatchError
 from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.canonical import load_json
 from vllm_delta_sync.wire.container import Container, aligned
 from vllm_delta_sync.wire.table import TensorSpec
 
@@ -55,8 +55,10 @@ def _file_names(path: Path) -> list[str]:
     index = path / INDEX_NAME
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            names = set(load_json(index.read_bytes(), INDEX_NAME)["weight_map"].values())
+        except OSError as error:
+            raise StoreError(f"{INDEX_NAME} in {str(path)!r} cannot be read: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{INDEX_NAME} in {str(path)!r} has no readable 'weight_map': {error}") from error
         bad = [name for name in names if not isinstance(name, str) or "/" in name or name.startswith(".")]
         if bad:
@@ -69,6 +71,8 @@ def _file_names(path: Path) -> list[str]:
 
 def _open(path: Path) -> Container:
     try:
+        if path.stat().st_size == 0:
+            raise FormatError(f"checkpoint file {path.name!r} is empty: truncated")
         return Container(np.memmap(path, np.uint8, mode="r"), path.name)
     except FileNotFoundError as error:
         raise NotFoundError(f"checkpoint file {path.name!r} is missing from {str(path.parent)!r}") from error

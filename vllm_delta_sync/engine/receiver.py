@@ -22,7 +22,8 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.wire.manifest import Manifest
 
-logger = logging.getLogger(__name__)
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
 
 Answer = dict[str, Any]
 State = Literal["waiting_for_run", "proving", "refused", "idle", "staging", "committing", "verifying"]

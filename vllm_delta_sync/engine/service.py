@@ -12,7 +12,8 @@ from vllm_delta_sync.engine.receiver import EnginePort, Receiver
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NoticeError, NotFoundError
 from vllm_delta_sync.notice import NoticeSubscriber
 
-logger = logging.getLogger(__name__)
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
 
 LONGEST_RETRY_SECONDS = 30.0
 NOTICE_WAIT_SECONDS = 0.5

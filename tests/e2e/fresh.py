@@ -1,0 +1,91 @@
+"""What a fresh vLLM says: run as ``python -m tests.e2e.fresh OUT CHECKPOINT...`` in a process of its own.
+
+Loads each checkpoint with vLLM's own loader and writes, per checkpoint, the SHA-256 of every runtime parameter; for
+the first and the last, also greedy tokens and log probabilities from a whole engine. The plugin is active and the
+worker extension loaded, so that kernels are the same; nothing follows a run.
+"""
+
+import json
+import os
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+PROMPTS = ["the quick", "lazy dog jumps over", "fox"]
+MAX_TOKENS = 24
+
+
+def main(out: Path, checkpoints: list[str]) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    results: dict[str, Any] = {}
+    engine = make_engine(checkpoints[0])
+    results[checkpoints[0]] = {"digests": digests(worker_model(engine)), "outputs": generate(engine)}
+    for checkpoint in checkpoints[1:-1]:
+        results[checkpoint] = {"digests": digests(load_again(engine, checkpoint))}
+    last = make_engine(checkpoints[-1])
+    results[checkpoints[-1]] = {"digests": digests(worker_model(last)), "outputs": generate(last)}
+    out.write_text(json.dumps(results))
+
+
+def make_engine(checkpoint: str) -> Any:
+    from vllm import LLM
+
+    from vllm_delta_sync.engine import WORKER_EXTENSION
+
+    return LLM(
+        checkpoint,
+        worker_extension_cls=WORKER_EXTENSION,
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=16,
+    )
+
+
+def worker_model(engine: Any) -> Any:
+    """The runtime model of an engine that lives in this process."""
+    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+
+
+def load_again(engine: Any, checkpoint: str) -> Any:
+    """A new model object, loaded from a checkpoint by vLLM's default loader."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    config = deepcopy(engine.llm_engine.vllm_config)
+    config.compilation_config.static_forward_context.clear()
+    config.model_config.model = checkpoint
+    with set_current_vllm_config(config):
+        return get_model(vllm_config=config)
+
+
+def digests(model: Any) -> dict[str, str]:
+    """SHA-256 of each parameter's bytes, by runtime name: vLLM's own function."""
+    from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+    found: dict[str, str] = compute_tensor_digests(model)
+    return found
+
+
+def generate(engine: Any) -> list[dict[str, Any]]:
+    """Greedy tokens and their log probabilities, one prompt at a time, as the server test asks for them."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=1, ignore_eos=True)
+    outputs = []
+    for prompt in PROMPTS:
+        completion = engine.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+        tokens = list(completion.token_ids)
+        outputs.append(
+            {
+                "tokens": tokens,
+                "logprobs": [
+                    entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)
+                ],
+            }
+        )
+    return outputs
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

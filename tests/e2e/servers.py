@@ -1,0 +1,128 @@
+"""Start and end real ``vllm serve`` processes for tests."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_SECONDS = 240.0
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+    "HF_HUB_OFFLINE": "1",
+}
+VLLM_FLAGS = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16", "--served-model-name", "tiny"]
+
+
+def free_port() -> int:
+    """A TCP port on loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Server:
+    """A running server: its URL, its process, and its log file."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **kwargs)
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=120, **kwargs)
+
+    def status(self) -> dict[str, Any]:
+        document: dict[str, Any] = self.get("/delta_sync/status").json()
+        return document
+
+    def wait_served(self, version: int, timeout: float = 60) -> dict[str, Any]:
+        """Block until a version is served; fails with the status if it is not in time."""
+        response = self.get("/delta_sync/wait", params={"version": version, "timeout": timeout})
+        assert response.status_code == 200, response.text
+        document: dict[str, Any] = response.json()
+        return document
+
+    def wait_error(self, kind: str, timeout: float = 30) -> dict[str, Any]:
+        """Block until status shows an error of that kind."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            status = self.status()
+            if status["last_error"] and status["last_error"]["kind"] == kind:
+                return status
+            time.sleep(0.1)
+        raise AssertionError(f"no error of kind {kind!r} within {timeout} s: {self.status()}")
+
+
+@contextmanager
+def serving(model: Path, log: Path, command: list[str], environment: dict[str, str]) -> Iterator[Server]:
+    """Run a server command until the block ends; its whole process group is ended with it."""
+    port = free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--host", "127.0.0.1"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **environment},
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_ready(server)
+        yield server
+    finally:
+        end_group(process)
+
+
+def _wait_ready(server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise AssertionError(f"server ended with {server.process.returncode}:\n{server.log.read_text()[-4000:]}")
+        try:
+            if httpx.get(server.url + "/health", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.25)
+    raise AssertionError(f"server did not start within {START_SECONDS} s:\n{server.log.read_text()[-4000:]}")
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Terminate a process group that this test started, and wait for it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait(15)
+
+
+def delta_sync_serve(model: Path, *flags: str) -> list[str]:
+    """The ``delta-sync serve`` command line."""
+    program = str(Path(sys.executable).with_name("delta-sync"))
+    return [program, "serve", str(model), *flags, *VLLM_FLAGS]
+
+
+def plain_vllm_serve(model: Path, *flags: str) -> list[str]:
+    """The ``vllm serve`` command line."""
+    program = str(Path(sys.executable).with_name("vllm"))
+    return [program, "serve", str(model), *flags, *VLLM_FLAGS]

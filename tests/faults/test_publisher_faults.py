@@ -1,0 +1,453 @@
+"""A publisher that meets failures: of the store at every step, of another writer, of its own process."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.architectures import same_bits
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
+from vllm_delta_sync.errors import ConflictError, NotFoundError, PublishError, StoreError
+from vllm_delta_sync.wire.manifest import HEAD_KEY, Manifest, version_key
+
+Hook = Callable[[str], None]
+
+
+def _nothing(key: str) -> None:
+    return None
+
+
+class Hooked(Bucket):
+    """A real local bucket that calls back before and after each put, and before each get."""
+
+    def __init__(self, folder: Path) -> None:
+        self._inner = open_bucket(str(folder))
+        self.url = self._inner.url
+        self.before: Hook = _nothing
+        self.after: Hook = _nothing
+        self.reading: Hook = _nothing
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self.before(key)
+        self._inner.put(key, data, if_absent=if_absent)
+        self.after(key)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        self.reading(key)
+        return self._inner.get(key, max_bytes=max_bytes)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._inner.get_range(key, start, length)
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._inner.get_file(key, path)
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._inner.stat(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self._inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+
+class FailAt:
+    """Raises once, for the first key that begins as given."""
+
+    def __init__(self, prefix: str, error: BaseException | None = None) -> None:
+        self._prefix = prefix
+        self._error = error or StoreError(f"injected at {prefix}")
+        self.fired = False
+
+    def __call__(self, key: str) -> None:
+        if not self.fired and key.startswith(self._prefix):
+            self.fired = True
+            raise self._error
+
+
+class Trainer:
+    """Weights that change a little at each step, dense and sparse, and a record of what they were."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        self.live = {
+            "a": torch.randn(3000).bfloat16(),
+            "b": torch.randn(50, 40),
+            "c": torch.randn(2000).half(),
+        }
+        self._steps = 0
+
+    def step(self) -> None:
+        """Sparse in ``a``, a few in ``b``, and all of ``c`` at random, which is sent in full."""
+        self._steps += 1
+        self.live["a"].view(torch.int16)[torch.randperm(3000)[:100]] += 1
+        self.live["b"][self._steps % 50, self._steps % 40] += 0.5
+        self.live["c"].view(torch.int16).random_().bitwise_and_(0x3FFF)
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.live.items()}
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Hooked:
+    return Hooked(tmp_path / "run")
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+def assert_holds(bucket: Bucket, version: int, expected: dict[str, torch.Tensor]) -> None:
+    held = dict(open_run(bucket.url).tensors(version))
+    assert [name for name in expected if not same_bits(held[name], expected[name])] == []
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+STEPS = ["objects/", "versions/"]
+
+
+@pytest.mark.parametrize("told_by", ["flush", "publish", "payload_bytes", "seconds"])
+@pytest.mark.parametrize("at", STEPS)
+def test_failed_version_is_taken_back_and_its_changes_go_out_with_the_next(
+    at: str, told_by: str, bucket: Hooked, trainer: Trainer
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+        publisher.flush()
+        failure = bucket.before = FailAt(at)
+        trainer.step()
+        result = publisher.publish(step=2)
+        tell: dict[str, Callable[[], object]] = {
+            "flush": publisher.flush,
+            "publish": lambda: publisher.publish(step=3, wait=True),
+            "payload_bytes": lambda: result.payload_bytes,
+            "seconds": lambda: result.seconds["upload"],
+        }
+        with pytest.raises(PublishError, match="injected") as caught:
+            tell[told_by]()
+        assert isinstance(caught.value.__cause__, StoreError)
+        assert failure.fired
+        assert publisher.version == 1
+        assert open_run(bucket.url).head().version == 1
+        trainer.step()
+        assert publisher.publish(step=4).version == 2
+        publisher.flush()
+    report = open_run(bucket.url).verify()
+    assert (report.head, report.replayed) == (2, True)
+    assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 1, 4]
+    assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_unexpected_failure_is_taken_back_too(at: str, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = FailAt(at, MemoryError("injected"))
+        trainer.step()
+        publisher.publish(step=1)
+        with pytest.raises(PublishError, match="MemoryError"):
+            publisher.flush()
+        assert publisher.publish(step=2).version == 1
+    assert open_run(bucket.url).verify().head == 1
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_head_that_cannot_be_written_lags_and_is_rolled_forward(
+    bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = FailAt(HEAD_KEY)
+        trainer.step()
+        assert publisher.publish(step=1).payload_bytes > 0
+        assert publisher.version == 1
+        assert "version 1 is durable but HEAD.json still points before it" in caplog.text
+        assert b'"version":0' in bucket.get(HEAD_KEY)
+        assert open_run(bucket.url).head().version == 1
+        publisher.publish(step=2)
+        publisher.flush()
+        assert b'"version":2' in bucket.get(HEAD_KEY)
+    assert open_run(bucket.url).verify().head == 2
+
+
+def test_closing_rolls_a_lagging_head_forward(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = FailAt(HEAD_KEY)
+        publisher.publish(step=1)
+        publisher.flush()
+    assert b'"version":1' in bucket.get(HEAD_KEY)
+
+
+def test_manifest_that_was_written_before_the_store_failed_counts(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.after = FailAt("versions/")
+        trainer.step()
+        expected = trainer.copy()
+        assert publisher.publish(step=1).payload_bytes > 0
+        assert publisher.version == 1
+        trainer.step()
+        publisher.publish(step=2)
+    assert open_run(bucket.url).verify().head == 2
+    assert_holds(bucket, 1, expected)
+    assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_fate_of_a_manifest_is_looked_up_once_the_store_is_back(
+    written: bool, bucket: Hooked, trainer: Trainer
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        if written:
+            bucket.after = FailAt("versions/")
+        else:
+            bucket.before = FailAt("versions/")
+        down = True
+
+        def unreachable(key: str) -> None:
+            if down and key.startswith("versions/"):
+                raise StoreError("still down")
+
+        bucket.reading = unreachable
+        trainer.step()
+        publisher.publish(step=1)
+        with pytest.raises(PublishError, match="is not known"):
+            publisher.flush()
+        trainer.step()
+        with pytest.raises(PublishError, match="is not known"):
+            publisher.publish(step=2)
+        down = False
+        assert publisher.publish(step=3).version == (2 if written else 1)
+    assert open_run(bucket.url).verify().replayed
+    steps = [manifest.step for manifest in open_run(bucket.url).log()]
+    assert steps == ([0, 1, 3] if written else [0, 3])
+    assert_holds(bucket, len(steps) - 1, trainer.live)
+
+
+def test_call_while_a_version_is_under_way_is_skipped_or_waits(bucket: Hooked, trainer: Trainer) -> None:
+    gate, reached = threading.Event(), threading.Event()
+
+    def block(key: str) -> None:
+        if key.startswith("objects/"):
+            reached.set()
+            assert gate.wait(30)
+
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = block
+        trainer.step()
+        first_weights = trainer.copy()
+        first = publisher.publish(step=1)
+        assert reached.wait(30)
+        trainer.step()
+        skipped = publisher.publish(step=2)
+        assert (skipped.version, skipped.kind, skipped.payload_bytes) == (None, "skipped", 0)
+        assert publisher.version == 0
+        threading.Timer(0.2, gate.set).start()
+        trainer.step()
+        waited = publisher.publish(step=3, wait=True)
+        assert (first.version, waited.version) == (1, 2)
+        assert waited.changed > 0
+    assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 1, 3]
+    assert_holds(bucket, 1, first_weights)
+    assert_holds(bucket, 2, trainer.live)
+
+
+def test_skipped_call_still_drains_what_it_was_handed(bucket: Hooked, trainer: Trainer) -> None:
+    gate = threading.Event()
+    drained: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in trainer.live.items():
+            yield name, tensor
+            drained.append(name)
+
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = lambda key: assert_true(gate.wait(30))
+        publisher.publish(step=1)
+        assert publisher.publish(step=2, weights=weights()).version is None
+        assert drained == list(trainer.live)
+        gate.set()
+
+
+def test_publisher_that_lost_a_race_stops_for_good(bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    trainer.step()
+    publisher.publish(step=1)
+    publisher.flush()
+    ours = Manifest.from_bytes(bucket.get(version_key(1)))
+    theirs = ours.model_copy(update={"version": 2, "base_version": 1, "parent": ours.digest, "objects": []})
+    theirs = theirs.model_copy(update={"changed": 0, "payload_bytes": 0, "step": 99})
+    theirs._raw = None
+    bucket.put(version_key(2), theirs.to_bytes())
+    trainer.step()
+    result = publisher.publish(step=2)
+    with pytest.raises(ConflictError, match="another publisher"):
+        publisher.flush()
+    for call in (
+        lambda: publisher.publish(step=3),
+        publisher.flush,
+        lambda: result.payload_bytes,
+        publisher.close,
+    ):
+        with pytest.raises(ConflictError, match="another publisher"):
+            call()
+    publisher.close()
+    assert Manifest.from_bytes(bucket.get(version_key(2))).step == 99
+    open_run(bucket.url).verify()
+
+
+def test_own_manifest_found_at_its_place_is_no_conflict(bucket: Hooked, trainer: Trainer) -> None:
+    """A put whose answer was lost and that the store's client repeats finds its own object."""
+    inner = bucket._inner
+    with Publisher(trainer.live, bucket) as publisher:
+        original = Hooked.put
+
+        def twice(key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+            if key.startswith("versions/"):
+                inner.put(key, data, if_absent=if_absent)
+            original(bucket, key, data, if_absent=if_absent)
+
+        bucket.put = twice  # type: ignore[method-assign]
+        trainer.step()
+        assert publisher.publish(step=1).payload_bytes > 0
+    assert open_run(bucket.url).verify().head == 1
+
+
+@pytest.mark.parametrize("at", ["tensors.json", "objects/", "versions/"])
+def test_run_that_cannot_be_started_gives_its_url_back(at: str, bucket: Hooked, trainer: Trainer) -> None:
+    bucket.before = FailAt(at)
+    with pytest.raises(StoreError, match="injected"):
+        Publisher(trainer.live, bucket)
+    with pytest.raises(NotFoundError):
+        open_run(bucket.url)
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+    assert open_run(bucket.url).verify().head == 1
+
+
+def publish_and_break(trainer: Trainer, bucket: Hooked, before: Hook = _nothing) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = before
+        trainer.step()
+        publisher.publish(step=1)
+        raise ZeroDivisionError
+
+
+def test_exception_in_the_body_is_not_masked_and_all_is_flushed(bucket: Hooked, trainer: Trainer) -> None:
+    with pytest.raises(ZeroDivisionError):
+        publish_and_break(trainer, bucket)
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_exception_in_the_body_wins_over_a_failed_version(
+    bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        publish_and_break(trainer, bucket, FailAt("objects/"))
+    assert "closing the publisher after ZeroDivisionError" in caplog.text
+
+
+def test_failed_version_is_raised_at_close(bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    bucket.before = FailAt("objects/")
+    trainer.step()
+    publisher.publish(step=1)
+    with pytest.raises(PublishError, match="injected"):
+        publisher.close()
+    assert open_run(bucket.url).verify().head == 0
+
+
+def test_iterator_that_breaks_changes_nothing(bucket: Hooked, trainer: Trainer) -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(3000).bfloat16()
+        raise ZeroDivisionError
+
+    with Publisher(trainer.live, bucket) as publisher:
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish(step=1, weights=weights())
+        assert publisher.publish(step=2).changed == 0
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
+    """SIGALRM stands for Ctrl-C: its handler raises KeyboardInterrupt wherever the main thread is."""
+
+    armed = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        if armed.is_set():
+            raise KeyboardInterrupt
+
+    chance = random.Random(5)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    with Publisher(trainer.live, bucket) as publisher:
+        for step in range(1, 200):
+            trainer.step()
+            try:
+                try:
+                    armed.set()
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 3e-3))
+                    publisher.publish(step=step, wait=chance.random() < 0.5)
+                finally:
+                    armed.clear()
+            except KeyboardInterrupt:
+                interrupted += 1
+        signal.signal(signal.SIGALRM, previous)
+        assert interrupted > 20
+        trainer.step()
+        publisher.publish(step=1000, wait=True)
+    report = open_run(bucket.url).verify()
+    assert (report.head, report.replayed) == (publisher.version, True)
+    assert open_run(bucket.url).head().step == 1000
+    assert_holds(bucket, report.head, trainer.live)
+
+
+PUBLISH_FOR_EVER = """
+import sys, torch
+from tests.faults.test_publisher_faults import Trainer
+from trainer_side import Publisher
+trainer = Trainer()
+with Publisher(trainer.live, sys.argv[1]) as publisher:
+    for step in range(1, 1_000_000):
+        trainer.step()
+        publisher.publish(step=step, wait=True)
+        print(publisher.version, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_publisher_leaves_a_whole_run(seed: int, tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PUBLISH_FOR_EVER, url],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    try:
+        while int(process.stdout.readline()) < 5:
+            continue
+        time.sleep(random.Random(seed).uniform(0, 0.1))
+    finally:
+        process.kill()
+    durable = [int(line) for line in process.stdout.read().splitlines()]
+    process.wait()
+    report = open_run(url).verify()
+    assert report.replayed
+    assert report.head >= max(durable, default=5)

@@ -1,0 +1,208 @@
+"""Write versions that no publisher would: for tests of what a receiver refuses.
+
+Everything around the flaw is right (digests, chain, counts), so that each case meets exactly the check it names.
+"""
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.wire.changes import Changes, Sparse
+from vllm_delta_sync.wire.container import Container, write_container
+from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.wire.manifest import object_key, version_key
+
+
+@dataclass
+class Forgery:
+    """A forged version: what it consists of, and the files to remove to be rid of it."""
+
+    manifest: dict[str, Any]
+    data: bytes
+    files: list[Path]
+
+    def remove(self) -> None:
+        for file in self.files:
+            file.unlink(missing_ok=True)
+
+
+def good_parts(run: Run) -> tuple[dict[str, Any], Changes]:
+    """Manifest fields and changes of an honest next version: element 5 of the first tensor moves by one ULP.
+
+    The declared change of fingerprint is right only if that element's bits are all zero, which no test model has;
+    cases that must pass the receiver's arithmetic recompute it.
+    """
+    head = run.head()
+    spec = run.table[0]
+    positions, distances = np.array([5], np.int64), np.array([1], spec.element.uint)
+    sparse = Sparse(spec.dtype, np.array([0], np.uint32), np.array([1], np.int64), positions, distances, True)
+    zeros = np.zeros(1, spec.element.uint)
+    change = fingerprint_change(spec.name, positions, zeros, zeros + 1)
+    fields = {
+        "format_version": 1,
+        "requires": ["packed"],
+        "run": head.run,
+        "version": head.version + 1,
+        "step": head.step + 1,
+        "kind": "delta",
+        "base_version": head.version,
+        "parent": head.digest,
+        "base": None,
+        "codec": "packed",
+        "compression": "none",
+        "changed": 1,
+        "total": head.total,
+        "full_bytes": head.full_bytes,
+        "fingerprint": (head.model_fingerprint + change).hex(),
+        "tensor_fingerprints": None,
+        "created_at": "2026-01-01T00:00:00Z",
+    }
+    return fields, Changes([sparse], [], {0: change})
+
+
+def forge(
+    root: Path,
+    change_fields: Callable[[dict[str, Any]], None] = lambda fields: None,
+    change_data: Callable[[bytes], bytes] = lambda data: data,
+    damage: Callable[[Path], None] = lambda path: None,
+    changes: Callable[[Run, dict[str, Any], Changes], Changes] = lambda run, fields, changes: changes,
+) -> Forgery:
+    """Write a next version into the directory bucket ``root``.
+
+    Args:
+        change_fields: edits the manifest before it is written. change_data: edits the object before it is digested.
+        damage: edits the stored object afterwards. changes: edits or replaces what is encoded.
+    """
+    run = open_run(str(root))
+    fields, plain = good_parts(run)
+    context = DeltaContext(fields["run"], fields["version"], fields["base_version"])
+    data = change_data(encode(changes(run, fields, plain), run.table, fields["codec"], "none", context))
+    digest = sha256(data).hexdigest()
+    fields["objects"] = [{"key": object_key(digest), "bytes": len(data), "sha256": digest, "rank": 0}]
+    fields["payload_bytes"] = len(data)
+    change_fields(fields)
+    object_path, manifest_path = root / object_key(digest), root / version_key(fields["version"])
+    object_path.parent.mkdir(exist_ok=True)
+    object_path.write_bytes(data)
+    damage(object_path)
+    manifest_path.write_bytes(dump_canonical(fields))
+    return Forgery(fields, data, [manifest_path, object_path])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _rewrite(data: bytes, edit: Callable[[dict[str, tuple[str, np.ndarray]]], None]) -> bytes:
+    """Decode a container, let ``edit`` change its entries, and encode it again."""
+    container = Container(data)
+    arrays = {
+        name: (entry.dtype.name, container.bits(name).reshape(entry.shape).copy())
+        for name, entry in container.entries.items()
+    }
+    edit(arrays)
+    return write_container(arrays, container.metadata)
+
+
+def _set(name: str, dtype: str, array: np.ndarray) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        return _rewrite(data, lambda arrays: arrays.__setitem__(name, (dtype, array)))
+
+    return change
+
+
+def _out_of_range(data: bytes) -> bytes:
+    far = np.frombuffer((2**40).to_bytes(8, "little"), np.uint8).copy()
+    data = _set("@0.gaps", "U8", np.array([255], np.uint8))(data)
+    return _set("@0.escapes", "U8", far)(data)
+
+
+def _header_bomb(data: bytes) -> bytes:
+    return struct.pack("<Q", 2**62) + data[8:]
+
+
+def _huge_shape(data: bytes) -> bytes:
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["@0.gaps"]["shape"] = [2**40, 2**40]
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + size :]
+
+
+def _with_sum(run: Run, fields: dict[str, Any], changes: Changes) -> Changes:
+    fields["fingerprint"] = (run.head().model_fingerprint + Fingerprint(1, 1)).hex()
+    return changes
+
+
+@dataclass(frozen=True)
+class BadVersion:
+    """A forged version and the error kind with which a receiver must refuse it."""
+
+    name: str
+    kind: str
+    write: Callable[[Path], Forgery]
+
+
+def _unknown_parent(fields: dict[str, Any]) -> None:
+    fields["parent"] = "0" * 64
+
+
+def _needs_future(fields: dict[str, Any]) -> None:
+    fields["requires"] = ["packed", "teleport"]
+
+
+def _absurd_bytes(fields: dict[str, Any]) -> None:
+    fields["objects"][0]["bytes"] = fields["payload_bytes"] = 2**50
+
+
+def _other_run(fields: dict[str, Any]) -> None:
+    fields["run"] = "f" * 32
+
+
+BAD_VERSIONS = [
+    BadVersion("corrupt object", "digest", lambda root: forge(root, damage=_flip)),
+    BadVersion(
+        "truncated object", "digest", lambda root: forge(root, damage=lambda p: p.write_bytes(p.read_bytes()[:-3]))
+    ),
+    BadVersion("missing object", "not_found", lambda root: forge(root, damage=Path.unlink)),
+    BadVersion("made against other weights", "fingerprint", lambda root: forge(root)),
+    BadVersion("sums contradict manifest", "fingerprint", lambda root: forge(root, changes=_with_sum)),
+    BadVersion("index out of range", "format", lambda root: forge(root, change_data=_out_of_range)),
+    BadVersion(
+        "unknown tensor",
+        "tensor",
+        lambda root: forge(root, change_data=_set("no.such.weight", "BF16", np.zeros(4, "<u2"))),
+    ),
+    BadVersion(
+        "unknown tensor id",
+        "tensor",
+        lambda root: forge(root, change_data=_set("@0.ids", "U32", np.array([4000], "<u4"))),
+    ),
+    BadVersion(
+        "wrong shape",
+        "tensor",
+        lambda root: forge(root, change_data=_set("model.norm.weight", "BF16", np.zeros(7, "<u2"))),
+    ),
+    BadVersion(
+        "wrong dtype",
+        "tensor",
+        lambda root: forge(root, change_data=_set("model.norm.weight", "F32", np.zeros(128, "<u4"))),
+    ),
+    BadVersion("header bomb", "limit", lambda root: forge(root, change_data=_header_bomb)),
+    BadVersion("absurd shape", "format", lambda root: forge(root, change_data=_huge_shape)),
+    BadVersion("absurd object size", "limit", lambda root: forge(root, change_fields=_absurd_bytes)),
+    BadVersion("wrong parent", "chain", lambda root: forge(root, change_fields=_unknown_parent)),
+    BadVersion("another run", "chain", lambda root: forge(root, change_fields=_other_run)),
+    BadVersion("unknown feature required", "unsupported", lambda root: forge(root, change_fields=_needs_future)),
+]

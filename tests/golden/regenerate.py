@@ -1,0 +1,92 @@
+"""Write the golden run again: ``python -m tests.golden.regenerate``. Do it only when the format changes on purpose.
+
+The run has one tensor of each width and kind, and one version of each kind of object. Everything is a function of
+constants, except the bytes of zstd frames, which may differ between releases of that library.
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tests.samples import RunWriter
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.wire.anchor import write_anchor
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+DIRECTORY = Path(__file__).parent / "run"
+RUN = "901de20000000000000000000000c0de"
+KINDS = ("anchor", "packed zstd", "packed none", "raw", "full", "empty")
+"""What version 0, 1, 2, … of the golden run are."""
+
+
+def table() -> TensorTable:
+    """Six tensors, 4,870 elements."""
+    return TensorTable(
+        [
+            TensorSpec("model.embed.weight", "BF16", (64, 48)),
+            TensorSpec("model.layers.0.expert.weight", "F8_E4M3", (32, 32)),
+            TensorSpec("model.layers.0.norm.weight", "F32", (48,)),
+            TensorSpec("model.layers.0.proj.weight", "F16", (15, 48)),
+            TensorSpec("model.position", "I64", (5,)),
+            TensorSpec("model.scale", "F32", ()),
+        ]
+    )
+
+
+def versions() -> list[list[Bits]]:
+    """Per version, per tensor id: flat bits."""
+    # The raw stream of a bit generator is fixed for good; numpy's distributions over it may change.
+    source = np.random.PCG64(20260102)
+    result = [[source.random_raw(spec.numel).astype(spec.element.uint) for spec in table()]]
+    for _ in range(3):
+        result.append([_nudged(bits, source) for bits in result[-1]])
+    # Signed zeros, infinities and NaNs with payloads take part; a gap beyond 254 makes an escape.
+    result[1][0][:6] = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF]
+    result[2][0][:6] = [0x8000, 0x0000, 0xFF80, 0x7FC1, 0xFFFF, 0x7F80]
+    for version in (1, 2, 3):
+        result[version][0][1000:1600] = result[0][0][1000:1600]
+    dense = [bits.copy() for bits in result[-1]]
+    dense[0][:] = source.random_raw(dense[0].size).astype(np.uint16)
+    dense[5] += np.uint32(1)
+    dense[3][700] ^= np.uint16(0x8000)
+    return [*result, dense, [bits.copy() for bits in dense]]
+
+
+def _nudged(bits: Bits, source: np.random.PCG64) -> Bits:
+    chosen = source.random_raw(bits.size) % np.uint64(50) == 0
+    steps = (source.random_raw(bits.size) % np.uint64(3)).astype(bits.dtype) + bits.dtype.type(1)
+    return np.where(chosen, bits + steps, bits)
+
+
+def write(directory: Path) -> RunWriter:
+    """Write the run into an empty or missing directory."""
+    writer = RunWriter(open_bucket(str(directory)), table(), RUN)
+    bits = versions()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "anchor.safetensors"
+        write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
+        writer.anchor(bits[0], path.read_bytes())
+    writer.delta(bits[1], "packed", "zstd")
+    writer.delta(bits[2], "packed", "none")
+    writer.delta(bits[3], "raw", "none")
+    writer.delta(bits[4], "packed", "zstd", full=[0, 5])
+    writer.delta(bits[5], "packed", "zstd")
+    return writer
+
+
+def main() -> int:
+    if DIRECTORY.exists():
+        shutil.rmtree(DIRECTORY)
+    write(DIRECTORY)
+    shutil.rmtree(DIRECTORY / "~staging", ignore_errors=True)
+    size = sum(path.stat().st_size for path in DIRECTORY.rglob("*") if path.is_file())
+    print(f"{DIRECTORY.name}: {len(KINDS)} versions, {size} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

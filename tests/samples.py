@@ -1,0 +1,180 @@
+"""Small models, changes and runs that many tests build on; all deterministic."""
+
+from collections.abc import Iterable
+from hashlib import sha256
+
+import numpy as np
+from hypothesis import strategies as st
+
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.bits import Bits, diff
+from vllm_delta_sync.wire.changes import Changes, Full, Sparse
+from vllm_delta_sync.wire.compression import Compression
+from vllm_delta_sync.wire.delta import Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+RUN = "5eed" * 8
+CONTEXT = DeltaContext(RUN, 1, 0)
+CREATED = "2026-01-02T03:04:05Z"
+FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_float]
+
+
+def patterns(dtype: str) -> st.SearchStrategy[int]:
+    """Bit patterns of a dtype, the odd ones often: zeros, ones, infinities, NaNs with payloads, subnormals."""
+    width = 8 * DTYPES[dtype].itemsize
+    top = 1 << (width - 1)
+    exponents = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F64": 0x7FF0 << 48, "F8_E5M2": 0x7C}
+    infinity = exponents.get(dtype, top - 1)
+    special = [0, 1, 2, top - 1, top, top + 1, 2 * top - 1, infinity, infinity + 1, infinity | top, top // 2]
+    return st.one_of(st.sampled_from([value % (2 * top) for value in special]), st.integers(0, 2 * top - 1))
+
+
+def every_dtype_table(numel: int = 300) -> TensorTable:
+    """One (numel,) tensor per dtype, and one empty tensor, one scalar."""
+    specs = [TensorSpec(f"layers.{name.lower()}.weight", name, (numel,)) for name in DTYPES]
+    return TensorTable([*specs, TensorSpec("empty", "BF16", (0, 4)), TensorSpec("scalar", "F32", ())])
+
+
+def random_bits(table: TensorTable, random: np.random.Generator) -> list[Bits]:
+    """Uniform bit patterns for every tensor."""
+    return [
+        np.frombuffer(random.bytes(spec.nbytes), spec.element.uint).copy() for spec in table
+    ]
+
+
+def changes_between(
+    table: TensorTable, old: list[Bits], new: list[Bits], codec: Codec = "packed", full: Iterable[int] = ()
+) -> Changes:
+    """What leads from ``old`` to ``new`` (neither is touched); tensors in ``full`` are sent whole."""
+    whole = set(full)
+    changes = Changes()
+    groups: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {}
+    for tensor, spec in enumerate(table):
+        positions, distances, change = diff(spec.name, spec.element, old[tensor].copy(), new[tensor])
+        if tensor in whole:
+            changes.full.append(Full(tensor, new[tensor].copy()))
+        elif positions.size:
+            data = distances if codec == "packed" else new[tensor][positions]
+            groups.setdefault(spec.dtype, []).append((tensor, positions, data))
+        if tensor in whole or positions.size:
+            changes.fingerprints[tensor] = change
+    for dtype, rows in groups.items():
+        changes.sparse.append(
+            Sparse(
+                dtype,
+                np.array([row[0] for row in rows], np.uint32),
+                np.array([row[1].size for row in rows], np.int64),
+                np.concatenate([row[1] for row in rows]),
+                np.concatenate([row[2] for row in rows]),
+                relative=codec == "packed",
+            )
+        )
+    return changes
+
+
+def state_of(table: TensorTable, bits: list[Bits]) -> ModelState:
+    """A ModelState with copies of ``bits``."""
+    return ModelState(table, [(spec.name, bits[tensor]) for tensor, spec in enumerate(table)])
+
+
+def nudge(bits: list[Bits], random: np.random.Generator, share: float) -> list[Bits]:
+    """A copy in which about ``share`` of the elements moved by a few steps."""
+    moved = []
+    for old in bits:
+        new = old.copy()
+        chosen = random.random(old.size) < share
+        new[chosen] += random.integers(1, 4, int(chosen.sum())).astype(old.dtype)
+        moved.append(new)
+    return moved
+
+
+class RunWriter:
+    """Writes a run into a bucket version by version, the way a publisher does: objects, manifest, HEAD.
+
+    Attributes:
+        manifests: those written, by version. bits: per version, the tensors' bits.
+    """
+
+    def __init__(self, bucket: Bucket, table: TensorTable, run: str = RUN) -> None:
+        self.bucket, self.table, self.run = bucket, table, run
+        self.manifests: list[Manifest] = []
+        self.bits: list[list[Bits]] = []
+        info = RunInfo(
+            run=run, created_at=CREATED, tensors=table.digest, total=table.total, full_bytes=table.full_bytes
+        )
+        bucket.put(keys.RUN_KEY, info.to_bytes(), if_absent=True)
+        bucket.put(keys.TABLE_KEY, table.to_bytes(), if_absent=True)
+
+    def anchor(self, bits: list[Bits], data: bytes) -> Manifest:
+        """Commit an anchor whose object is ``data``."""
+        return self._commit(bits, [data], "anchor", self.table.total, requires=[])
+
+    def reference(self, bits: list[Bits], location: str) -> Manifest:
+        """Commit a version 0 that lies at ``location``."""
+        return self._commit(bits, [], "reference", 0, requires=[], base={"location": location})
+
+    def delta(
+        self, bits: list[Bits], codec: Codec = "packed", compression: Compression = "zstd", full: Iterable[int] = ()
+    ) -> Manifest:
+        """Commit the change from the last version to ``bits``."""
+        changes = changes_between(self.table, self.bits[-1], bits, codec, full)
+        version = len(self.manifests)
+        context = DeltaContext(self.run, version, version - 1)
+        data = encode(changes, self.table, codec, compression, context)
+        stored: Compression = "none" if codec == "raw" else compression
+        return self._commit(
+            bits,
+            [data],
+            "delta",
+            changes.changed,
+            requires=required_features(codec, compression),
+            base_version=version - 1,
+            codec=codec,
+            compression=stored,
+        )
+
+    def head(self, version: int) -> None:
+        """Point HEAD.json at a version."""
+        head = Head(run=self.run, version=version, manifest=self.manifests[version].digest)
+        self.bucket.put(keys.HEAD_KEY, head.to_bytes())
+
+    def _commit(self, bits: list[Bits], objects: list[bytes], kind: str, changed: int, **fields: object) -> Manifest:
+        version = len(self.manifests)
+        per_tensor = [fingerprint_tensor(spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)]
+        if kind != "delta":
+            names = [spec.name for spec in self.table]
+            fields["tensor_fingerprints"] = {
+                name: value.hex() for name, value in zip(names, per_tensor, strict=True)
+            }
+        refs = []
+        for rank, data in enumerate(objects):
+            digest = sha256(data).hexdigest()
+            refs.append(ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest, rank=rank))
+            self.bucket.put(refs[-1].key, data)
+        manifest = Manifest.model_validate(
+            dict(
+                run=self.run,
+                version=version,
+                step=10 * version,
+                kind=kind,
+                parent=self.manifests[-1].digest if version else None,
+                objects=refs,
+                changed=changed,
+                total=self.table.total,
+                payload_bytes=sum(len(data) for data in objects),
+                full_bytes=self.table.full_bytes,
+                fingerprint=sum(per_tensor, Fingerprint()).hex(),
+                created_at=CREATED.replace("05Z", f"{5 + version:02d}Z"),
+                **fields,
+            )
+        )
+        self.bucket.put(keys.version_key(version), manifest.to_bytes(), if_absent=True)
+        self.manifests.append(manifest)
+        self.bits.append([array.copy() for array in bits])
+        self.head(version)
+        return manifest

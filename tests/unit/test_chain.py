@@ -1,0 +1,322 @@
+"""Reading a run: the golden one, copied and then damaged in every way that a bucket can be."""
+
+import json
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rfc8785
+import torch
+from safetensors.torch import save_file
+
+import vllm_delta_sync
+from tests.golden.regenerate import DIRECTORY, table, versions
+from tests.samples import RunWriter, nudge, random_bits
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain import Run, VerifyReport, object_limit, open_run
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    DigestError,
+    FingerprintError,
+    FormatError,
+    LimitError,
+    NotFoundError,
+    TensorMismatchError,
+    UnsupportedError,
+    UsageError,
+)
+from vllm_delta_sync.torch_bits import bits_of, tensor_from_bits
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.anchor import write_anchor
+from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+HEAD = 5
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    copy = tmp_path / "run"
+    shutil.copytree(DIRECTORY, copy)
+    return copy
+
+
+def edit(file: Path, change: dict[str, Any]) -> None:
+    """Rewrite a JSON document with other fields, in canonical form."""
+    file.write_bytes(rfc8785.dumps({**json.loads(file.read_bytes()), **change}))
+
+
+def recommit(path: Path, first: int) -> None:
+    """Fix parents and HEAD from version ``first`` on, as somebody who rewrites history would."""
+    for version in range(first, HEAD + 1):
+        file = path / keys.version_key(version)
+        parent = (path / keys.version_key(version - 1)).read_bytes()
+        edit(file, {"parent": sha256(parent).hexdigest()})
+    edit(path / "HEAD.json", {"manifest": sha256((path / keys.version_key(HEAD)).read_bytes()).hexdigest()})
+
+
+def test_a_good_run(path: Path) -> None:
+    run = vllm_delta_sync.open_run(str(path))
+    assert [manifest.version for manifest in run.log()] == list(range(HEAD + 1))
+    assert run.head().version == HEAD
+    assert run.head().step == 50
+    seen: list[tuple[int, int]] = []
+    report = run.verify(progress=lambda so_far: seen.append((so_far.versions, so_far.head)))
+    size = sum(file.stat().st_size for file in (path / "objects").iterdir())
+    assert report == VerifyReport(versions=6, head=5, objects=6, bytes=size, replayed=True, notes=[])
+    assert seen == [(version + 1, version) for version in range(6)]
+    for version, bits in enumerate(versions()):
+        found = dict(run.tensors(version))
+        for tensor, spec in enumerate(run.table):
+            assert tuple(found[spec.name].shape) == spec.shape
+            assert np.array_equal(bits_of(found[spec.name]), bits[tensor])
+    assert dict(run.tensors())["model.embed.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("pointed", [None, 0, 1, 4, 5])
+def test_head_may_lag_or_be_missing(pointed: int | None, path: Path) -> None:
+    if pointed is None:
+        (path / "HEAD.json").unlink()
+    else:
+        digest = sha256((path / keys.version_key(pointed)).read_bytes()).hexdigest()
+        edit(path / "HEAD.json", {"version": pointed, "manifest": digest})
+    run = open_run(str(path))
+    assert run.head().version == HEAD
+    assert run.verify().head == HEAD
+
+
+def test_a_run_without_a_version(path: Path) -> None:
+    shutil.rmtree(path / "versions")
+    (path / "HEAD.json").unlink()
+    run = open_run(str(path))
+    for read in (run.head, run.verify, lambda: list(run.log()), run.snapshot):
+        with pytest.raises(NotFoundError):
+            read()
+
+
+def test_no_run_at_all(tmp_path: Path, path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"no run at 'file://.*': it has no run\.json; start a publisher"):
+        open_run(str(tmp_path / "nothing"))
+    with pytest.raises(UsageError, match="gopher"):
+        open_run("gopher://run")
+    (path / "tensors.json").unlink()
+    with pytest.raises(NotFoundError):
+        open_run(str(path))
+
+
+@pytest.mark.parametrize("version", [6, 99, -1])
+def test_versions_that_are_not_there(version: int, path: Path) -> None:
+    run = open_run(str(path))
+    with pytest.raises(NotFoundError, match=f"version {version} is not published; the newest is 5"):
+        run.snapshot(version)
+    with pytest.raises((NotFoundError, LimitError)):
+        run.manifest(version)
+
+
+def delta_object(path: Path, version: int = 2) -> Path:
+    manifest = Manifest.from_bytes((path / keys.version_key(version)).read_bytes())
+    return path / manifest.objects[0].key
+
+
+def swap_objects(path: Path) -> None:
+    one, two = delta_object(path, 2), delta_object(path, 3)
+    data = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(data)
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object], type[DeltaSyncError], str]] = [
+    ("object missing", lambda p: delta_object(p).unlink(), NotFoundError, "objects/"),
+    ("object cut", lambda p: delta_object(p).write_bytes(delta_object(p).read_bytes()[:-1]), DigestError, "truncated"),
+    ("object longer", lambda p: delta_object(p).open("ab").write(b"!"), LimitError, "objects/"),
+    ("object empty", lambda p: delta_object(p).write_bytes(b""), DigestError, "has 0 bytes"),
+    ("objects swapped", swap_objects, DeltaSyncError, "objects/"),
+    ("version missing", lambda p: (p / keys.version_key(3)).unlink(), NotFoundError, "0000000003"),
+    ("newest version missing", lambda p: (p / keys.version_key(5)).unlink(), NotFoundError, "0000000005"),
+    ("step changed", lambda p: edit(p / keys.version_key(2), {"step": 7}), ChainError, "history was rewritten"),
+    ("newest step changed", lambda p: edit(p / keys.version_key(5), {"step": 7}), ChainError, "HEAD.json points at"),
+    ("unknown field added", lambda p: edit(p / keys.version_key(0), {"new": 1}), ChainError, "names parent"),
+    ("parent changed", lambda p: edit(p / keys.version_key(4), {"parent": "0" * 64}), ChainError, "version 4 names"),
+    ("version replayed", lambda p: shutil.copy(p / keys.version_key(2), p / keys.version_key(3)), ChainError, "0000000003"),
+    ("manifest of another run", lambda p: edit(p / keys.version_key(2), {"run": "0" * 32}), ChainError, "belongs to run"),
+    ("manifest cut", lambda p: (p / keys.version_key(2)).write_bytes(b'{"base"'), FormatError, "versions/0000000002"),
+    ("manifest total", lambda p: edit(p / keys.version_key(2), {"total": 1}), ChainError, "contradicts the table"),
+    ("manifest pretty", lambda p: (p / keys.version_key(2)).write_text("{\n}"), FormatError, "not in canonical form"),
+    ("manifest of later", lambda p: edit(p / keys.version_key(2), {"format_version": 2}), UnsupportedError, "reads 1"),
+    ("manifest requires", lambda p: edit(p / keys.version_key(2), {"requires": ["xyz"]}), UnsupportedError, "xyz"),
+    ("head of another run", lambda p: edit(p / "HEAD.json", {"run": "0" * 32}), ChainError, "points into run"),
+    ("head digest", lambda p: edit(p / "HEAD.json", {"manifest": "0" * 64}), ChainError, "points at manifest 0000"),
+    ("head garbage", lambda p: (p / "HEAD.json").write_bytes(b"\0" * 100), FormatError, "HEAD.json"),
+    ("head huge", lambda p: (p / "HEAD.json").write_bytes(b" " * 5000), LimitError, "HEAD.json"),
+    ("table changed", lambda p: (p / "tensors.json").write_bytes(TensorTable([]).to_bytes()), DigestError, "run.json says"),
+    ("run id changed", lambda p: edit(p / "run.json", {"run": "0" * 32}), ChainError, "points into run"),
+    ("run total", lambda p: edit(p / "run.json", {"total": 4871}), FormatError, "contradicts tensors.json"),
+    ("run requires", lambda p: edit(p / "run.json", {"requires": ["xyz"]}), UnsupportedError, "run.json"),
+    ("run garbage", lambda p: (p / "run.json").write_bytes(b"hello"), FormatError, "run.json"),
+]
+
+
+@pytest.mark.parametrize(("case", "damage", "error", "match"), DAMAGE, ids=[case for case, *_ in DAMAGE])
+def test_damage_is_refused(
+    case: str, damage: Callable[[Path], object], error: type[DeltaSyncError], match: str, path: Path
+) -> None:
+    damage(path)
+    with pytest.raises(error, match=match):
+        open_run(str(path)).verify()
+
+
+REWRITTEN: list[tuple[str, int, dict[str, Any], type[DeltaSyncError], str]] = [
+    ("fingerprint", 2, {"fingerprint": "0" * 32}, FingerprintError, "version 2: objects lead to fingerprint"),
+    ("changed", 2, {"changed": 1}, FormatError, "version 2: objects carry 107 elements"),
+    ("base version", 3, {"base_version": 1}, ChainError, "version 3 builds on version 1, held is 2"),
+    ("object left out", 2, {"objects": [], "payload_bytes": 0, "changed": 0}, FingerprintError, "version 2"),
+    ("anchor fingerprint", 0, {"fingerprint": "0" * 32}, FingerprintError, "tensor_fingerprints add up to"),
+    ("anchor tensors", 0, {"tensor_fingerprints": {}}, TensorMismatchError, "model.embed.weight"),
+    ("anchor objects", 0, {"objects": [], "payload_bytes": 0}, FormatError, "does not hold each of 6 tensors once"),
+]
+
+
+@pytest.mark.parametrize(("case", "version", "change", "error", "match"), REWRITTEN, ids=[row[0] for row in REWRITTEN])
+def test_a_rewritten_history_still_has_to_add_up(
+    case: str, version: int, change: dict[str, Any], error: type[DeltaSyncError], match: str, path: Path
+) -> None:
+    edit(path / keys.version_key(version), change)
+    recommit(path, max(1, version))
+    with pytest.raises(error, match=match):
+        open_run(str(path)).verify()
+
+
+def test_an_object_of_another_version_is_refused_though_its_digest_is_right(path: Path) -> None:
+    other = json.loads((path / keys.version_key(2)).read_bytes())
+    edit(
+        path / keys.version_key(3),
+        {name: other[name] for name in ("objects", "payload_bytes", "changed", "codec", "compression")},
+    )
+    recommit(path, 3)
+    with pytest.raises(ChainError, match="field 'version' is '2', the manifest says 3"):
+        open_run(str(path)).verify()
+
+
+def test_declared_objects_larger_than_the_model_make_sense_are_not_fetched(path: Path) -> None:
+    run = open_run(str(path))
+    limit = object_limit(run.table)
+    ref = run.manifest(1).objects[0].model_copy(update={"bytes": limit + 1})
+    with pytest.raises(LimitError, match="object_limit"):
+        run.fetch(ref)
+
+
+def test_a_tensor_carried_in_full_twice_is_refused(path: Path) -> None:
+    run = open_run(str(path))
+    manifest = run.manifest(4)
+    context = DeltaContext(manifest.run, 4, 3)
+    again = encode(run.changes(manifest), run.table, "packed", "none", context)
+    digest = sha256(again).hexdigest()
+    (path / keys.object_key(digest)).write_bytes(again)
+    second = {"key": keys.object_key(digest), "bytes": len(again), "sha256": digest, "rank": 1}
+    first = json.loads((path / keys.version_key(4)).read_bytes())
+    edit(
+        path / keys.version_key(4),
+        {"objects": [*first["objects"], second], "payload_bytes": first["payload_bytes"] + len(again)},
+    )
+    recommit(path, 4)
+    with pytest.raises(FormatError, match="'model.embed.weight' is carried in full and once more"):
+        open_run(str(path)).verify()
+
+
+# Runs that refer to a base
+
+SMALL = TensorTable([TensorSpec("w", "BF16", (40, 3)), TensorSpec("b", "F32", (4,))])
+
+
+def reference_run(directory: Path, location: str) -> tuple[Run, list[list[np.ndarray]]]:
+    """A run whose version 0 lies in a checkpoint directory, with two deltas."""
+    random = np.random.default_rng(4)
+    bits = [random_bits(SMALL, random)]
+    bits += [nudge(bits[0], random, 0.2)]
+    bits += [nudge(bits[1], random, 0.2)]
+    writer = RunWriter(open_bucket(str(directory)), SMALL)
+    writer.reference(bits[0], location)
+    writer.delta(bits[1])
+    writer.delta(bits[2], "raw", "none")
+    return open_run(str(directory)), bits
+
+
+def save_base(directory: Path, bits: list[np.ndarray]) -> None:
+    directory.mkdir()
+    tensors = {spec.name: tensor_from_bits(bits[tensor], spec) for tensor, spec in enumerate(SMALL)}
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_a_base_at_the_recorded_path(tmp_path: Path) -> None:
+    run, bits = reference_run(tmp_path / "run", str(tmp_path / "base"))
+    save_base(tmp_path / "base", bits[0])
+    assert run.verify().replayed
+    for version in range(3):
+        assert all(np.array_equal(*pair) for pair in zip(run.snapshot(version).bits, bits[version], strict=True))
+
+
+def test_a_base_at_another_path(tmp_path: Path) -> None:
+    run, bits = reference_run(tmp_path / "run", "/nowhere/base")
+    save_base(tmp_path / "moved", bits[0])
+    assert run.verify(base=tmp_path / "moved").replayed
+    found = dict(run.tensors(base=str(tmp_path / "moved")))
+    assert np.array_equal(bits_of(found["w"]), bits[2][SMALL.index("w")])
+
+
+def test_without_the_base_everything_else_is_checked(tmp_path: Path) -> None:
+    run, _ = reference_run(tmp_path / "run", "/nowhere/base")
+    report = run.verify()
+    assert (report.versions, report.head, report.replayed) == (3, 2, False)
+    assert ["weights were not rebuilt" in note and "/nowhere/base" in note for note in report.notes] == [True]
+    with pytest.raises(NotFoundError, match="pass base= with its path"):
+        run.snapshot()
+    edit_last = tmp_path / "run" / keys.version_key(2)
+    edit(edit_last, {"fingerprint": "0" * 32})
+    edit(tmp_path / "run" / "HEAD.json", {"manifest": sha256(edit_last.read_bytes()).hexdigest()})
+    with pytest.raises(FingerprintError, match="version 2: objects lead to"):
+        run.verify()
+
+
+def test_another_base_is_named_by_its_first_tensor(tmp_path: Path) -> None:
+    run, bits = reference_run(tmp_path / "run", "/nowhere/base")
+    other = [array.copy() for array in bits[0]]
+    other[SMALL.index("w")][7] ^= np.uint16(1)
+    save_base(tmp_path / "other", other)
+    with pytest.raises(FingerprintError, match="version 0: tensor 'w' has fingerprint"):
+        run.verify(base=tmp_path / "other")
+    with pytest.raises(FingerprintError, match="version 0: weights have fingerprint"):
+        run.snapshot(base=tmp_path / "other")
+    (tmp_path / "incomplete").mkdir()
+    save_file({"w": torch.zeros(40, 3, dtype=torch.bfloat16)}, tmp_path / "incomplete" / "model.safetensors")
+    with pytest.raises(TensorMismatchError, match="has no tensor 'b'"):
+        run.verify(base=tmp_path / "incomplete")
+
+
+def test_anchors_in_the_middle_of_a_chain(tmp_path: Path) -> None:
+    random = np.random.default_rng(6)
+    bits = [random_bits(SMALL, random)]
+    writer = RunWriter(open_bucket(str(tmp_path / "run")), SMALL)
+    scratch = tmp_path / "anchor"
+    for version in range(4):
+        if version:
+            bits.append(nudge(bits[-1], random, 0.3))
+        if version % 2:
+            writer.delta(bits[-1])
+            continue
+        write_anchor(scratch, SMALL, [(spec.name, bits[-1][tensor]) for tensor, spec in enumerate(SMALL)])
+        writer.anchor(bits[-1], scratch.read_bytes())
+    run = open_run(str(tmp_path / "run"))
+    assert [manifest.kind for manifest in run.log()] == ["anchor", "delta", "anchor", "delta"]
+    assert run.verify().replayed
+    for version in range(4):
+        assert all(np.array_equal(*pair) for pair in zip(run.snapshot(version).bits, bits[version], strict=True))
+
+
+def test_the_golden_table_is_what_it_was() -> None:
+    assert open_run(str(DIRECTORY)).table.specs == table().specs

@@ -1,0 +1,102 @@
+"""The entropy stage: what is declared is checked before anything is allocated."""
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_delta_sync.errors import DeltaSyncError, FormatError, LimitError
+from vllm_delta_sync.wire.compression import COMPRESSIONS, Compression, compress, decompress
+
+MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def plane(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+def frame_declaring(size: int, blocks: bytes = b"\x01\x00\x00") -> bytes:
+    """A frame with an 8-byte content size, a 1 KiB window, and ``blocks`` (one empty last block)."""
+    return MAGIC + b"\xc0\x00" + size.to_bytes(8, "little") + blocks
+
+
+@given(st.binary(max_size=2000), st.sampled_from(COMPRESSIONS))
+def test_round_trip(data: bytes, compression: Compression) -> None:
+    stored = compress(plane(data), compression)
+    assert bytes(decompress(stored, len(data), compression, "plane")) == data
+    for wrong in (len(data) + 1, len(data) - 1):
+        if wrong >= 0:
+            with pytest.raises(FormatError, match="plane"):
+                decompress(stored, wrong, compression, "plane")
+
+
+@pytest.mark.parametrize("size", [2**60, 2**40, 2**31, 2**64 - 2])
+def test_a_frame_that_declares_more_than_it_can_hold(size: int) -> None:
+    with pytest.raises(LimitError, match="MAX_ZSTD_RATIO"):
+        decompress(plane(frame_declaring(size)), size, "zstd", "plane")
+
+
+def test_a_bomb_that_keeps_its_word_is_bounded_by_the_expected_size() -> None:
+    bomb = plane(zstandard.ZstdCompressor().compress(bytes(1 << 20)))
+    with pytest.raises(FormatError, match="declares 1048576 bytes, 16 expected"):
+        decompress(bomb, 16, "zstd", "plane")
+    assert not decompress(bomb, 1 << 20, "zstd", "plane").any()
+
+
+def test_a_window_beyond_the_limit() -> None:
+    huge_window = MAGIC + b"\xc0" + bytes([(31 - 10) << 3]) + (1 << 20).to_bytes(8, "little") + b"\x01\x00\x00" * 99
+    with pytest.raises(LimitError, match="MAX_ZSTD_WINDOW_LOG"):
+        decompress(plane(huge_window), 1 << 20, "zstd", "plane")
+
+
+WHOLE = zstandard.ZstdCompressor().compress(bytes(range(100)))
+EMPTY = zstandard.ZstdCompressor().compress(b"")
+STREAMED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(range(100)))
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (b"", 0),
+        (b"", 100),
+        (MAGIC, 0),
+        (b"\x50\x2a\x4d\x18\x00\x00\x00\x00", 0),  # skippable
+        (b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd", 4),
+        (WHOLE + b"!", 100),
+        (WHOLE + WHOLE, 100),
+        (WHOLE[:-1], 100),
+        (WHOLE[:20], 100),
+        (EMPTY + b"!", 0),
+        (EMPTY + WHOLE, 0),
+        (EMPTY[:-1], 0),
+        (frame_declaring(0, b"\x03\x00\x10" + b"x"), 0),  # declares nothing, holds 128 KiB
+        (STREAMED, 100),  # no declared size
+        (frame_declaring(100), 100),  # declares 100, holds nothing
+        (bytes(range(100)), 100),
+    ],
+)
+def test_what_is_not_exactly_one_frame_of_the_declared_size(data: bytes, size: int) -> None:
+    with pytest.raises(FormatError, match="plane"):
+        decompress(plane(data), size, "zstd", "plane")
+
+
+def test_an_empty_plane_takes_few_bytes() -> None:
+    stored = compress(plane(b""), "zstd")
+    assert decompress(stored, 0, "zstd", "plane").size == 0
+    checked = zstandard.ZstdCompressor(write_checksum=True).compress(b"")
+    assert decompress(plane(checked), 0, "zstd", "plane").size == 0
+    with pytest.raises(LimitError, match="MAX_EMPTY_FRAME_BYTES"):
+        decompress(plane(EMPTY + b"\x02\x00\x10x" * 1000), 0, "zstd", "plane")
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_a_flipped_bit_gives_the_same_bytes_or_an_error(data: bytes, draw: st.DataObject) -> None:
+    stored = bytearray(bytes(compress(plane(data), "zstd")))
+    where = draw.draw(st.integers(0, 8 * len(stored) - 1))
+    stored[where // 8] ^= 1 << (where % 8)
+    try:
+        found = decompress(plane(bytes(stored)), len(data), "zstd", "plane")
+    except DeltaSyncError:
+        return
+    assert found.size == len(data)

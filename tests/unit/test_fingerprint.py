@@ -1,0 +1,89 @@
+"""The model fingerprint: additive, position-sensitive, and the numbers that docs/FORMAT.md prints."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import reference
+from vllm_delta_sync.errors import FormatError
+from vllm_delta_sync.wire.fingerprint import (
+    Fingerprint,
+    fingerprint_change,
+    fingerprint_elements,
+    fingerprint_tensor,
+    tensor_seed,
+)
+
+FORMAT = Path(__file__).parents[2] / "docs" / "FORMAT.md"
+VALUES = st.integers(0, 2**64 - 1)
+
+
+@given(VALUES, VALUES, VALUES, VALUES)
+def test_fingerprints_form_a_group(a: int, b: int, c: int, d: int) -> None:
+    one, two = Fingerprint(a, b), Fingerprint(c, d)
+    assert one + two - two == one
+    assert one + two == two + one
+    assert one - one == Fingerprint()
+    assert Fingerprint.from_hex(one.hex()) == one
+    assert one.hex() == f"{b:016x}{a:016x}"
+
+
+@pytest.mark.parametrize("text", ["", "0" * 31, "0" * 33, "G" * 32, "A" * 32, " " + "0" * 31, "٠" * 32])
+def test_hex_has_one_spelling(text: str) -> None:
+    with pytest.raises(FormatError, match="not 32 lower-case hex digits"):
+        Fingerprint.from_hex(text)
+
+
+@given(st.lists(st.integers(0, 2**16 - 1), max_size=50), st.integers(0, 50))
+@settings(max_examples=60, deadline=None)
+def test_pieces_add_up_to_the_tensor(values: list[int], cut: int) -> None:
+    bits = np.array(values, np.uint16)
+    whole = fingerprint_tensor("layers.0.weight", bits)
+    cut = min(cut, bits.size)
+    assert whole == fingerprint_tensor("layers.0.weight", bits[:cut]) + fingerprint_tensor(
+        "layers.0.weight", bits[cut:], cut
+    )
+    assert (whole.low, whole.high) == reference.fingerprint("layers.0.weight", dict(enumerate(values)))
+    shuffled = np.random.default_rng(0).permutation(bits.size)
+    assert fingerprint_elements("layers.0.weight", shuffled.astype(np.int64), bits[shuffled]) == whole
+
+
+@pytest.mark.parametrize("uint", [np.uint8, np.uint16, np.uint32, np.uint64])
+def test_every_width_follows_the_reference(uint: type) -> None:
+    bits = np.random.default_rng(1).integers(0, np.iinfo(uint).max, 100, dtype=uint, endpoint=True)
+    found = fingerprint_tensor("t", bits)
+    assert (found.low, found.high) == reference.fingerprint("t", dict(enumerate(bits.tolist())))
+
+
+def test_name_position_and_bits_all_count() -> None:
+    bits = np.array([1, 2], np.uint16)
+    plain = fingerprint_tensor("a", bits)
+    assert plain != fingerprint_tensor("b", bits)
+    assert plain != fingerprint_tensor("a", bits[::-1].copy())
+    assert plain != fingerprint_tensor("a", bits, 1)
+    assert fingerprint_tensor("a", np.array([0x8000], np.uint16)) != fingerprint_tensor("a", np.array([0], np.uint16))
+    assert fingerprint_tensor("a", bits[:0]) == Fingerprint()
+
+
+def test_change_is_after_minus_before() -> None:
+    old, new = np.array([1, 2, 3], np.uint16), np.array([1, 7, 3], np.uint16)
+    where = np.array([1], np.int64)
+    change = fingerprint_change("a", where, old[where], new[where])
+    assert fingerprint_tensor("a", old) + change == fingerprint_tensor("a", new)
+
+
+def test_the_worked_example_of_the_specification() -> None:
+    text = FORMAT.read_text()
+    printed = dict(re.findall(r"^    (seed|low|high|fingerprint) += +([0-9a-fx]+)$", text, re.MULTILINE))
+    name, bits = "model.norm.weight", np.array([0x3F80, 0x8000, 0x7FC1], np.uint16)
+    found = fingerprint_tensor(name, bits)
+    assert printed == {
+        "seed": f"0x{tensor_seed(name):016x}",
+        "low": f"0x{found.low:016x}",
+        "high": f"0x{found.high:016x}",
+        "fingerprint": found.hex(),
+    }

@@ -1,0 +1,116 @@
+"""The committed run: today's reader gets the tensors it was made from, today's writer makes the same bytes."""
+
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.golden.regenerate import DIRECTORY, KINDS, table, versions, write
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.wire.changes import Changes, Sparse
+from vllm_delta_sync.wire.container import Container
+from vllm_delta_sync.wire.delta import DeltaContext, decode
+
+FINGERPRINTS = [
+    "291827a3b04e1109c22c962c4026f63d",
+    "673bbaa6087ed6d6090af639835ebd1a",
+    "d69718c0ed987f7fdc8e860cf770c640",
+    "4061667f771b83b817cd323a2e830a75",
+    "5f58b1c7164d90d68407316ceae6a137",
+    "5f58b1c7164d90d68407316ceae6a137",
+]
+TENSORS = "9aa0ffae5d5ffddfd0d2128591767a8980ec2522872cb40e56b7c59f5061d107"
+DIGESTS = {
+    0: "a8aa42e0464777c11b9544b77f0a5e67b05a3ee25ab9f80420ffb03a53811af7",
+    2: "4fc55e65d6fee65502be06e016b449b4bc46d3ea5cf0c48d0ffd2285cecffadc",
+    3: "20ada9d289dafaeaaba3c2348b4b3fc909974366db256c06b92bc4bc607211ed",
+}
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return open_run(str(DIRECTORY))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("golden") / "run"
+    write(directory)
+    return directory
+
+
+def test_the_reader_gets_what_was_published(run: Run) -> None:
+    for version, expected in enumerate(versions()):
+        state = run.snapshot(version)
+        assert all(np.array_equal(found, bits) for found, bits in zip(state.bits, expected, strict=True))
+        assert state.fingerprint.hex() == FINGERPRINTS[version]
+    last = dict(run.tensors())
+    assert [bits_of(last[spec.name]).tobytes() for spec in run.table] == [bits.tobytes() for bits in versions()[-1]]
+
+
+def test_expected_tensors_are_pinned_by_their_bytes() -> None:
+    content = b"".join(bits.tobytes() for version in versions() for bits in version)
+    assert sha256(content).hexdigest() == TENSORS
+
+
+def test_the_run_verifies(run: Run) -> None:
+    report = run.verify()
+    assert (report.versions, report.head, report.replayed, report.notes) == (len(KINDS), 5, True, [])
+
+
+def test_each_kind_is_there(run: Run) -> None:
+    log = list(run.log())
+    assert [manifest.kind for manifest in log] == ["anchor"] + ["delta"] * 5
+    ways = [(manifest.codec, manifest.compression) for manifest in log[1:4]]
+    assert ways == [("packed", "zstd"), ("packed", "none"), ("raw", "none")]
+    assert [spec.id for spec in run.changes(log[4]).full] == [5, 0]
+    assert run.changes(log[5]) == Changes()
+    assert log[5].changed == 0
+
+
+@pytest.mark.parametrize("key", ["run.json", "tensors.json", "versions/0000000000.json"])
+def test_documents_are_written_byte_by_byte(key: str, written: Path) -> None:
+    assert (written / key).read_bytes() == (DIRECTORY / key).read_bytes()
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_objects_without_zstd_are_written_byte_by_byte(version: int, written: Path, run: Run) -> None:
+    key = run.manifest(version).objects[0].key
+    assert (written / key).read_bytes() == (DIRECTORY / key).read_bytes()
+    assert key == f"objects/{DIGESTS[version]}.safetensors"
+
+
+@pytest.mark.parametrize("version", [1, 4, 5])
+def test_objects_with_zstd_hold_the_same_planes(version: int, written: Path, run: Run) -> None:
+    # Frames may differ between releases of the zstd library, and with them sizes, digests and parents.
+    context = DeltaContext(run.info.run, version, version - 1)
+    ours, golden = open_run(str(written)), run
+    data = [source.fetch(source.manifest(version).objects[0]) for source in (ours, golden)]
+    first, second = (decode(item, run.table, context) for item in data)
+    assert first.fingerprints == second.fingerprints
+    assert all(same_group(one, two) for one, two in zip(first.sparse, second.sparse, strict=True))
+    assert all(np.array_equal(one.bits, two.bits) for one, two in zip(first.full, second.full, strict=True))
+    assert list(Container(data[0]).entries) == list(Container(data[1]).entries)
+    assert Container(data[0]).metadata == Container(data[1]).metadata
+
+
+def same_group(one: Sparse, two: Sparse) -> bool:
+    pairs = [(one.ids, two.ids), (one.counts, two.counts), (one.positions, two.positions), (one.data, two.data)]
+    assert all(np.array_equal(first, second) for first, second in pairs)
+    return (one.dtype, one.relative) == (two.dtype, two.relative)
+
+
+def test_the_golden_run_is_small_and_complete() -> None:
+    files = [path for path in DIRECTORY.rglob("*") if path.is_file()]
+    assert len(files) == 3 + 2 * len(KINDS)
+    assert sum(path.stat().st_size for path in files) < 200_000
+    assert table().total == 4870
+
+
+def test_a_copy_elsewhere_reads_the_same(tmp_path: Path, run: Run) -> None:
+    copy = tmp_path / "with space"
+    shutil.copytree(DIRECTORY, copy)
+    assert open_run(copy.as_uri()).head() == run.head()

@@ -1,0 +1,103 @@
+"""What each part may load, tried in an interpreter of its own where the rest cannot be imported at all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+VLLM = ("vllm", "vllm_delta_sync.engine")
+TRAINERS = ("transformers", "trl", "trainer_side")
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "vllm_delta_sync": (*VLLM, *TRAINERS, "torch", "numpy", "numba", "pydantic", "zmq"),
+    "vllm_delta_sync.errors": (*VLLM, *TRAINERS, "torch", "numpy", "numba", "pydantic", "zmq"),
+    "vllm_delta_sync.wire": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+    "vllm_delta_sync.wire.delta": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+    "vllm_delta_sync.wire.manifest": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+    "vllm_delta_sync.bucket": (*VLLM, *TRAINERS, "torch", "numba", "zmq", "huggingface_hub", "obstore"),
+    "vllm_delta_sync.notice": (*VLLM, *TRAINERS, "torch", "numba"),
+    "vllm_delta_sync.chain": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+    "vllm_delta_sync.config": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+    "vllm_delta_sync.cli": ("vllm", *TRAINERS, "torch", "numba", "zmq"),
+    "trainer_side": (*VLLM, "transformers", "trl", "numba"),
+    # vLLM scans what is loaded while it builds a worker, and numba in there makes it crash.
+    "vllm_delta_sync.engine": (*TRAINERS, "vllm", "torch", "numba", "zmq"),
+    "vllm_delta_sync.engine.plugin": (*TRAINERS, "numba", "zmq"),
+    "vllm_delta_sync.engine.worker": (*TRAINERS, "numba", "zmq"),
+}
+
+# A name bound to None in sys.modules cannot be imported by anybody.
+BLOCKED = """
+import json, sys
+for name in json.loads(sys.argv[1]):
+    sys.modules[name] = None
+"""
+LOADED = """
+import importlib, json, sys
+importlib.import_module(sys.argv[1])
+print(json.dumps(sorted(sys.modules)))
+"""
+
+PUBLISH_AND_READ = """
+import torch
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+
+weights = {"a.weight": torch.randn(64, 32).bfloat16(), "b.weight": torch.randn(7)}
+with Publisher(lambda: weights.items(), bucket=sys.argv[2]) as publisher:
+    weights["a.weight"].view(torch.int16)[3, 5] += 1
+    result = publisher.publish(step=1, wait=True)
+    assert (result.version, result.changed) == (1, 1), result
+run = open_run(sys.argv[2])
+assert run.head().version == 1
+read = dict(run.tensors())
+for name, tensor in weights.items():
+    assert torch.equal(read[name].view(torch.uint8), tensor.view(torch.uint8)), name
+print("equal")
+"""
+
+
+def run_clean(code: str, *arguments: str) -> str:
+    # Without the PYTHON… variables of whoever runs the tests, which could load anything.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", sorted(FORBIDDEN))
+def test_a_module_loads_only_what_it_may(module: str) -> None:
+    loaded = set(json.loads(run_clean(LOADED, module)))
+    assert not loaded & set(FORBIDDEN[module])
+
+
+@pytest.mark.parametrize("module", ["trainer_side", "vllm_delta_sync.cli", "vllm_delta_sync.chain"])
+def test_a_module_loads_where_vllm_is_not_installed(module: str) -> None:
+    run_clean(f"{BLOCKED}\nimport {module}", json.dumps(["vllm", "transformers", "trl"]))
+
+
+@pytest.mark.parametrize("module", ["vllm_delta_sync.engine", "vllm_delta_sync.engine.plugin"])
+def test_the_engine_loads_where_no_trainer_is_installed(module: str) -> None:
+    run_clean(f"{BLOCKED}\nimport {module}", json.dumps(["trainer_side", "trl", "datasets", "accelerate"]))
+
+
+def test_publish_and_read_where_vllm_is_not_installed(tmp_path: Path) -> None:
+    blocked = json.dumps(["vllm", "vllm_delta_sync.engine", "trl"])
+    assert run_clean(BLOCKED + PUBLISH_AND_READ, blocked, str(tmp_path / "run")) == "equal\n"
+
+
+def test_the_command_helps_where_vllm_is_not_installed() -> None:
+    code = f"{BLOCKED}\nfrom vllm_delta_sync.cli import main\nsys.argv[1:] = ['--help']\nsys.exit(main())"
+    output = run_clean(code, json.dumps(["vllm", "transformers", "trl"]))
+    assert "serve" in output

@@ -1,0 +1,174 @@
+"""The compiled loops against the plain reference in tests/reference.py."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import reference
+from tests.samples import patterns
+from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.wire import bits as wire_bits
+from vllm_delta_sync.wire import kernels
+from vllm_delta_sync.wire.dtypes import DTYPES, DType
+from vllm_delta_sync.wire.fingerprint import tensor_seed
+
+DTYPE_NAMES = sorted(DTYPES)
+
+
+@st.composite
+def two_versions(draw: st.DrawFn) -> tuple[DType, list[int], list[int]]:
+    element = DTYPES[draw(st.sampled_from(DTYPE_NAMES))]
+    old = draw(st.lists(patterns(element.name), max_size=40))
+    new = [draw(patterns(element.name)) if draw(st.booleans()) else bits for bits in old]
+    return element, old, new
+
+
+@given(two_versions())
+@settings(max_examples=150, deadline=None)
+def test_diff_apply_revert_follow_the_reference(sample: tuple[DType, list[int], list[int]]) -> None:
+    element, old, new = sample
+    width = 8 * element.itemsize
+    baseline, current = np.array(old, element.uint), np.array(new, element.uint)
+    positions, distances, change = wire_bits.diff("w", element, baseline, current)
+    expected = reference.diff(old, new, width, element.is_float)
+    assert (positions.tolist(), distances.tolist()) == expected
+    assert baseline.tolist() == new
+    before = reference.fingerprint("w", dict(enumerate(old)))
+    after = reference.fingerprint("w", dict(enumerate(new)))
+    assert change.low == (after[0] - before[0]) & reference.U64
+    assert change.high == (after[1] - before[1]) & reference.U64
+
+    moved = np.array(old, element.uint)
+    wire_bits.apply_distances(element, moved, positions, distances)
+    assert moved.tolist() == new
+    wire_bits.revert_distances(element, moved, positions, distances)
+    assert moved.tolist() == old
+
+
+@given(two_versions())
+@settings(max_examples=60, deadline=None)
+def test_both_commits_change_bits_and_fingerprint_as_the_diff_says(
+    sample: tuple[DType, list[int], list[int]],
+) -> None:
+    element, old, new = sample
+    positions, distances, change = wire_bits.diff(
+        "w", element, np.array(old, element.uint), np.array(new, element.uint)
+    )
+    premix = np.empty(positions.size, np.uint64)
+    seeds = np.array([tensor_seed("w")], np.uint64)
+    kernels.premix_positions(positions, seeds, np.array([positions.size], np.int64), premix)
+
+    live = np.array(old, element.uint)
+    sums = kernels.commit_relative(live, positions, distances, premix, *wire_bits.order_masks(element))
+    assert live.tolist() == new
+    assert tuple(map(int, sums)) == (change.low, change.high)
+
+    live = np.array(old, element.uint)
+    undo = np.empty(positions.size, element.uint)
+    values = np.array(new, element.uint)[positions]
+    sums = kernels.commit_absolute(live, positions, values, premix, undo)
+    assert live.tolist() == new
+    assert undo.tolist() == [old[position] for position in positions.tolist()]
+    assert tuple(map(int, sums)) == (change.low, change.high)
+
+
+@pytest.mark.parametrize("name", ["BF16", "F16", "I16", "U16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"])
+def test_order_is_a_bijection_of_every_pattern(name: str) -> None:
+    element = DTYPES[name]
+    width = 8 * element.itemsize
+    every = np.arange(1 << width, dtype=np.uint64)
+    all_bits = every.astype(element.uint)
+    lowest = reference.moved(0, -reference.order_key(0, width, element.is_float), width, element.is_float)
+    start = np.full(all_bits.size, lowest, element.uint)
+    positions, ranks, _ = wire_bits.diff("w", element, start, all_bits)
+    assert positions.size == all_bits.size - 1  # only the lowest itself stays
+    assert ranks.tolist() == [
+        reference.order_key(bits, width, element.is_float) for bits in all_bits[positions].tolist()
+    ]
+    walked = np.full(all_bits.size, lowest, element.uint)
+    wire_bits.apply_distances(element, walked, every.astype(np.int64), all_bits)
+    assert np.array_equal(np.sort(walked), all_bits)
+
+
+def test_order_of_bf16_is_the_order_of_its_numbers() -> None:
+    every = np.arange(1 << 16, dtype=np.uint32)
+    values = (every << 16).view(np.float32)
+    ranks = np.array([reference.order_key(int(bits), 16, True) for bits in every])
+    finite = np.isfinite(values)
+    in_order = values[finite][np.argsort(ranks[finite])]
+    assert np.all(np.diff(in_order) >= 0)
+    zeros = sorted(ranks[values == 0])
+    assert zeros[1] - zeros[0] == 1  # −0.0 comes directly before +0.0, and is not it
+
+
+@given(st.lists(st.lists(st.integers(0, 2**47), min_size=1, max_size=30, unique=True).map(sorted), max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_gaps_follow_the_reference_and_come_back(groups: list[list[int]]) -> None:
+    positions = np.array([position for group in groups for position in group], np.int64)
+    counts = np.array([len(group) for group in groups], np.int64)
+    gaps, escapes = np.empty(positions.size, np.uint8), np.empty(positions.size, np.uint64)
+    used = kernels.encode_gaps(positions, counts, gaps, escapes)
+    assert (gaps.tolist(), escapes[:used].tolist()) == reference.gaps(groups)
+    found = np.empty(positions.size, np.int64)
+    numels = np.array([group[-1] + 1 for group in groups], np.int64)
+    assert kernels.decode_gaps(gaps, escapes[:used].copy(), counts, numels, found) == -1
+    assert found.tolist() == positions.tolist()
+
+
+@pytest.mark.parametrize("position", [0, 254, 255, 256, 2**31 - 1, 2**31, 2**32 + 7, 2**48 - 1])
+def test_gap_of_a_single_far_position(position: int) -> None:
+    gaps, escapes = np.empty(1, np.uint8), np.empty(1, np.uint64)
+    one = np.array([1], np.int64)
+    used = kernels.encode_gaps(np.array([position], np.int64), one, gaps, escapes)
+    assert used == (position >= 255)
+    found = np.empty(1, np.int64)
+    assert kernels.decode_gaps(gaps, escapes[:used].copy(), one, np.array([position + 1]), found) == -1
+    assert found[0] == position
+    assert kernels.decode_gaps(gaps, escapes[:used].copy(), one, np.array([position]), found) == 0
+
+
+@pytest.mark.parametrize(
+    ("gaps", "escapes", "counts", "numels", "bad"),
+    [
+        ([255], [], [1], [1000], 1),  # an escape is missing
+        ([3], [9], [1], [1000], 1),  # one too many
+        ([255], [2**64 - 256], [1], [1000], 0),  # would wrap around
+        ([255, 255], [2**63, 2**63], [2], [2**48], 0),
+        ([0, 0, 0], [], [1, 2], [1, 1], 1),  # second tensor's second position
+        ([4], [], [1], [4], 0),
+    ],
+)
+def test_gaps_that_lead_nowhere(
+    gaps: list[int], escapes: list[int], counts: list[int], numels: list[int], bad: int
+) -> None:
+    found = np.zeros(len(gaps), np.int64)
+    arrays = np.array(gaps, np.uint8), np.array(escapes, np.uint64)
+    assert kernels.decode_gaps(*arrays, np.array(counts, np.int64), np.array(numels, np.int64), found) == bad
+
+
+@pytest.mark.parametrize(
+    ("positions", "bad"),
+    [([0, 1, 5], -1), ([0, 0, 5], 0), ([1, 0, 5], 0), ([-1, 0, 5], 0), ([0, 1, 9], 1), ([0, 9, 1], 0)],
+)
+def test_positions_must_ascend_inside_their_tensor(positions: list[int], bad: int) -> None:
+    counts, numels = np.array([2, 1], np.int64), np.array([9, 9], np.int64)
+    assert kernels.first_not_ascending(np.array(positions, np.int64), counts, numels) == bad
+
+
+def test_indices_beyond_32_bits_hash_as_themselves() -> None:
+    positions = np.array([5, 2**32 + 5, 2**47], np.int64)
+    old, new = np.array([1, 1, 1], np.uint16), np.array([2, 2, 2], np.uint16)
+    low, high = kernels.fingerprint_change(positions, old, new, np.uint64(reference.seed("big")))
+    before = reference.fingerprint("big", dict(zip(positions.tolist(), [1, 1, 1], strict=True)))
+    after = reference.fingerprint("big", dict(zip(positions.tolist(), [2, 2, 2], strict=True)))
+    assert int(low) == (after[0] - before[0]) & reference.U64
+    assert int(high) == (after[1] - before[1]) & reference.U64
+
+
+def test_arrays_that_do_not_fit_are_refused_before_any_loop_runs() -> None:
+    element = DTYPES["BF16"]
+    with pytest.raises(TensorMismatchError, match="3 elements of uint16 against 4"):
+        wire_bits.diff("w", element, np.zeros(4, np.uint16), np.zeros(3, np.uint16))
+    with pytest.raises(TensorMismatchError, match="uint16 expected"):
+        wire_bits.diff("w", element, np.zeros(4, np.uint32), np.zeros(4, np.uint32))

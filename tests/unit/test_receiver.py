@@ -1,0 +1,219 @@
+"""The receiver against a real run and a plain module: follows it, refuses bad versions, keeps weights whole."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forge import BAD_VERSIONS, BadVersion
+from tests.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
+from trainer_side import Publisher
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, NotFoundError
+
+
+class World:
+    """A trainer's tensors, a run, and a receiver that serves FusedModel from the base."""
+
+    def __init__(self, root: Path, with_base: bool = True, codec: str = "auto") -> None:
+        self.url = str(root / "run")
+        self.with_base = with_base
+        self.tensors = checkpoint_tensors()
+        base = save_base(root / "base", self.tensors) if with_base else None
+        self.publisher = Publisher(self.pairs, bucket=self.url, base=base, codec=codec)  # type: ignore[arg-type]
+        self.model = FusedModel()
+        self.model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in self.tensors.items())
+        self.port = ModulePort(self.model)
+        self.receiver = Receiver(self.port, Settings(bucket=self.url))
+
+    def pairs(self) -> list[tuple[str, torch.Tensor]]:
+        # Without a base nothing but the tensors themselves says which dtype is served.
+        return [(name, tensor if self.with_base else tensor.bfloat16()) for name, tensor in self.tensors.items()]
+
+    def train(self, step: int, scale: float = 1e-4) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for tensor in self.tensors.values():
+            chosen = torch.rand(tensor.shape, generator=generator) < 0.05
+            tensor += chosen * scale * torch.randn(tensor.shape, generator=generator)
+        self.publisher.publish(step=step, wait=True)
+        self.publisher.flush()
+
+    def expect_exact(self) -> None:
+        """The model holds bit for bit what a fresh load of the trainer's tensors gives."""
+        fresh = FusedModel()
+        fresh.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in self.tensors.items())
+        expect_equal(self.model, fresh)
+
+    def expect_fails(self, kind: str) -> DeltaSyncError:
+        """Following fails with that kind, status says so, and not a bit of the model changes."""
+        before = [parameter.clone() for parameter in self.model.parameters()]
+        served = self.receiver.served_version
+        with pytest.raises(DeltaSyncError) as caught:
+            self.receiver.advance()
+        assert caught.value.kind == kind
+        status = self.receiver.status()
+        assert status["last_error"] == {"kind": kind, "message": caught.value.message}
+        assert self.receiver.served_version == served
+        for parameter, old in zip(self.model.parameters(), before, strict=True):
+            assert torch.equal(parameter.view(torch.int16), old.view(torch.int16))
+        return caught.value
+
+
+def expect_equal(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16)), name
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.mark.parametrize("codec", ["packed", "raw"])
+def test_follows_every_version(tmp_path: Path, codec: str) -> None:
+    world = World(tmp_path, codec=codec)
+    world.receiver.advance()
+    assert world.receiver.served_version == 0
+    for step in range(1, 7):
+        world.train(step)
+        world.receiver.advance()
+        assert world.receiver.served_version == step
+        world.expect_exact()
+        assert world.receiver.verify()["verdict"]
+    assert world.port.log.count("pause") == world.port.log.count("resume") == 6
+    assert world.port.log[-4:] == ["pause", "commit", "label 6", "resume"]
+
+
+def test_float32_run_is_refused_with_the_mend(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.publisher.close()
+    world.receiver = Receiver(world.port, Settings(bucket=str(tmp_path / "float32")))
+    with Publisher(list(world.tensors.items()), bucket=str(tmp_path / "float32")):
+        error = world.expect_fails("model")
+    assert "base=" in error.message
+
+
+def test_late_joiner_catches_up(world: World) -> None:
+    for step in range(1, 5):
+        world.train(step)
+    world.receiver.advance(3)
+    assert world.receiver.served_version == 3
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_dense_step_sends_tensors_in_full(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    for tensor in world.tensors.values():
+        tensor.mul_(-3.0)
+    world.train(2)
+    world.receiver.advance()
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+
+
+def test_anchor_replaces_other_weights(tmp_path: Path) -> None:
+    world = World(tmp_path, with_base=False)
+    for parameter in world.model.parameters():
+        parameter.data.fill_(7.0)
+    world.model.embedding.data[50:].fill_(0)
+    world.receiver.advance()
+    assert world.receiver.served_version == 0
+    world.expect_exact()
+    world.train(1)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_wrong_base_is_refused_by_name(world: World) -> None:
+    world.model.norm.data[3] = 9.0
+    error = world.expect_fails("chain")
+    assert "model.norm.weight" in error.message
+    assert world.receiver.status()["state"] == "refused"
+    assert world.receiver.status()["served"] is None
+
+
+def test_weights_changed_from_outside_are_noticed(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    world.model.qkv.data[:] += 1.0
+    error = world.expect_fails("fingerprint")
+    assert "taken back" in error.message
+    assert world.port.log[-4:] == ["pause", "commit", "revert", "resume"]
+
+
+def test_verify_names_the_tensor_that_differs(world: World) -> None:
+    world.receiver.advance()
+    world.model.transposed.data[5, 7] += 1.0
+    outcome = world.receiver.verify()
+    assert outcome["verdict"] is False
+    assert outcome["mismatched"] == ["out.weight"]
+    assert world.receiver.status()["last_error"]["kind"] == "fingerprint"
+
+
+@pytest.mark.parametrize("bad", BAD_VERSIONS, ids=lambda bad: bad.name)
+def test_bad_version_is_refused_and_healed(world: World, bad: BadVersion) -> None:
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    forgery = bad.write(Path(world.url))
+    world.expect_fails(bad.kind)
+    assert world.port.log.count("pause") == world.port.log.count("resume")
+    forgery.remove()
+    world.receiver.advance()
+    assert world.receiver.status()["last_error"] is None
+    world.train(2)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_no_run_yet(tmp_path: Path) -> None:
+    receiver = Receiver(ModulePort(FusedModel()), Settings(bucket=str(tmp_path / "later")))
+    with pytest.raises(NotFoundError):
+        receiver.advance()
+    assert receiver.status()["state"] == "waiting_for_run"
+    with pytest.raises(EngineError):
+        receiver.verify()
+
+
+def test_versions_that_are_not_there_or_lie_behind(world: World) -> None:
+    world.train(1)
+    world.receiver.advance()
+    with pytest.raises(NotFoundError):
+        world.receiver.advance(9)
+    with pytest.raises(ChainError):
+        world.receiver.advance(0)
+    assert world.receiver.served_version == 1
+
+
+def test_run_made_again_in_the_same_place(world: World, tmp_path: Path) -> None:
+    import shutil
+
+    world.receiver.advance()
+    first = world.receiver.run_id
+    world.publisher.close()
+    shutil.rmtree(world.url)
+    world.publisher = Publisher(world.pairs, bucket=world.url, base=tmp_path / "base")
+    world.train(1)
+    world.receiver.advance()
+    assert world.receiver.run_id not in (None, first)
+    world.expect_exact()
+
+
+def test_tied_head_is_listed_as_not_loaded(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.publisher.close()
+    world.tensors["head.weight"] = world.tensors["embedding.weight"].clone()
+    save_base(tmp_path / "base2", world.tensors)
+    url = str(tmp_path / "run2")
+    world.publisher = Publisher(world.pairs, bucket=url, base=tmp_path / "base2")
+    receiver = Receiver(world.port, Settings(bucket=url))
+    receiver.advance()
+    assert receiver.status()["ranks"][0]["unloaded"] == ["head.weight"]
+    world.receiver = receiver
+    world.train(1)
+    world.receiver.advance()
+    world.expect_exact()
+    assert receiver.verify()["verdict"]

@@ -1,0 +1,142 @@
+"""What ``publish`` returns: at once, and what only encoding or upload can know is filled in later."""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from trainer_side.worker import Job
+from vllm_delta_sync.errors import DeltaSyncError, PublishError
+
+Kind = Literal["delta", "skipped"]
+
+
+class Progress(Job):
+    """One version on its way to the store, shared by the publisher, its background thread and the result.
+
+    Attributes:
+        seconds: durations so far. payload_bytes: of the objects.
+        delivered: whether the failure, if it is one, has been raised to the caller.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = {}
+        self.payload_bytes = 0
+        self.delivered = False
+
+    def wait(self) -> None:
+        """Wait until the version is durable or has failed.
+
+        Raises:
+            PublishError, ConflictError: it failed.
+        """
+        self.join()
+        if self.error is None:
+            return
+        self.delivered = True
+        if isinstance(self.error, DeltaSyncError):
+            raise self.error
+        raise PublishError(
+            f"publishing failed unexpectedly: {self.error!r}; the baseline was put back"
+        ) from self.error
+
+
+class Seconds(Mapping[str, float]):
+    """Durations in seconds: ``diff`` is there at once; reading another waits for the background thread.
+
+    ``encode`` and ``upload`` (objects, manifest, head, notice) run in the background; ``total`` is from the
+    call of ``publish`` until the version was durable.
+    """
+
+    KEYS = ("diff", "encode", "upload", "total")
+
+    def __init__(self, diff: float, progress: Progress | None) -> None:
+        self._diff = diff
+        self._progress = progress
+
+    def __getitem__(self, key: str) -> float:
+        if key not in self.KEYS:
+            raise KeyError(key)
+        if key == "diff" or self._progress is None:
+            return self._diff if key in ("diff", "total") else 0.0
+        self._progress.wait()
+        return self._progress.seconds[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.KEYS)
+
+    def __len__(self) -> int:
+        return len(self.KEYS)
+
+    def __repr__(self) -> str:
+        if self._progress is not None and (not self._progress.done or self._progress.error):
+            return f"Seconds(diff={self._diff:.3f})"
+        return f"Seconds({', '.join(f'{key}={value:.3f}' for key, value in self.items())})"
+
+
+class PublishResult:
+    """Outcome of one ``publish``.
+
+    Attributes:
+        version: number of the new version; None if the call was skipped.
+        step: as given.
+        kind: ``delta``, or ``skipped`` (not every call publishes, or the version before is still under way).
+        changed: elements whose bits changed. total: elements of the model.
+        full_bytes: bytes of the model in the served dtypes.
+        seconds: durations, see ``Seconds``; reading some of them waits.
+    """
+
+    def __init__(
+        self,
+        *,
+        version: int | None,
+        step: int,
+        changed: int,
+        total: int,
+        full_bytes: int,
+        diff_seconds: float,
+        progress: Progress | None,
+    ) -> None:
+        self.version = version
+        self.step = step
+        self.kind: Kind = "skipped" if version is None else "delta"
+        self.changed = changed
+        self.total = total
+        self.full_bytes = full_bytes
+        self.seconds = Seconds(diff_seconds, progress)
+        self._progress = progress
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the version's objects; waits until it is durable.
+
+        Raises:
+            PublishError, ConflictError: it could not be made durable.
+        """
+        if self._progress is None:
+            return 0
+        self._progress.wait()
+        return self._progress.payload_bytes
+
+    def __repr__(self) -> str:
+        return (
+            f"PublishResult(version={self.version}, step={self.step}, kind={self.kind!r}, "
+            f"changed={self.changed}, total={self.total}, seconds={self.seconds!r})"
+        )
+
+
+class Stopwatch:
+    """Durations since construction, by name."""
+
+    def __init__(self) -> None:
+        self.start = self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        lap, self._last = now - self._last, now
+        return lap
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self.start
