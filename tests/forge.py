@@ -104,6 +104,10 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
 def _rewrite(data: bytes, edit: Callable[[dict[str, tuple[str, np.ndarray]]], None]) -> bytes:
     """Decode a container, let ``edit`` change its entries, and encode it again."""
     container = Container(data)
@@ -173,7 +177,9 @@ def _other_run(fields: dict[str, Any]) -> None:
 BAD_VERSIONS = [
     BadVersion("corrupt object", "digest", lambda root: forge(root, damage=_flip)),
     BadVersion(
-        "truncated object", "digest", lambda root: forge(root, damage=lambda p: p.write_bytes(p.read_bytes()[:-3]))
+        "truncated object",
+        "digest",
+        lambda root: forge(root, damage=_truncate),
     ),
     BadVersion("missing object", "not_found", lambda root: forge(root, damage=Path.unlink)),
     BadVersion("made against other weights", "fingerprint", lambda root: forge(root)),

@@ -42,9 +42,7 @@ def every_dtype_table(numel: int = 300) -> TensorTable:
 
 def random_bits(table: TensorTable, random: np.random.Generator) -> list[Bits]:
     """Uniform bit patterns for every tensor."""
-    return [
-        np.frombuffer(random.bytes(spec.nbytes), spec.element.uint).copy() for spec in table
-    ]
+    return [np.frombuffer(random.bytes(spec.nbytes), spec.element.uint).copy() for spec in table]
 
 
 def changes_between(
@@ -119,7 +117,11 @@ class RunWriter:
         return self._commit(bits, [], "reference", 0, requires=[], base={"location": location})
 
     def delta(
-        self, bits: list[Bits], codec: Codec = "packed", compression: Compression = "zstd", full: Iterable[int] = ()
+        self,
+        bits: list[Bits],
+        codec: Codec = "packed",
+        compression: Compression = "zstd",
+        full: Iterable[int] = (),
     ) -> Manifest:
         """Commit the change from the last version to ``bits``."""
         changes = changes_between(self.table, self.bits[-1], bits, codec, full)
@@ -148,9 +150,7 @@ class RunWriter:
         per_tensor = [fingerprint_tensor(spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)]
         if kind != "delta":
             names = [spec.name for spec in self.table]
-            fields["tensor_fingerprints"] = {
-                name: value.hex() for name, value in zip(names, per_tensor, strict=True)
-            }
+            fields["tensor_fingerprints"] = {name: value.hex() for name, value in zip(names, per_tensor, strict=True)}
         refs = []
         for rank, data in enumerate(objects):
             digest = sha256(data).hexdigest()

@@ -34,7 +34,10 @@ class Settings(BaseModel):
     ] = 2.0
     notice: Annotated[
         str | None,
-        Field(pattern=r"^(tcp|ipc)://", description="ZeroMQ address of the publisher's notices; none: polling alone."),
+        Field(
+            pattern=r"^(tcp|ipc)://",
+            description="ZeroMQ address of the publisher's notices; none: polling alone.",
+        ),
     ] = None
     pause_mode: Annotated[
         Literal["keep", "wait", "abort"],
@@ -46,8 +49,8 @@ class Settings(BaseModel):
     prefix_cache: Annotated[
         Literal["reset", "keep"],
         Field(
-            description="KV cache at a commit. reset: dropped, running requests recompute theirs. keep: cached keys and "
-            "values of the older policy stay in use."
+            description="KV cache at a commit. reset: dropped, running requests recompute theirs. keep: cached keys "
+            "and values of the older policy stay in use."
         ),
     ] = "reset"
     admin_token_file: Annotated[
@@ -81,9 +84,7 @@ def environment_name(field: str) -> str:
     return ENV_PREFIX + field.upper()
 
 
-def load_settings(
-    overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
-) -> Settings:
+def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
     """Merge file, environment and overrides.
 
     Args:

@@ -79,9 +79,7 @@ def generate(engine: Any) -> list[dict[str, Any]]:
         outputs.append(
             {
                 "tokens": tokens,
-                "logprobs": [
-                    entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)
-                ],
+                "logprobs": [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)],
             }
         )
     return outputs

@@ -22,7 +22,15 @@ ENVIRONMENT = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
     "HF_HUB_OFFLINE": "1",
 }
-VLLM_FLAGS = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16", "--served-model-name", "tiny"]
+VLLM_FLAGS = [
+    "--enforce-eager",
+    "--max-model-len",
+    "256",
+    "--max-num-seqs",
+    "16",
+    "--served-model-name",
+    "tiny",
+]
 
 
 def free_port() -> int:

@@ -1,10 +1,12 @@
 """Real ``vllm serve`` on the CPU: follows real training, bit for bit, and survives what it must refuse."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +65,28 @@ def fresh_vllm(root: Path, checkpoints: list[Path]) -> dict[str, Any]:
 
 
 class InFlight:
-    """One long request in a thread."""
+    """One long request in a thread; generation has begun when the constructor returns."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self.response: Any = None
         self._thread = threading.Thread(target=self._ask)
         self._thread.start()
+        while self._thread.is_alive() and not self._is_running():
+            time.sleep(0.005)
+
+    def _is_running(self) -> bool:
+        lines = self._server.get("/metrics").text.splitlines()
+        return any(line.startswith("vllm:num_requests_running") and float(line.split()[-1]) > 0 for line in lines)
 
     def _ask(self) -> None:
-        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 230, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": PROMPTS[0],
+            "max_tokens": 230,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         self.response = self._server.post("/v1/completions", body)
 
     def join(self) -> Any:
@@ -138,7 +152,7 @@ def check_in_flight(responses: list[Any]) -> None:
         assert body["usage"]["completion_tokens"] == 230
         spans = body["delta_sync"]["spans"]
         assert [spans[0]["start"], spans[-1]["end"]] == [0, 230]
-        assert all(left["end"] == right["start"] for left, right in zip(spans, spans[1:], strict=False))
+        assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
         versions = [span["version"] for span in spans]
         assert versions == sorted(set(versions))
         assert int(response.headers["x-delta-sync-version"]) <= versions[0]

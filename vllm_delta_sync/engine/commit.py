@@ -67,16 +67,17 @@ def warm_up(elements: set[DType]) -> None:
 
 
 def revert(patch: StagedPatch, routes: RouteMap, undo: Undo) -> None:
-    """Put every bit back as it was before ``commit``."""
-    for position, sparse in enumerate(patch.sparse[: undo.sparse]):
+    """Put every bit back as it was before ``commit``, in the opposite order."""
+    for position, olds in undo.dense.items():
+        for route, old in zip(patch.dense[position].routes, olds, strict=True):
+            dense_view(routes.destinations[route.destination].flat, route).copy_(old)
+    for position in reversed(range(undo.sparse)):
+        sparse = patch.sparse[position]
         destination = routes.destinations[sparse.destination]
         if destination.flat.device.type == "cpu":
             _revert_compiled(sparse, destination, undo.absolute.get(position))
         else:
             revert_torch(sparse, destination, undo.absolute.get(position))
-    for position, olds in undo.dense.items():
-        for route, old in zip(patch.dense[position].routes, olds, strict=True):
-            dense_view(routes.destinations[route.destination].flat, route).copy_(old)
 
 
 def _commit_compiled(sparse: SparsePatch, destination: Destination, position: int, undo: Undo) -> Fingerprint:
@@ -136,9 +137,7 @@ def revert_torch(sparse: SparsePatch, destination: Destination, old: torch.Tenso
             destination.flat[where] = old[piece]
 
 
-def _upload(
-    sparse: SparsePatch, piece: slice, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _upload(sparse: SparsePatch, piece: slice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     signed = sparse.data[piece].view(f"<i{sparse.data.itemsize}")
     arrays = (sparse.positions[piece], signed, sparse.premix[piece].view(np.int64))
     positions, data, premix = (torch.from_numpy(array).to(device) for array in arrays)

@@ -81,7 +81,7 @@ def keep_plain_cpu_weights() -> None:
         if layer.weight.ndim != 2:
             original(layer, remove_weight)
             return
-        layer.cpu_linear = torch.nn.functional.linear
+        setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  typed as a submodule otherwise
 
     dispatch_plain.delta_sync = True  # type: ignore[attr-defined]
     utils.dispatch_cpu_unquantized_gemm = dispatch_plain
@@ -175,7 +175,10 @@ def warn_untested() -> None:
     name, version = distribution_version()
     if not any(version == tested or version.startswith(tested + ".") for tested in TESTED_VERSIONS):
         logger.warning(
-            "vllm-delta-sync was tested with vLLM %s, this is %s %s", ", ".join(TESTED_VERSIONS), name, version
+            "vllm-delta-sync was tested with vLLM %s, this is %s %s",
+            ", ".join(TESTED_VERSIONS),
+            name,
+            version,
         )
 
 

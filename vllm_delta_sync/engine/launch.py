@@ -12,9 +12,7 @@ from vllm_delta_sync.errors import EngineError, UsageError
 EXTENSION_FLAG = "--worker-extension-cls"
 
 
-def serve_command(
-    model: str, settings: Mapping[str, str], vllm_args: list[str]
-) -> tuple[dict[str, str], list[str]]:
+def serve_command(model: str, settings: Mapping[str, str], vllm_args: list[str]) -> tuple[dict[str, str], list[str]]:
     """What ``exec_serve`` would set and run.
 
     Args:
@@ -39,7 +37,15 @@ def serve_command(
         raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; leave it out")
     environment = {environment_name(field): value for field, value in settings.items()}
     environment["VLLM_PLUGINS"] = compat.allow_list(os.environ.get("VLLM_PLUGINS"))
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, EXTENSION_FLAG, WORKER_EXTENSION]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        model,
+        EXTENSION_FLAG,
+        WORKER_EXTENSION,
+    ]
     return environment, command + vllm_args
 
 

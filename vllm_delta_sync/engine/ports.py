@@ -29,7 +29,7 @@ class ServerPort:
         except TimeoutError as error:
             future.cancel()
             raise EngineError(f"the engine did not answer within {timeout:.0f} s") from error
-        except Exception as error:  # noqa: BLE001  vLLM reports worker failures as bare exceptions
+        except Exception as error:
             raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:

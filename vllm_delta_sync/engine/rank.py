@@ -5,6 +5,7 @@ long remote call would block the engine; ``commit`` and ``revert`` are short and
 the engine is paused.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -65,7 +66,10 @@ class RankReceiver:
             raise BusyError(f"operation {operation!r} must wait: another one is running")
         self._outcome = {}
         self._thread = threading.Thread(
-            target=self._run_operation, args=(operations[operation], arguments), name="delta-sync-stage", daemon=True
+            target=self._run_operation,
+            args=(operations[operation], arguments),
+            name="delta-sync-stage",
+            daemon=True,
         )
         self._thread.start()
 
@@ -74,7 +78,7 @@ class RankReceiver:
             self._outcome = operation(**arguments)
         except DeltaSyncError as error:
             self._outcome = error_answer(error)
-        except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
+        except Exception as error:
             self._outcome = error_answer(EngineError(f"unexpected {type(error).__name__}: {error}"))
 
     def poll(self) -> Answer:
@@ -143,7 +147,7 @@ class RankReceiver:
         self._check_total(target, patch)
         clock.append(time.perf_counter())
         self._staged = patch
-        spans = [1e3 * (end - start) for start, end in zip(clock, clock[1:], strict=False)]
+        spans = [1e3 * (end - start) for start, end in itertools.pairwise(clock)]
         return {
             "staged": target.version,
             "bytes": patch.nbytes,

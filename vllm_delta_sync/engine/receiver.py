@@ -4,6 +4,7 @@ Knows buckets and manifests, and an engine only as an ``EnginePort``; so the vLL
 it. One thread drives it; ``status`` may be called from any.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -191,7 +192,12 @@ class Receiver:
         answers = self._operate("prove", {"url": self.settings.bucket, "manifest": first.to_bytes().decode()})
         with self._lock:
             self._ranks = [
-                {"rank": rank, "tensors": answer["tensors"], "unloaded": answer["unloaded"], "ms": answer["ms"]}
+                {
+                    "rank": rank,
+                    "tensors": answer["tensors"],
+                    "unloaded": answer["unloaded"],
+                    "ms": answer["ms"],
+                }
                 for rank, answer in enumerate(answers)
             ]
         for answer in answers:
@@ -263,8 +269,13 @@ class Receiver:
         finally:
             self.port.resume()
         clock.append(time.perf_counter())
-        spans = [1e3 * (end - start) for start, end in zip(clock, clock[1:], strict=False)]
-        return {"wait": spans[0], "commit": spans[1], "resume": spans[2], "pause": 1e3 * (clock[-1] - clock[0])}
+        spans = [1e3 * (end - start) for start, end in itertools.pairwise(clock)]
+        return {
+            "wait": spans[0],
+            "commit": spans[1],
+            "resume": spans[2],
+            "pause": 1e3 * (clock[-1] - clock[0]),
+        }
 
     def _take_back(self, target: Manifest, answers: list[Answer]) -> None:
         if any("matched" in answer for answer in answers):
@@ -292,7 +303,7 @@ class Receiver:
             _raise_if_error(answer)
         return answers
 
-    def _set(self, state: State, error: dict[str, str] | None | Literal["as is"] = "as is") -> None:
+    def _set(self, state: State, error: dict[str, str] | Literal["as is"] | None = "as is") -> None:
         with self._lock:
             self._state = state
             if error != "as is":

@@ -1,5 +1,6 @@
 """Strided boxes in flat memory: the geometry behind routes. Pure arithmetic, no tensors."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,14 @@ class Region:
             inside &= found[dim] < self.sizes[dim]
         return found, inside & (rest == 0)
 
+    def walk(self, start: int, stop: int) -> Indices:
+        """(dimensions, stop − start) coordinates, in row-major order from the start-th on."""
+        order = np.arange(start, stop, dtype=np.int64)
+        found = np.empty((len(self.sizes), order.size), np.int64)
+        for dim in reversed(range(len(self.sizes))):
+            order, found[dim] = np.divmod(order, self.sizes[dim])
+        return found
+
     def indices(self, coordinates: Indices) -> Indices:
         """(dimensions, n) coordinates → (n,) flat indices."""
         result = np.full(coordinates.shape[1], self.offset, np.int64)
@@ -87,7 +96,7 @@ def find_overlap(regions: Sequence[Region], extent: int) -> tuple[int, int] | No
     """
     if all(region.is_linear for region in regions):
         order = sorted(range(len(regions)), key=lambda position: regions[position].offset)
-        for left, right in zip(order, order[1:], strict=False):
+        for left, right in itertools.pairwise(order):
             if regions[left].offset + regions[left].numel > regions[right].offset:
                 return left, right
         return None
@@ -101,9 +110,5 @@ def find_overlap(regions: Sequence[Region], extent: int) -> tuple[int, int] | No
 
 
 def _first_sharing(regions: Sequence[Region], position: int) -> int:
-    coordinates = np.stack(
-        [axis.reshape(-1) for axis in np.indices(regions[position].sizes, dtype=np.int64)]
-        or [np.zeros(0, np.int64)]
-    )
-    indices = regions[position].indices(coordinates)
+    indices = regions[position].indices(regions[position].walk(0, regions[position].numel))
     return next(i for i in range(position) if regions[i].coordinates(indices)[1].any())

@@ -81,8 +81,7 @@ class RouteMap:
     def _fingerprint_strided(self, name: str, route: Route, flat: torch.Tensor) -> Fingerprint:
         total = Fingerprint()
         for start in range(0, route.source.numel, GATHER_ELEMENTS):
-            order = np.arange(start, min(start + GATHER_ELEMENTS, route.source.numel))
-            coordinates = np.stack(np.unravel_index(order, route.source.sizes)).astype(np.int64)
+            coordinates = route.source.walk(start, min(start + GATHER_ELEMENTS, route.source.numel))
             targets = torch.from_numpy(route.target.indices(coordinates)).to(flat.device)
             total += fingerprint_elements(name, route.source.indices(coordinates), _host_bits(flat[targets]))
         return total

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.receiver import EnginePort, Receiver
-from vllm_delta_sync.errors import DeltaSyncError, EngineError, NoticeError, NotFoundError
+from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError
 from vllm_delta_sync.notice import NoticeSubscriber
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
@@ -82,7 +82,7 @@ class ReceiverService:
         except DeltaSyncError as error:
             self._failures += 1
             self._say(error)
-        except Exception as error:  # noqa: BLE001  the thread must outlive any bug, and status must show it
+        except Exception as error:
             self._failures += 1
             self._say(EngineError(f"unexpected {type(error).__name__}: {error}"))
             logger.exception("the receiver failed unexpectedly")
@@ -114,7 +114,7 @@ class ReceiverService:
                 else:
                     self.receiver.advance(argument)
                     future.set_result(self.receiver.status())
-            except Exception as error:  # noqa: BLE001  handed to whoever asked, through the future
+            except Exception as error:
                 future.set_exception(error)
 
     def _listen(self) -> None:

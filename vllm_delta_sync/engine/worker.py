@@ -64,8 +64,8 @@ def watch_for_controller() -> None:
     def watch() -> None:
         while not contacted.wait(CONTACT_SECONDS):
             logger.warning(
-                "vllm-delta-sync: the worker extension is loaded but no controller has contacted it. Name delta_sync in "
-                "VLLM_PLUGINS and set DELTA_SYNC_BUCKET (delta-sync serve does both), or call attach(llm, bucket=...)."
+                "vllm-delta-sync: the worker extension is loaded but no controller has contacted it. Name delta_sync "
+                "in VLLM_PLUGINS and set DELTA_SYNC_BUCKET (delta-sync serve does both), or call attach(llm, bucket)."
             )
 
     threading.Thread(target=watch, name="delta-sync-contact", daemon=True).start()

@@ -1,0 +1,99 @@
+"""Commit and revert: the compiled loops and the torch path do the same, for every dtype and bit pattern."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_delta_sync.engine.commit import Undo, commit, commit_torch, revert, revert_torch
+from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch
+from vllm_delta_sync.engine.regions import Region
+from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
+from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+
+def destination_of(bits: np.ndarray, dtype: str) -> Destination:
+    flat = torch.from_numpy(bits.copy().view(f"<i{bits.itemsize}"))
+    return Destination("weight", TORCH_DTYPES[dtype], flat.view(SIGNED[bits.itemsize]))
+
+
+@st.composite
+def patches(draw: st.DrawFn) -> tuple[str, np.ndarray, SparsePatch]:
+    """A dtype, random bits, and a random sparse patch over them."""
+    dtype = draw(st.sampled_from(["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I64", "I8", "U8"]))
+    element = DTYPES[dtype]
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    bits = random.integers(0, 1 << (8 * element.itemsize), 64, dtype=np.uint64, endpoint=False).astype(element.uint)
+    count = draw(st.integers(1, 64))
+    positions = np.sort(random.choice(64, count, replace=False)).astype(np.int64)
+    data = random.integers(0, 1 << (8 * element.itemsize), count, dtype=np.uint64).astype(element.uint)
+    premix = random.integers(0, 2**64, count, dtype=np.uint64)
+    return dtype, bits, SparsePatch(0, element, draw(st.booleans()), positions, data, premix)
+
+
+@settings(deadline=None)  # the first example compiles
+@given(patches())
+def test_torch_path_equals_compiled_path_and_both_revert(case: tuple[str, np.ndarray, SparsePatch]) -> None:
+    dtype, bits, patch = case
+    table = TensorTable([TensorSpec("weight", dtype, (64,))])
+    compiled, plain = destination_of(bits, dtype), destination_of(bits, dtype)
+    staged = StagedPatch(1, [patch], Fingerprint(), [], [Fingerprint()])
+    routes = RouteMap(table, [compiled], [[]])
+    measured, undo = commit(staged, routes)
+    torch_undo = Undo()
+    assert commit_torch(patch, plain, 0, torch_undo) == measured
+    assert torch.equal(compiled.flat, plain.flat)
+    if not patch.relative:
+        assert np.array_equal(compiled.bits[patch.positions], patch.data)
+    revert(staged, routes, undo)
+    revert_torch(patch, plain, torch_undo.absolute.get(0))
+    assert np.array_equal(compiled.bits, bits)
+    assert np.array_equal(plain.bits, bits)
+
+
+class Failing(Exception):
+    """Raised by a destination in the middle of a commit."""
+
+
+class FailingDestination(Destination):
+    """Hands its memory out once, then fails: a real error between two patches of one commit."""
+
+    @property
+    def bits(self) -> np.ndarray:
+        raise Failing
+
+
+def test_failure_midway_leaves_every_bit_as_it_was() -> None:
+    element = DTYPES["BF16"]
+    bits = np.arange(64, dtype=element.uint)
+    good = destination_of(bits, "BF16")
+    bad = FailingDestination("other", torch.bfloat16, good.flat.clone())
+    nothing = np.zeros(3, np.uint64)
+    data = np.array([7, 8, 9], element.uint)
+    where = np.array([1, 5, 9])
+    sparse = [
+        SparsePatch(i, element, relative, where, data, nothing) for i, relative in ((0, True), (0, False), (1, True))
+    ]
+    routes = RouteMap(TensorTable([]), [good, bad], [])
+    with pytest.raises(Failing):
+        commit(StagedPatch(1, sparse, Fingerprint(), [], []), routes)
+    assert np.array_equal(good.flat.numpy().view(element.uint), bits)
+
+
+def test_dense_patch_through_a_transpose_and_back() -> None:
+    element = DTYPES["BF16"]
+    bits = np.zeros(24, element.uint)
+    new = np.arange(24, dtype=element.uint)
+    destination = destination_of(bits, "BF16")
+    route = Route(0, Region(0, (6, 4), (1, 6)), Region(0, (6, 4), (4, 1)))
+    table = TensorTable([TensorSpec("weight", "BF16", (4, 6))])
+    routes = RouteMap(table, [destination], [[route]])
+    staged = StagedPatch(1, [], Fingerprint(), [DensePatch(0, [route], new)], [Fingerprint()])
+    _, undo = commit(staged, routes)
+    assert np.array_equal(destination.bits.reshape(6, 4), new.reshape(4, 6).T)
+    revert(staged, routes, undo)
+    assert not destination.bits.any()
