@@ -260,8 +260,9 @@ class Publisher:
             self._progress.wait()
         if self._stopped is not None:
             raise ConflictError(self._stopped.message)
-        if self._patch is not None and self._patch.open:
-            self._background.call(self._tidy)
+        patch = self._patch
+        if patch is not None and patch.open:
+            self._background.call(lambda: self._tidy(patch))
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -351,11 +352,12 @@ class Publisher:
             raise
         patch.settle()
 
-    def _tidy(self) -> None:
+    def _tidy(self, patch: Patch) -> None:
         """Bring the baseline to the newest durable version after a failure or an interrupt."""
-        patch, manifest = self._patch, self._uncertain
-        if patch is None or not patch.open:
+        # An interrupt may have kept the caller from seeing that this call was no longer needed.
+        if not patch.open:
             return
+        manifest = self._uncertain
         if manifest is not None and self._writer.holds(manifest):
             self._writer.adopt(manifest)
             patch.settle()

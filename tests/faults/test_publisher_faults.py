@@ -18,7 +18,7 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError, PublishError, StoreError
-from vllm_delta_sync.wire.manifest import HEAD_KEY, Manifest, version_key
+from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_key
 
 Hook = Callable[[str], None]
 
@@ -119,6 +119,16 @@ def assert_true(value: bool) -> None:
 
 
 STEPS = ["objects/", "versions/"]
+
+
+def test_order_of_writes_keeps_the_run_whole_at_every_moment(bucket: Hooked, trainer: Trainer) -> None:
+    written: list[str] = []
+    bucket.after = lambda key: written.append(key.partition("/")[0])
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+    version = ["objects", "versions", HEAD_KEY]
+    assert written == [RUN_KEY, TABLE_KEY, *version, *version]
 
 
 @pytest.mark.parametrize("told_by", ["flush", "publish", "payload_bytes", "seconds"])
@@ -407,6 +417,7 @@ def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer)
                     armed.clear()
             except KeyboardInterrupt:
                 interrupted += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         assert interrupted > 20
         trainer.step()
@@ -428,6 +439,25 @@ with Publisher(trainer.live, sys.argv[1]) as publisher:
         publisher.publish(step=step, wait=True)
         print(publisher.version, flush=True)
 """
+
+
+PUBLISH_AND_END = """
+import sys
+from tests.faults.test_publisher_faults import Trainer
+from trainer_side import Publisher
+trainer = Trainer()
+publisher = Publisher(trainer.live, sys.argv[1])
+trainer.step()
+publisher.publish(step=1)
+"""
+
+
+def test_program_that_ends_without_closing_still_finishes_its_version(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", PUBLISH_AND_END, url], env=environment, timeout=60, check=True)
+    report = open_run(url).verify()
+    assert (report.head, report.replayed) == (1, True)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -34,9 +34,7 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
-def test_transformers_model_is_read_as_it_is_saved(
-    build: Callable[[], PreTrainedModel], tmp_path: Path
-) -> None:
+def test_transformers_model_is_read_as_it_is_saved(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     model = build()
     live = live_tensors(model)
     assert_equal(read(live), saved(model, tmp_path / "before"))
@@ -52,9 +50,7 @@ def test_nothing_is_copied(build: Callable[[], PreTrainedModel]) -> None:
 
 
 @pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
-def test_a_loaded_model_has_the_names_of_its_checkpoint(
-    build: Callable[[], PreTrainedModel], tmp_path: Path
-) -> None:
+def test_a_loaded_model_has_the_names_of_its_checkpoint(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     expected = saved(build(), tmp_path)
     assert_equal(read(live_tensors(AutoModelForCausalLM.from_pretrained(tmp_path))), expected)
 

@@ -159,6 +159,7 @@ def test_result_fields(url: str) -> None:
     with Publisher(model, url) as publisher:
         train(model, adamw(model))
         result = publisher.publish(step=1)
+        assert result.payload_bytes > 0
         manifest = open_run(url).head()
         assert result.payload_bytes == manifest.payload_bytes
         assert result.total == manifest.total == open_run(url).table.total
@@ -245,9 +246,7 @@ def test_base_that_matches_is_referred_to(url: str, tmp_path: Path, caplog: pyte
     assert_holds(open_run(url), 1, after)
 
 
-def test_base_that_differs_is_reported_and_replaced(
-    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_base_that_differs_is_reported_and_replaced(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = qwen3().bfloat16()
     expected = saved(model, tmp_path / "base")
     with torch.no_grad():
@@ -269,16 +268,11 @@ def test_sharded_base_decides_dtypes_and_keeps_what_the_model_has_not(
     extra = {"mtp.weight": torch.randn(5).half()}
     save_file(extra, tmp_path / "base" / "mtp.safetensors")
     index = tmp_path / "base" / "model.safetensors.index.json"
-    index.write_text(
-        index.read_text().replace('"weight_map": {', '"weight_map": {"mtp.weight": "mtp.safetensors",')
-    )
+    index.write_text(index.read_text().replace('"weight_map": {', '"weight_map": {"mtp.weight": "mtp.safetensors",'))
     with Publisher(model.double(), url, base=tmp_path / "base") as publisher:
         train(model, adamw(model))
         publisher.publish(step=1)
-    assert (
-        "1 of the base's 26 tensors are not in the model and keep the base's values: mtp.weight"
-        in caplog.text
-    )
+    assert "1 of the base's 26 tensors are not in the model and keep the base's values: mtp.weight" in caplog.text
     assert_holds(open_run(url), 1, snapshot(model.state_dict(), torch.float32) | extra)
 
 
@@ -314,9 +308,7 @@ BASE_CASES = ["no folder", "no checkpoint", "unknown tensor", "shape", "kind of 
 
 
 @pytest.mark.parametrize("case", BASE_CASES)
-def test_base_that_does_not_fit_is_refused_before_anything_is_written(
-    case: str, url: str, tmp_path: Path
-) -> None:
+def test_base_that_does_not_fit_is_refused_before_anything_is_written(case: str, url: str, tmp_path: Path) -> None:
     model, base, error, message = base_refusals(tmp_path)[case]
     with pytest.raises(error, match=message):
         Publisher(model, url, base=base)
