@@ -293,7 +293,9 @@ def object_limit(table: TensorTable) -> int:
 def check_object(ref: ObjectRef, data: bytes) -> None:
     """Raise DigestError unless ``data`` has the size and SHA-256 that the manifest lists."""
     if len(data) != ref.bytes:
-        raise DigestError(f"object {ref.key} has {len(data)} bytes, the manifest says {ref.bytes}: truncated or replaced")
+        raise DigestError(
+            f"object {ref.key} has {len(data)} bytes, the manifest says {ref.bytes}: truncated or replaced"
+        )
     digest = sha256(data).hexdigest()
     if digest != ref.sha256:
         raise DigestError(f"object {ref.key} has SHA-256 {digest}: its bytes are damaged; fetch it again")

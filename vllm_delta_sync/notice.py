@@ -138,8 +138,7 @@ class NoticeSubscriber:
                         return newest
             except zmq.ZMQError as error:
                 raise NoticeError(
-                    f"cannot receive notices from {self.address}: {_reason(error)}; "
-                    "new versions are found by polling"
+                    f"cannot receive notices from {self.address}: {_reason(error)}; new versions are found by polling"
                 ) from error
 
     def close(self) -> None:

@@ -43,9 +43,7 @@ GOOD_KEYS = [
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 40_000], ids=["empty", "one", "10MB"])
 @pytest.mark.parametrize("if_absent", [False, True])
-def test_what_was_put_is_what_comes_back(
-    bucket: Bucket, tmp_path: Path, data: bytes, if_absent: bool
-) -> None:
+def test_what_was_put_is_what_comes_back(bucket: Bucket, tmp_path: Path, data: bytes, if_absent: bool) -> None:
     before = time.time()
     bucket.put("some/key", data, if_absent=if_absent)
     assert bucket.get("some/key") == data

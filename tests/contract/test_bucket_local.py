@@ -133,9 +133,7 @@ def test_bytes_are_synced_before_the_name_and_the_name_after(
     for name in ("fsync", "link", "replace"):
         real = getattr(os, name)
 
-        def spy(
-            *args: object, _name: str = name, _real: Callable[..., object] = real, **more: object
-        ) -> object:
+        def spy(*args: object, _name: str = name, _real: Callable[..., object] = real, **more: object) -> object:
             calls.append(_name)
             return _real(*args, **more)
 

@@ -65,13 +65,13 @@ def test_another_spelling_is_refused(data: bytes) -> None:
     ],
 )
 def test_what_is_not_json_is_refused(data: bytes) -> None:
-    with pytest.raises(FormatError, match="^document"):
+    with pytest.raises(FormatError, match=r"^document"):
         load_json(data, "document")
 
 
 @pytest.mark.parametrize("data", [b"[9007199254740993]", b"[-9007199254740992]", b"[1e999]"])
 def test_numbers_that_others_read_differently_are_refused(data: bytes) -> None:
-    with pytest.raises(FormatError, match="^document"):
+    with pytest.raises(FormatError, match=r"^document"):
         load_canonical(data, "document")
 
 
@@ -99,9 +99,18 @@ def test_values_without_a_canonical_form_are_not_written(value: object) -> None:
         dump_canonical(value)
 
 
-@pytest.mark.parametrize(("version", "error"), [(2, UnsupportedError), (True, FormatError), ("1", FormatError),
-                                               (0, FormatError), (-1, FormatError), (None, FormatError)])
+@pytest.mark.parametrize(
+    ("version", "error"),
+    [
+        (2, UnsupportedError),
+        (True, FormatError),
+        ("1", FormatError),
+        (0, FormatError),
+        (-1, FormatError),
+        (None, FormatError),
+    ],
+)
 def test_format_version(version: object, error: type[Exception]) -> None:
     check_format_version({"format_version": 1}, "document")
-    with pytest.raises(error, match="document.*format_version"):
+    with pytest.raises(error, match=r"document.*format_version"):
         check_format_version({"format_version": version}, "document")

@@ -143,8 +143,18 @@ DAMAGE: list[tuple[str, Callable[[Path], object], type[DeltaSyncError], str]] = 
     ("newest step changed", lambda p: edit(p / keys.version_key(5), {"step": 7}), ChainError, "HEAD.json points at"),
     ("unknown field added", lambda p: edit(p / keys.version_key(0), {"new": 1}), ChainError, "names parent"),
     ("parent changed", lambda p: edit(p / keys.version_key(4), {"parent": "0" * 64}), ChainError, "version 4 names"),
-    ("version replayed", lambda p: shutil.copy(p / keys.version_key(2), p / keys.version_key(3)), ChainError, "0000000003"),
-    ("manifest of another run", lambda p: edit(p / keys.version_key(2), {"run": "0" * 32}), ChainError, "belongs to run"),
+    (
+        "version replayed",
+        lambda p: shutil.copy(p / keys.version_key(2), p / keys.version_key(3)),
+        ChainError,
+        "0000000003",
+    ),
+    (
+        "manifest of another run",
+        lambda p: edit(p / keys.version_key(2), {"run": "0" * 32}),
+        ChainError,
+        "belongs to run",
+    ),
     ("manifest cut", lambda p: (p / keys.version_key(2)).write_bytes(b'{"base"'), FormatError, "versions/0000000002"),
     ("manifest total", lambda p: edit(p / keys.version_key(2), {"total": 1}), ChainError, "contradicts the table"),
     ("manifest pretty", lambda p: (p / keys.version_key(2)).write_text("{\n}"), FormatError, "not in canonical form"),
@@ -154,7 +164,12 @@ DAMAGE: list[tuple[str, Callable[[Path], object], type[DeltaSyncError], str]] = 
     ("head digest", lambda p: edit(p / "HEAD.json", {"manifest": "0" * 64}), ChainError, "points at manifest 0000"),
     ("head garbage", lambda p: (p / "HEAD.json").write_bytes(b"\0" * 100), FormatError, "HEAD.json"),
     ("head huge", lambda p: (p / "HEAD.json").write_bytes(b" " * 5000), LimitError, "HEAD.json"),
-    ("table changed", lambda p: (p / "tensors.json").write_bytes(TensorTable([]).to_bytes()), DigestError, "run.json says"),
+    (
+        "table changed",
+        lambda p: (p / "tensors.json").write_bytes(TensorTable([]).to_bytes()),
+        DigestError,
+        "run.json says",
+    ),
     ("run id changed", lambda p: edit(p / "run.json", {"run": "0" * 32}), ChainError, "points into run"),
     ("run total", lambda p: edit(p / "run.json", {"total": 4871}), FormatError, "contradicts tensors.json"),
     ("run requires", lambda p: edit(p / "run.json", {"requires": ["xyz"]}), UnsupportedError, "run.json"),
@@ -225,7 +240,7 @@ def test_a_tensor_carried_in_full_twice_is_refused(path: Path) -> None:
         {"objects": [*first["objects"], second], "payload_bytes": first["payload_bytes"] + len(again)},
     )
     recommit(path, 4)
-    with pytest.raises(FormatError, match="'model.embed.weight' is carried in full and once more"):
+    with pytest.raises(FormatError, match=r"'model\.embed\.weight' is carried in full and once more"):
         open_run(str(path)).verify()
 
 

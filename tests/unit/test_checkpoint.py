@@ -53,7 +53,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
     sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(NotFoundError, match="'model-00002-of-00002.safetensors' is missing"):
+    with pytest.raises(NotFoundError, match=r"'model-00002-of-00002\.safetensors' is missing"):
         Checkpoint(tmp_path)
 
 
@@ -81,7 +81,9 @@ def test_an_index_that_is_none(index: bytes, tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "error"), [(b"", FormatError), (b"\x01", FormatError), (b"\xff" * 80, FormatError)])
+@pytest.mark.parametrize(
+    ("content", "error"), [(b"", FormatError), (b"\x01", FormatError), (b"\xff" * 80, FormatError)]
+)
 def test_a_damaged_file(content: bytes, error: type[DeltaSyncError], tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(error, match=r"model\.safetensors"):

@@ -156,7 +156,7 @@ OVER_LIMITS = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_bytes_are_a_format_error(case: str) -> None:
-    with pytest.raises(FormatError, match="^this file"):
+    with pytest.raises(FormatError, match=r"^this file"):
         Container(HOSTILE[case], "this file")
 
 
@@ -167,7 +167,7 @@ def test_declared_sizes_are_checked_before_allocation(case: str) -> None:
         with pytest.raises(FormatError, match="does not take 4 bytes"):
             Container(OVER_LIMITS[case], "this file")
         return
-    with pytest.raises(LimitError, match="^this file"):
+    with pytest.raises(LimitError, match=r"^this file"):
         Container(OVER_LIMITS[case], "this file")
 
 
@@ -184,7 +184,7 @@ def test_anchors_hold_each_tensor_once(tmp_path: Path) -> None:
     good, none = np.arange(4, dtype=np.uint16), np.zeros(0, np.uint32)
     write_anchor(path, TABLE, [("z", none), ("w", good)])
     assert safetensors.torch.load_file(path)["z"].shape == (0,)
-    wrong = {
+    wrong: dict[str, list[tuple[str, np.ndarray]]] = {
         "tensor 'z' is missing": [("w", good)],
         "'w' has 4 elements": [("w", good), ("w", good)],
         "'w' has 3 elements": [("w", good[:3])],

@@ -124,7 +124,9 @@ def test_metadata_of_a_later_release_may_say_more() -> None:
     assert decode(build(arrays, {**metadata, "later": 1}), TABLE, CONTEXT).changed == 14
 
 
-@pytest.mark.parametrize("text", ["", "[]", "5", "{", '{"a":NaN}', '{"run": 1}', '{"a":1,"a":1}', "[" * 99, '"\\ud800"'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "5", "{", '{"a":NaN}', '{"run": 1}', '{"a":1,"a":1}', "[" * 99, '"\\ud800"']
+)
 def test_metadata_that_is_not_canonical_json(text: str) -> None:
     refused(build(parts("packed")[0], text), FormatError)
 
@@ -177,7 +179,11 @@ PACKED: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
     ("fingerprint of another", lambda a: a.update({"@fingerprints.ids": u32(0, 1, 3)}), FormatError),
     ("fingerprints unordered", lambda a: a.update({"@fingerprints.ids": u32(1, 0, 2)}), FormatError),
     ("fingerprints repeated", lambda a: a.update({"@fingerprints.ids": u32(0, 1, 1)}), FormatError),
-    ("fingerprint ids as F32", lambda a: a.update({"@fingerprints.ids": ("F32", np.arange(3, dtype="<u4"))}), FormatError),
+    (
+        "fingerprint ids as F32",
+        lambda a: a.update({"@fingerprints.ids": ("F32", np.arange(3, dtype="<u4"))}),
+        FormatError,
+    ),
     ("fingerprint values flat", lambda a: a.update({"@fingerprints.values": u64(1, 2, 3, 4, 5, 6)}), FormatError),
 ]
 

@@ -54,7 +54,7 @@ def test_pieces_add_up_to_the_tensor(values: list[int], cut: int) -> None:
 
 @pytest.mark.parametrize("uint", [np.uint8, np.uint16, np.uint32, np.uint64])
 def test_every_width_follows_the_reference(uint: type) -> None:
-    bits = np.random.default_rng(1).integers(0, np.iinfo(uint).max, 100, dtype=uint, endpoint=True)
+    bits: np.ndarray = np.random.default_rng(1).integers(0, np.iinfo(uint).max, 100, dtype=uint, endpoint=True)
     found = fingerprint_tensor("t", bits)
     assert (found.low, found.high) == reference.fingerprint("t", dict(enumerate(bits.tolist())))
 

@@ -98,7 +98,12 @@ def test_objects_with_zstd_hold_the_same_planes(version: int, written: Path, run
 
 
 def same_group(one: Sparse, two: Sparse) -> bool:
-    pairs = [(one.ids, two.ids), (one.counts, two.counts), (one.positions, two.positions), (one.data, two.data)]
+    pairs: list[tuple[np.ndarray, np.ndarray]] = [
+        (one.ids, two.ids),
+        (one.counts, two.counts),
+        (one.positions, two.positions),
+        (one.data, two.data),
+    ]
     assert all(np.array_equal(first, second) for first, second in pairs)
     return (one.dtype, one.relative) == (two.dtype, two.relative)
 

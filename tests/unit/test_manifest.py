@@ -57,8 +57,16 @@ ANCHOR = {
     "requires": [],
     "tensor_fingerprints": {"w": "0" * 32},
 }
-REFERENCE = {**ANCHOR, "kind": "reference", "version": 0, "parent": None, "objects": [], "payload_bytes": 0,
-             "changed": 0, "base": {"location": "/models/base"}}
+REFERENCE = {
+    **ANCHOR,
+    "kind": "reference",
+    "version": 0,
+    "parent": None,
+    "objects": [],
+    "payload_bytes": 0,
+    "changed": 0,
+    "base": {"location": "/models/base"},
+}
 HEAD: dict[str, Any] = {"format_version": 1, "manifest": DIGEST, "run": RUN, "version": 7}
 ALL: list[tuple[type[Document], dict[str, Any]]] = [
     (RunInfo, INFO),
@@ -103,7 +111,8 @@ def test_an_unknown_requirement_is_refused_by_name(cls: type[Document], value: d
         cls.from_bytes(rfc8785.dumps({**value, "requires": ["packed", "teleport"]}))
     with pytest.raises(UnsupportedError, match="teleport"):
         cls.from_bytes(rfc8785.dumps({**value, "requires": ["teleport"], "kind": "beam", "total": []}))
-    for requires in ("packed", [1], [["packed"]], {}):
+    malformed: list[Any] = ["packed", [1], [["packed"]], {}]
+    for requires in malformed:
         with pytest.raises(FormatError, match="requires"):
             cls.from_bytes(rfc8785.dumps({**value, "requires": requires}))
 
@@ -151,7 +160,9 @@ def test_a_malformed_field_is_named(change: dict[str, Any], field: str) -> None:
         Manifest.from_bytes(rfc8785.dumps({**DELTA, **change}), "this manifest")
 
 
-@pytest.mark.parametrize("field", sorted(set(DELTA) - {"base", "codec", "compression", "requires", "tensor_fingerprints"}))
+@pytest.mark.parametrize(
+    "field", sorted(set(DELTA) - {"base", "codec", "compression", "requires", "tensor_fingerprints"})
+)
 def test_a_missing_field_is_refused(field: str) -> None:
     with pytest.raises(FormatError):
         Manifest.from_bytes(rfc8785.dumps({name: value for name, value in DELTA.items() if name != field}))
@@ -159,8 +170,12 @@ def test_a_missing_field_is_refused(field: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"tensor_fingerprints": None}, {"base_version": 6}, {"kind": "reference"}, {"kind": "reference", "objects": [],
-                                                                                "payload_bytes": 0}],
+    [
+        {"tensor_fingerprints": None},
+        {"base_version": 6},
+        {"kind": "reference"},
+        {"kind": "reference", "objects": [], "payload_bytes": 0},
+    ],
 )
 def test_an_anchor_is_complete(change: dict[str, Any]) -> None:
     with pytest.raises(FormatError):

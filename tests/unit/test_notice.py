@@ -231,9 +231,7 @@ def test_a_flood_does_not_hold_a_receiver(raw: RawPublisher, raw_subscriber: Not
         thread.join()
 
 
-def test_a_restarted_publisher_is_found_again(
-    subscriber: NoticeSubscriber, publisher: NoticePublisher
-) -> None:
+def test_a_restarted_publisher_is_found_again(subscriber: NoticeSubscriber, publisher: NoticePublisher) -> None:
     publisher.close()
     again = NoticePublisher(publisher.address)
     try:

@@ -36,9 +36,7 @@ def _local_path(url: str) -> Path:
     if scheme is None or (scheme[1].lower() != "file" and scheme[2] is None):
         return Path(url)
     if scheme[1].lower() != "file":
-        raise UsageError(
-            f"bucket URL {url!r} has the unknown scheme {scheme[1]!r}; understood: {_UNDERSTOOD}"
-        )
+        raise UsageError(f"bucket URL {url!r} has the unknown scheme {scheme[1]!r}; understood: {_UNDERSTOOD}")
     parts = urlsplit(url)
     if scheme[2] is None or not parts.path.startswith("/"):
         raise UsageError(f"bucket URL {url!r} has no absolute path; write file:///absolute/path")

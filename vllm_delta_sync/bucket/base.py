@@ -163,9 +163,7 @@ def check_prefix(prefix: str) -> str:
         UsageError: naming the prefix and the rule it breaks.
     """
     if len(prefix) > MAX_KEY_BYTES:
-        raise UsageError(
-            f"prefix {prefix[:80]!r}… has {len(prefix)} characters; at most {MAX_KEY_BYTES} are allowed"
-        )
+        raise UsageError(f"prefix {prefix[:80]!r}… has {len(prefix)} characters; at most {MAX_KEY_BYTES} are allowed")
     if not _PREFIX.fullmatch(prefix):
         raise UsageError(f"prefix {prefix!r} is not the beginning of a key: use A-Z a-z 0-9 . _ - and /")
     for part in prefix.split("/")[:-1]:
@@ -180,9 +178,7 @@ def check_range(key: str, start: int, length: int) -> None:
         UsageError: naming key, start and length.
     """
     if start < 0 or length < 0:
-        raise UsageError(
-            f"range of {length} bytes at {start} of key {key!r} is not a range: neither may be negative"
-        )
+        raise UsageError(f"range of {length} bytes at {start} of key {key!r} is not a range: neither may be negative")
 
 
 def check_size(key: str, size: int, max_bytes: int | None) -> None:
@@ -197,10 +193,6 @@ def check_size(key: str, size: int, max_bytes: int | None) -> None:
 
 def _check_part(part: str, key: str) -> None:
     if not _PART.fullmatch(part) or part in (".", ".."):
-        raise UsageError(
-            f"key {key!r} has the part {part!r}; parts are of A-Z a-z 0-9 . _ - and never '.' or '..'"
-        )
+        raise UsageError(f"key {key!r} has the part {part!r}; parts are of A-Z a-z 0-9 . _ - and never '.' or '..'")
     if len(part) > MAX_KEY_PART_BYTES:
-        raise UsageError(
-            f"key {key[:80]!r}… has a part of {len(part)} characters; {MAX_KEY_PART_BYTES} are allowed"
-        )
+        raise UsageError(f"key {key[:80]!r}… has a part of {len(part)} characters; {MAX_KEY_PART_BYTES} are allowed")

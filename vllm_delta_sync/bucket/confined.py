@@ -56,9 +56,7 @@ def enter(parent: int, name: str, create: bool = False) -> int:
             raise
         refuse_link(name, os.stat(name, dir_fd=parent, follow_symlinks=False))
         if create:
-            raise UsageError(
-                f"{name!r} is an object already, so it cannot be a folder; choose another key"
-            ) from error
+            raise UsageError(f"{name!r} is an object already, so it cannot be a folder; choose another key") from error
         raise
 
 
@@ -69,9 +67,7 @@ def refuse_link(name: str, found: os.stat_result) -> None:
         StoreError: naming the link.
     """
     if stat.S_ISLNK(found.st_mode):
-        raise StoreError(
-            f"{name!r} is a symbolic link, which is not followed; replace it by what it points to"
-        )
+        raise StoreError(f"{name!r} is a symbolic link, which is not followed; replace it by what it points to")
 
 
 def _make_folders(path: Path) -> None:

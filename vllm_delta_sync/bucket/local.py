@@ -130,9 +130,7 @@ class LocalBucket(Bucket):
         except FileNotFoundError:
             return
         except NotFoundError as error:
-            raise UsageError(
-                f"key {key!r} is a folder of other keys in {self.url}; choose another"
-            ) from error
+            raise UsageError(f"key {key!r} is a folder of other keys in {self.url}; choose another") from error
         if if_absent:
             raise self._conflict(key)
 
@@ -259,9 +257,7 @@ class LocalBucket(Bucket):
             yield
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self._root.exists():
-                raise NotFoundError(
-                    f"no object {key!r}: {self.url} does not exist; check the bucket URL"
-                ) from error
+                raise NotFoundError(f"no object {key!r}: {self.url} does not exist; check the bucket URL") from error
             if not self._root.is_dir():
                 raise StoreError(_failure(f"{action} key {key!r} of {self.url}", error)) from error
             raise NotFoundError(f"no object {key!r} in {self.url}") from error
@@ -298,9 +294,7 @@ def _open_source(key: str, path: Path) -> IO[bytes]:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise UsageError(
-            f"cannot read {path} to put it under key {key!r}: {error.strerror}; check the path"
-        ) from error
+        raise UsageError(f"cannot read {path} to put it under key {key!r}: {error.strerror}; check the path") from error
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:

@@ -38,7 +38,8 @@ def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits
     """
     if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
         raise TensorMismatchError(
-            f"tensor {name!r}: {new.size} elements of {new.dtype} against {old.size} of {old.dtype}; {dtype.uint} expected"
+            f"tensor {name!r}: {new.size} elements of {new.dtype} against {old.size} of {old.dtype}; "
+            f"{dtype.uint} expected"
         )
     from vllm_delta_sync.wire import kernels
 

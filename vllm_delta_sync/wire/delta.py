@@ -20,7 +20,7 @@ CODECS = ("packed", "raw")
 FEATURES = frozenset({"raw", "packed", "zstd"})
 """What a manifest may list in ``requires`` for this reader to accept it."""
 
-_METADATA_KEY = "delta_sync"
+METADATA_KEY = "delta_sync"
 _IDS = "@fingerprints.ids"
 _VALUES = "@fingerprints.values"
 
@@ -72,7 +72,7 @@ def encode(
         "compression": compression if codec == "packed" else "none",
         "blocks": blocks,
     }
-    return write_container(arrays, {_METADATA_KEY: dump_canonical(metadata).decode()})
+    return write_container(arrays, {METADATA_KEY: dump_canonical(metadata).decode()})
 
 
 def decode(data: Buffer, table: TensorTable, context: DeltaContext) -> Changes:
@@ -112,14 +112,20 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext) -> Changes:
 
 
 def _metadata(container: Container, context: DeltaContext, what: str) -> dict[str, Any]:
-    text = container.metadata.get(_METADATA_KEY)
+    text = container.metadata.get(METADATA_KEY)
     if text is None:
-        raise FormatError(f"{what}: metadata has no {_METADATA_KEY!r}; this is not a delta object")
+        raise FormatError(f"{what}: metadata has no {METADATA_KEY!r}; this is not a delta object")
     value = load_canonical(text.encode(), f"{what} metadata")
     if not isinstance(value, dict):
         raise FormatError(f"{what}: metadata is not a JSON object")
     check_format_version(value, what)
-    for name, kind in (("run", str), ("version", int), ("base_version", int), ("codec", str), ("compression", str)):
+    for name, kind in (
+        ("run", str),
+        ("version", int),
+        ("base_version", int),
+        ("codec", str),
+        ("compression", str),
+    ):
         if type(value.get(name)) is not kind:
             raise FormatError(f"{what}: field {name!r} is missing or not of type {kind.__name__}")
     if not isinstance(value.get("blocks"), list):

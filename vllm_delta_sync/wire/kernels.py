@@ -10,8 +10,8 @@ tests/unit/test_kernels.py holds each function against a plain numpy reference.
 import numba
 import numpy as np
 
-# splitmix64 (Steele, Lea, Flood 2014) and its finalizer constants; PREMIX and LANE are the odd multipliers
-# of rrmxmx and xxHash64. docs/FORMAT.md fixes the numbers.
+# GOLDEN, BITS and FINAL are the increment and the multipliers of splitmix64 (Steele, Lea, Flood 2014; Stafford's
+# mix 13), PREMIX is the multiplier of degski's hash64, LANE is xxHash64's second prime. docs/FORMAT.md fixes them.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 PREMIX = np.uint64(0xD6E8FEB86659FD93)
 BITS = np.uint64(0xBF58476D1CE4E5B9)

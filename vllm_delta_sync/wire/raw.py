@@ -23,8 +23,14 @@ def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
     Raises:
         UsageError: the table itself has tensors whose names end like the codec's entries.
     """
-    clash = next((s.name for s in table if s.name.removesuffix(INDICES).removesuffix(VALUES) in table
-                  and s.name.endswith((INDICES, VALUES))), None)
+    clash = next(
+        (
+            s.name
+            for s in table
+            if s.name.removesuffix(INDICES).removesuffix(VALUES) in table and s.name.endswith((INDICES, VALUES))
+        ),
+        None,
+    )
     if clash is not None:
         raise UsageError(f"codec 'raw' cannot carry a model with a tensor named {clash!r}; use codec='packed'")
     arrays: Arrays = {}

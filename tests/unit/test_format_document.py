@@ -1,0 +1,76 @@
+"""docs/FORMAT.md says what the code does: names, numbers and keys that it prints are looked up."""
+
+import re
+from pathlib import Path
+
+from tests.golden.regenerate import DIRECTORY
+from vllm_delta_sync.chain import object_limit
+from vllm_delta_sync.errors import error_kinds
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.delta import FEATURES
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.manifest import Head, Manifest, RunInfo, object_key, version_key
+from vllm_delta_sync.wire.packed import BLOCK_ELEMENTS
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
+
+
+def section(title: str) -> str:
+    """Text from a heading to the next one."""
+    found = re.search(rf"^## \d+\. {re.escape(title)}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert found is not None, title
+    return found.group(1)
+
+
+def first_column(text: str) -> set[str]:
+    """Names in backticks in the first column of the tables of a section."""
+    rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def number(text: str) -> int:
+    base, _, exponent = text.replace(",", "").partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+def test_limits() -> None:
+    printed = re.findall(r"^\| `(MAX_\w+)` \| ([\d,^]+) \|", section("Limits"), re.MULTILINE)
+    known = {name: getattr(limits, name) for name in dir(limits) if name.startswith("MAX_")}
+    assert {name: number(value) for name, value in printed} == known
+
+
+def test_largest_object() -> None:
+    table = TensorTable([TensorSpec("a", "BF16", (1000,)), TensorSpec("b", "F32", (10,))])
+    assert object_limit(table) == 2 * table.full_bytes + 4096 * 2 + 1_048_576
+
+
+def test_dtypes() -> None:
+    rows = re.findall(r"^\| (`[A-Z].*?) \| (\d) \| (float|integer) \|", section("tensors.json"), re.MULTILINE)
+    printed = {name: (int(width), order) for names, width, order in rows for name in re.findall(r"`(\w+)`", names)}
+    assert printed == {
+        dtype.name: (dtype.itemsize, "float" if dtype.is_float else "integer") for dtype in DTYPES.values()
+    }
+
+
+def test_members_of_documents() -> None:
+    assert first_column(section("run.json")) == set(RunInfo.model_fields)
+    assert first_column(section("Manifests")) == set(Manifest.model_fields)
+    for name in Head.model_fields:
+        assert f"`{name}`" in section("HEAD.json")
+
+
+def test_features_blocks_and_error_kinds() -> None:
+    for name in FEATURES:
+        assert f"`{name}`" in section("Extensions")
+    assert f"{BLOCK_ELEMENTS:,}" in section("Codec packed")
+    kinds = section("What a reader verifies, and in what order").rpartition("Errors fall into")[2]
+    assert set(re.findall(r"`(\w+)`", kinds)) <= set(error_kinds())
+
+
+def test_keys() -> None:
+    keys = first_column(section("Keys and commit order"))
+    assert version_key(7) == "versions/0000000007.json"
+    assert object_key("<sha256>") in keys
+    found = {path.relative_to(DIRECTORY).parts[0] for path in DIRECTORY.rglob("*")}
+    assert found == {"run.json", "tensors.json", "HEAD.json", "versions", "objects"}

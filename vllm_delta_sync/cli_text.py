@@ -1,0 +1,76 @@
+"""Text for people: columns, sizes, shares, and nothing that could move a terminal's cursor."""
+
+import sys
+from collections.abc import Sequence
+
+UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def clean(text: object) -> str:
+    """``text`` with everything unprintable escaped: names in a bucket are other people's bytes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, three digits."""
+    value, unit = float(count), 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{count} B" if unit == 0 else f"{value:.3g} {UNITS[unit]}"
+
+
+def percent(part: int, whole: int) -> str:
+    """Share with three digits; a dash of nothing."""
+    return f"{100 * part / whole:.3g} %" if whole else "-"
+
+
+def times(full: int, payload: int) -> str:
+    """How many times smaller ``payload`` is than ``full``; a dash where there is no payload."""
+    return f"{full / payload:.3g}x" if payload else "-"
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """``64x48``; a scalar has none."""
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def print_columns(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[int] = (0,)) -> None:
+    """Print rows under titles, aligned right except for the columns in ``left``."""
+    cells = [list(titles), *([clean(value) for value in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
+    for row in cells:
+        aligned = [
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def print_fields(fields: Sequence[tuple[str, object]]) -> None:
+    """Print ``name  value`` lines."""
+    width = max(len(clean(name)) for name, _ in fields)
+    for name, value in fields:
+        print(f"{clean(name).ljust(width)}  {clean(value)}")
+
+
+class Progress:
+    """A bar on stderr that is there only while somebody looks at it: nothing is printed unless that is a terminal."""
+
+    WIDTH = 30
+
+    def __init__(self, total: int, unit: str) -> None:
+        self._total = total
+        self._unit = unit
+        self._shown = sys.stderr.isatty()
+
+    def update(self, done: int, note: str = "") -> None:
+        """Draw ``done`` of the total."""
+        if self._shown:
+            filled = self.WIDTH * done // max(1, self._total)
+            bar = "#" * filled + "." * (self.WIDTH - filled)
+            print(f"\r[{bar}] {done}/{self._total} {self._unit} {note}\033[K", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
