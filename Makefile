@@ -51,10 +51,10 @@ endif
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
 	$(BIN)/python -m examples.demo
 
-test: lint ## lint, types, import directions, and the tests that take seconds
+test: lint ## lint, types, import directions, and the tests, real vLLM servers included
 	$(BIN)/python -m pytest -m "not slow"
 
-test-full: lint ## the same with every test, those that start vLLM included
+test-full: lint ## the same, and the tests that take many minutes
 	$(BIN)/python -m pytest
 
 lint: $(STAMP) ## ruff, mypy and import-linter

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -64,34 +63,27 @@ def fresh_vllm(root: Path, checkpoints: list[Path]) -> dict[str, Any]:
     return results
 
 
-class InFlight:
-    """One long request in a thread; generation has begun when the constructor returns."""
+class Load:
+    """One long request after the other in a thread, from the start of the block to its end."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.response: Any = None
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask)
-        self._thread.start()
-        while self._thread.is_alive() and not self._is_running():
-            time.sleep(0.005)
+        self.responses: list[Any] = []
 
-    def _is_running(self) -> bool:
-        lines = self._server.get("/metrics").text.splitlines()
-        return any(line.startswith("vllm:num_requests_running") and float(line.split()[-1]) > 0 for line in lines)
+    def __enter__(self) -> "Load":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(120)
 
     def _ask(self) -> None:
-        body = {
-            "model": "tiny",
-            "prompt": PROMPTS[0],
-            "max_tokens": 230,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        self.response = self._server.post("/v1/completions", body)
-
-    def join(self) -> Any:
-        self._thread.join(120)
-        return self.response
+        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 230, "temperature": 0, "ignore_eos": True}
+        while not self._stop.is_set():
+            self.responses.append(self._server.post("/v1/completions", body))
 
 
 def command_of(family: str, base: Path, url: str, notice: str) -> tuple[list[str], dict[str, str]]:
@@ -119,18 +111,18 @@ def test_follows_training_bit_for_bit(tmp_path: Path, family: str) -> None:
         with serving(base, tmp_path / "server.log", command, environment) as server:
             server.wait_served(0)
             served = {str(base): {"digests": digests_of(server), "outputs": outputs_of(server)}}
-            checkpoints, in_flight = [base], []
-            for version in range(1, VERSIONS + 1):
-                next(steps)
-                in_flight.append(InFlight(server))
-                result = publisher.publish(step=version, wait=True)
-                assert result.version == version
-                status = server.wait_served(version)
-                assert status["served"]["fingerprint"] == status["head"]["fingerprint"]
-                checkpoints.append(save_checkpoint(model, tmp_path / f"v{version}"))
-                served[str(checkpoints[-1])] = {"digests": digests_of(server)}
+            checkpoints = [base]
+            with Load(server) as load:
+                for version in range(1, VERSIONS + 1):
+                    next(steps)
+                    result = publisher.publish(step=version, wait=True)
+                    assert result.version == version
+                    status = server.wait_served(version)
+                    assert status["served"]["fingerprint"] == status["head"]["fingerprint"]
+                    checkpoints.append(save_checkpoint(model, tmp_path / f"v{version}"))
+                    served[str(checkpoints[-1])] = {"digests": digests_of(server)}
             served[str(checkpoints[-1])]["outputs"] = outputs_of(server)
-            check_in_flight([request.join() for request in in_flight])
+            check_in_flight(load.responses)
             outcome = server.post("/delta_sync/verify").json()
             assert outcome["verdict"] is True
             assert outcome["fingerprint"] == server.status()["head"]["fingerprint"]

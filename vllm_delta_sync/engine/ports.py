@@ -29,7 +29,7 @@ class ServerPort:
         except TimeoutError as error:
             future.cancel()
             raise EngineError(f"the engine did not answer within {timeout:.0f} s") from error
-        except Exception as error:
+        except Exception as error:  # vLLM reports a worker's failure as a bare exception
             raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:

@@ -78,7 +78,7 @@ class RankReceiver:
             self._outcome = operation(**arguments)
         except DeltaSyncError as error:
             self._outcome = error_answer(error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
             self._outcome = error_answer(EngineError(f"unexpected {type(error).__name__}: {error}"))
 
     def poll(self) -> Answer:

@@ -82,7 +82,7 @@ class ReceiverService:
         except DeltaSyncError as error:
             self._failures += 1
             self._say(error)
-        except Exception as error:
+        except Exception as error:  # the thread must outlive any bug, and status must show it
             self._failures += 1
             self._say(EngineError(f"unexpected {type(error).__name__}: {error}"))
             logger.exception("the receiver failed unexpectedly")
@@ -114,7 +114,7 @@ class ReceiverService:
                 else:
                     self.receiver.advance(argument)
                     future.set_result(self.receiver.status())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  handed to whoever asked, through the future
                 future.set_exception(error)
 
     def _listen(self) -> None:

@@ -142,7 +142,7 @@ def trace_routes(model: LoadableModel, table: TensorTable) -> RouteMap:
     try:
         with torch.no_grad(), recorder:
             model.load_weights(recorder.weights())
-    except Exception as error:
+    except Exception as error:  # the loader is foreign code and may raise anything
         raise ModelError(
             f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}: {error}"
         ) from error
