@@ -63,9 +63,7 @@ class Baseline:
             self.table = TensorTable(self._checkpoint.specs.values())
         if not len(self.table):
             raise ModelError("the model yields no tensor, and there is no base: nothing can be published")
-        self.feeds = {
-            name: tuple(self.table.index(target) for target in targets) for name, targets in names.items()
-        }
+        self.feeds = {name: tuple(self.table.index(target) for target in targets) for name, targets in names.items()}
         self._bits: list[Bits | None] = [None] * len(self.table)
         self.first_difference: str | None = None
         self._capture(live)
@@ -111,8 +109,7 @@ class Baseline:
                     self._bits[target] = np.array(bits)
                 elif not np.array_equal(held, bits):
                     raise TensorMismatchError(
-                        f"tensor {name!r} is tied to {spec.name!r} but has other values; yield it once, or "
-                        "untie it"
+                        f"tensor {name!r} is tied to {spec.name!r} but has other values; yield it once, or untie it"
                     )
         if self._checkpoint is not None:
             self._compare(self._checkpoint)

@@ -199,20 +199,14 @@ def _entropy_per_change(spec: TensorSpec, old: Bits, new: Bits) -> float:
     """Estimated bytes per changed element in codec ``packed``, from samples of a densely changed tensor."""
     from vllm_delta_sync.wire import kernels
 
-    starts = (
-        np.linspace(0, max(0, spec.numel - SAMPLE_WINDOW_ELEMENTS), SAMPLE_WINDOWS).astype(np.int64).tolist()
-    )
+    starts = np.linspace(0, max(0, spec.numel - SAMPLE_WINDOW_ELEMENTS), SAMPLE_WINDOWS).astype(np.int64).tolist()
     before = np.concatenate([old[start : start + SAMPLE_WINDOW_ELEMENTS] for start in starts])
     after = np.concatenate([new[start : start + SAMPLE_WINDOW_ELEMENTS] for start in starts])
     changed = int(kernels.count_different(before, after))
     positions, distances = np.empty(changed, np.int64), np.empty(changed, spec.element.uint)
     kernels.diff_into(before, after, *order_masks(spec.element), np.uint64(0), positions, distances)
     signed = distances.view(f"<i{distances.itemsize}")
-    zigzag = (
-        ((signed << 1) ^ (signed >> (8 * distances.itemsize - 1)))
-        .view(np.uint8)
-        .reshape(-1, distances.itemsize)
-    )
+    zigzag = ((signed << 1) ^ (signed >> (8 * distances.itemsize - 1))).view(np.uint8).reshape(-1, distances.itemsize)
     gaps = np.minimum(np.diff(positions, prepend=-1) - 1, 255).astype(np.uint8)
     return sum(_entropy(plane) for plane in (gaps, *zigzag.T))
 

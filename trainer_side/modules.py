@@ -47,9 +47,7 @@ class ModuleTensors(LiveTensors):
             check_name(name)
             route = self._routes[name]
             source = route.sources[0] if isinstance(route, Replay) else route.source
-            self.tensors[name] = CheckpointTensor(
-                name, tuple(tensor.shape), tensor.dtype, configured.get(source)
-            )
+            self.tensors[name] = CheckpointTensor(name, tuple(tensor.shape), tensor.dtype, configured.get(source))
         if not self.tensors:
             raise ModelError(f"{type(model).__name__} has no tensor to publish")
 
@@ -70,9 +68,7 @@ class ModuleTensors(LiveTensors):
         geometry = _geometry(state)
         for name in geometry.keys() ^ self._geometry.keys():
             change = "appeared" if name in geometry else "is gone"
-            raise TensorMismatchError(
-                f"tensor {name!r} {change} since the publisher was made; start a new run"
-            )
+            raise TensorMismatchError(f"tensor {name!r} {change} since the publisher was made; start a new run")
         for name, (shape, dtype, _) in geometry.items():
             old_shape, old_dtype, _ = self._geometry[name]
             if (shape, dtype) != (old_shape, old_dtype):
@@ -165,9 +161,7 @@ def _module_state(model: nn.Module) -> State:
             logger.debug("%s is not a tensor and is not published", name)
             continue
         if name in state:
-            raise ModelError(
-                f"two tensors are named {name!r} once the wrappers' prefixes are stripped; rename one"
-            )
+            raise ModelError(f"two tensors are named {name!r} once the wrappers' prefixes are stripped; rename one")
         state[name] = check_plain(name, value)
     return state
 

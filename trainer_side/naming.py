@@ -128,9 +128,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
             "an iterable of (checkpoint name, plain tensor) instead"
         )
     if plain.layout != torch.strided or plain.is_quantized:
-        raise ModelError(
-            f"tensor {name!r} is not dense ({plain.layout}, quantized: {plain.is_quantized}); convert it"
-        )
+        raise ModelError(f"tensor {name!r} is not dense ({plain.layout}, quantized: {plain.is_quantized}); convert it")
     return plain
 
 
@@ -154,9 +152,7 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
 def check_unchanged(name: str, tensor: torch.Tensor, known: CheckpointTensor | None) -> None:
     """Raise TensorMismatchError unless ``tensor`` has the shape and dtype it had at construction."""
     if known is None:
-        raise TensorMismatchError(
-            f"tensor {name!r} was not there when the publisher was made; start a new run"
-        )
+        raise TensorMismatchError(f"tensor {name!r} was not there when the publisher was made; start a new run")
     if (tuple(tensor.shape), tensor.dtype) != (known.shape, known.dtype):
         raise TensorMismatchError(
             f"tensor {name!r} is now {tensor.dtype} {list(tensor.shape)}, but was {known.dtype} "
@@ -198,6 +194,4 @@ class IterableTensors(LiveTensors):
             yield name, tensor
         missing = [name for name in self.tensors if name not in seen]
         if missing:
-            raise TensorMismatchError(
-                f"tensor {missing[0]!r} is no longer yielded; {len(missing)} are missing in all"
-            )
+            raise TensorMismatchError(f"tensor {missing[0]!r} is no longer yielded; {len(missing)} are missing in all")

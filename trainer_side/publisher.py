@@ -153,9 +153,7 @@ class Publisher:
             ModelError: a tensor cannot be read. UsageError: the publisher is closed, or step is no step.
         """
         watch = Stopwatch()
-        given = (
-            None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
-        )
+        given = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
         interrupted = False
         try:
             with self._lock:
@@ -312,18 +310,12 @@ class Publisher:
             if patch.open and self._uncertain is None:
                 patch.revert()
 
-    def _make_durable(
-        self, patch: Patch, version: int, step: int, progress: Progress, watch: Stopwatch
-    ) -> None:
+    def _make_durable(self, patch: Patch, version: int, step: int, progress: Progress, watch: Stopwatch) -> None:
         try:
             watch.lap()
             changes = patch.changes()
             context = DeltaContext(self.run, version, version - 1)
-            data = (
-                encode(changes, self._table, self._codec, self._compression, context)
-                if patch.changed
-                else None
-            )
+            data = encode(changes, self._table, self._codec, self._compression, context) if patch.changed else None
             progress.seconds["encode"] = watch.lap()
             objects = [] if data is None else [self._writer.put_object(data)]
             parent = self._writer.newest
@@ -387,6 +379,4 @@ def _check_step(step: int) -> int:
 
 
 def _tied_apart(name: str, owner: str) -> TensorMismatchError:
-    return TensorMismatchError(
-        f"tensor {name!r} is tied to {owner!r} but has other values; nothing was published"
-    )
+    return TensorMismatchError(f"tensor {name!r} is tied to {owner!r} but has other values; nothing was published")

@@ -36,9 +36,7 @@ class Progress(Job):
         self.delivered = True
         if isinstance(self.error, DeltaSyncError):
             raise self.error
-        raise PublishError(
-            f"publishing failed unexpectedly: {self.error!r}; the baseline was put back"
-        ) from self.error
+        raise PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was put back") from self.error
 
 
 class Seconds(Mapping[str, float]):

@@ -120,9 +120,7 @@ def trace(
     for name, result in results.items():
         node = recorder.node_of(result)
         if node is None:
-            raise ModelError(
-                f"checkpoint tensor {name!r} does not come from a parameter, so it cannot be followed"
-            )
+            raise ModelError(f"checkpoint tensor {name!r} does not come from a parameter, so it cannot be followed")
         with torch.no_grad():
             reached = _evaluate(node, stand_ins, cache)
         source = storages.get(reached.untyped_storage()._cdata)

