@@ -95,5 +95,5 @@ class ModulePort:
     def resume(self) -> None:
         self.log.append("resume")
 
-    def label(self, version: int) -> None:
+    def label(self, version: int | None) -> None:
         self.log.append(f"label {version}")

@@ -1,0 +1,4 @@
+"""Reinforcement learning against a live vLLM server that follows the trainer's weights through a directory.
+
+Run it with ``python -m examples.demo`` (or ``make demo``); see ``--help``.
+"""
