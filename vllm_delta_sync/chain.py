@@ -95,6 +95,14 @@ class Run:
                 f"{keys.TABLE_KEY}"
             )
 
+    def is_current(self) -> bool:
+        """Whether run.json is still the one this object was opened from; False if another run took its place.
+
+        Raises:
+            NotFoundError: the run is gone. StoreError: the store failed.
+        """
+        return self.bucket.get(keys.RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) == self.info.to_bytes()
+
     def manifest(self, version: int) -> Manifest:
         """The manifest of one version.
 

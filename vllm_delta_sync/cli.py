@@ -38,7 +38,7 @@ What is not given as a flag is taken from DELTA_SYNC_<NAME>, then from the TOML 
 
 examples:
   delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000 --max-model-len 4096
-  delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555 --tensor-parallel-size 2
+  delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
   delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
 """
 # Settings that `serve` takes as flags: field, metavar, help. Values are checked where settings are.

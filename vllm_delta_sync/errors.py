@@ -114,6 +114,12 @@ class EngineError(DeltaSyncError):
     kind = "engine"
 
 
+class WeightsLostError(EngineError):
+    """A rank cannot tell what its weights are any more; the engine stays paused until it is started again."""
+
+    kind = "weights_lost"
+
+
 class BusyError(DeltaSyncError):
     """Another operation is under way; ask again later."""
 
@@ -132,6 +138,7 @@ def error_kinds() -> dict[str, type[DeltaSyncError]]:
     pending: list[type[DeltaSyncError]] = [DeltaSyncError]
     while pending:
         cls = pending.pop()
-        found[cls.kind] = cls
+        if "kind" in vars(cls):
+            found[cls.kind] = cls
         pending.extend(cls.__subclasses__())
     return dict(sorted(found.items()))

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.fresh import digests, generate, load_again, make_engine, worker_model
 from tests.tiny import make_model, save_checkpoint, train_steps
@@ -25,7 +26,7 @@ def main(root: Path) -> None:
     with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
         llm = make_engine(str(base))
         sync = attach(llm, bucket=str(root / "run"))
-        seen = [{"status": sync.to(), "outputs": generate(llm)}]
+        seen: list[dict[str, Any]] = [{"status": sync.to(), "outputs": generate(llm)}]
         for step in range(1, VERSIONS + 1):
             next(steps)
             publisher.publish(step=step, wait=True)

@@ -1,5 +1,7 @@
 """Commit and revert: the compiled loops and the torch path do the same, for every dtype and bit pattern."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -82,6 +84,33 @@ def test_failure_midway_leaves_every_bit_as_it_was() -> None:
     with pytest.raises(Failing):
         commit(StagedPatch(1, sparse, Fingerprint(), [], []), routes)
     assert np.array_equal(good.flat.numpy().view(element.uint), bits)
+
+
+class FailingTensor(torch.Tensor):
+    """A flat tensor that runs out of memory when it is read for the second time."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        FailingTensor.reads += 1
+        if FailingTensor.reads == 2:
+            raise torch.OutOfMemoryError("no memory for the second piece")
+        return super().__getitem__(index).as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_torch_path_that_fails_midway_takes_its_pieces_back(relative: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_delta_sync.engine.commit.HASH_ELEMENTS", 4)
+    element = DTYPES["BF16"]
+    bits = np.arange(64, dtype=element.uint)
+    good = destination_of(bits, "BF16")
+    FailingTensor.reads = 0
+    bad = Destination("weight", torch.bfloat16, good.flat.as_subclass(FailingTensor))
+    where = np.arange(0, 60, 6)
+    patch = SparsePatch(0, element, relative, where, where.astype(element.uint) + 9, np.zeros(10, np.uint64))
+    with pytest.raises(torch.OutOfMemoryError):
+        commit_torch(patch, bad, 0, Undo())
+    assert np.array_equal(good.bits, bits)
 
 
 def test_dense_patch_through_a_transpose_and_back() -> None:

@@ -1,6 +1,7 @@
 """The receiver against a real run and a plain module: follows it, refuses bad versions, keeps weights whole."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from trainer_side import Publisher
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, NotFoundError
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, NotFoundError, WeightsLostError
 
 
 class World:
@@ -141,7 +142,68 @@ def test_weights_changed_from_outside_are_noticed(world: World) -> None:
     world.model.qkv.data[:] += 1.0
     error = world.expect_fails("fingerprint")
     assert "taken back" in error.message
-    assert world.port.log[-4:] == ["pause", "commit", "revert", "resume"]
+    assert world.port.log[-5:] == ["pause", "commit", "revert", "describe", "resume"]
+
+
+class FaultyPort(ModulePort):
+    """Does what is asked, then reports failure: an engine that dies or times out at a chosen call."""
+
+    def __init__(self, model: FusedModel, failing: set[str]) -> None:
+        super().__init__(model)
+        self.failing = failing
+
+    def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        answers = super().call(method, arguments)
+        if method in self.failing:
+            raise EngineError(f"{method} timed out")
+        return answers
+
+    def label(self, version: int | None) -> None:
+        super().label(version)
+        if "label" in self.failing and version != 0:
+            raise EngineError("label timed out")
+
+
+@pytest.mark.parametrize("failing", ["commit", "label"])
+def test_failure_after_the_commit_is_taken_back(world: World, failing: str) -> None:
+    port = world.port = FaultyPort(world.model, {failing})
+    world.receiver.port = port
+    world.receiver.advance(0)
+    world.train(1)
+    world.expect_fails("engine")
+    assert port.log[-1] == "resume"
+    assert world.receiver.status()["state"] == "idle"
+    port.failing.clear()
+    world.receiver.advance()
+    assert world.receiver.status()["last_error"] is None
+    world.expect_exact()
+
+
+def test_engine_that_cannot_tell_stays_paused(world: World) -> None:
+    port = world.port = FaultyPort(world.model, {"commit", "describe"})
+    world.receiver.port = port
+    world.receiver.advance(0)
+    world.train(1)
+    with pytest.raises(WeightsLostError):
+        world.receiver.advance()
+    assert "resume" not in port.log
+    assert world.receiver.status()["state"] == "lost"
+    port.failing.clear()
+    with pytest.raises(WeightsLostError):
+        world.receiver.advance()
+    assert world.receiver.status()["last_error"]["kind"] == "weights_lost"
+
+
+def test_anchor_that_appears_late_is_taken(tmp_path: Path) -> None:
+    world = World(tmp_path, with_base=False)
+    world.model.norm.data[:] = 0
+    (anchor,) = (tmp_path / "run" / "objects").iterdir()
+    hidden = anchor.rename(tmp_path / "hidden")
+    world.expect_fails("not_found")
+    assert world.receiver.status()["state"] == "waiting_for_run"
+    hidden.rename(anchor)
+    world.receiver.advance()
+    world.expect_exact()
 
 
 def test_verify_names_the_tensor_that_differs(world: World) -> None:

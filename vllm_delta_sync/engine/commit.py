@@ -11,6 +11,7 @@ import torch
 
 from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch, dense_view, source_view
 from vllm_delta_sync.engine.routes import Destination, RouteMap
+from vllm_delta_sync.errors import WeightsLostError
 from vllm_delta_sync.torch_bits import SIGNED
 from vllm_delta_sync.wire import kernels
 from vllm_delta_sync.wire.bits import Bits, order_masks
@@ -49,11 +50,22 @@ def commit(patch: StagedPatch, routes: RouteMap) -> tuple[Fingerprint, Undo]:
                 measured += commit_torch(sparse, destination, position, undo)
             undo.sparse = position + 1
         for position, dense in enumerate(patch.dense):
-            undo.dense[position] = _commit_dense(dense, routes)
+            _commit_dense(dense, position, routes, undo)
     except BaseException:
-        revert(patch, routes, undo)
+        revert_or_give_up(patch, routes, undo)
         raise
     return measured, undo
+
+
+def revert_or_give_up(patch: StagedPatch, routes: RouteMap, undo: Undo) -> None:
+    """``revert``; raises WeightsLostError if that fails, since nobody then knows the weights."""
+    try:
+        revert(patch, routes, undo)
+    except Exception as error:
+        raise WeightsLostError(
+            f"taking back version {patch.version} failed midway ({type(error).__name__}: {error}); start the server "
+            "again"
+        ) from error
 
 
 def warm_up(elements: set[DType]) -> None:
@@ -99,37 +111,46 @@ def _revert_compiled(sparse: SparsePatch, destination: Destination, old: torch.T
         destination.bits[sparse.positions] = old
 
 
-def _commit_dense(dense: DensePatch, routes: RouteMap) -> list[torch.Tensor]:
+def _commit_dense(dense: DensePatch, position: int, routes: RouteMap, undo: Undo) -> None:
     source = torch.from_numpy(dense.bits.view(f"<i{dense.bits.itemsize}"))
     targets = [dense_view(routes.destinations[route.destination].flat, route) for route in dense.routes]
-    olds = [target.clone() for target in targets]
+    undo.dense[position] = [target.clone() for target in targets]
     for target, route in zip(targets, dense.routes, strict=True):
         target.copy_(source_view(source, route))
-    return olds
 
 
 def commit_torch(sparse: SparsePatch, destination: Destination, position: int, undo: Undo) -> Fingerprint:
     """``commit`` of one sparse patch with torch operations, on any device."""
     total = Fingerprint()
     olds: list[torch.Tensor] = []
-    for start in range(0, sparse.positions.size, HASH_ELEMENTS):
-        piece = slice(start, start + HASH_ELEMENTS)
-        where, data, premix = _upload(sparse, piece, destination.flat.device)
-        before = destination.flat[where]
-        after = _add(before, data, sparse) if sparse.relative else data
-        destination.flat[where] = after
-        total += _hash_change(premix, before, after)
-        if not sparse.relative:
-            olds.append(before)
+    done = 0
+    try:
+        for start in range(0, sparse.positions.size, HASH_ELEMENTS):
+            piece = slice(start, start + HASH_ELEMENTS)
+            where, data, premix = _upload(sparse, piece, destination.flat.device)
+            before = destination.flat[where]
+            after = _add(before, data, sparse) if sparse.relative else data
+            # Everything that allocates comes before the write: running out of memory leaves the piece untouched.
+            total += _hash_change(premix, before, after)
+            if not sparse.relative:
+                olds.append(before)
+            destination.flat[where] = after
+            done = start + where.numel()
+    except BaseException:
+        revert_torch(sparse, destination, torch.cat(olds) if olds else None, done)
+        raise
     if not sparse.relative:
         undo.absolute[position] = torch.cat(olds)
     return total
 
 
-def revert_torch(sparse: SparsePatch, destination: Destination, old: torch.Tensor | Bits | None) -> None:
-    """``revert`` of one sparse patch with torch operations, on any device."""
-    for start in range(0, sparse.positions.size, HASH_ELEMENTS):
-        piece = slice(start, start + HASH_ELEMENTS)
+def revert_torch(
+    sparse: SparsePatch, destination: Destination, old: torch.Tensor | Bits | None, count: int | None = None
+) -> None:
+    """``revert`` of one sparse patch, or of its first ``count`` elements, with torch operations, on any device."""
+    stop = sparse.positions.size if count is None else count
+    for start in range(0, stop, HASH_ELEMENTS):
+        piece = slice(start, min(start + HASH_ELEMENTS, stop))
         where, data, _ = _upload(sparse, piece, destination.flat.device)
         if sparse.relative:
             destination.flat[where] = _add(destination.flat[where], -data, sparse)

@@ -128,9 +128,13 @@ async def resume_engine(client: Any) -> None:
     await client.engine_core.resume_scheduler_async()
 
 
-async def label_weights(client: Any, version: int) -> None:
-    """Set vLLM's weight version, which its outputs carry per span, to the decimal version."""
-    await client.engine_core.set_weight_version_async(str(version))
+NO_VERSION = "default"
+"""vLLM's own label for weights that nobody has named."""
+
+
+async def label_weights(client: Any, version: int | None) -> None:
+    """Set vLLM's weight version, which its outputs carry per span, to the decimal version, or to no version."""
+    await client.engine_core.set_weight_version_async(NO_VERSION if version is None else str(version))
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

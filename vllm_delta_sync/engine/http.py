@@ -63,16 +63,16 @@ def admin(request: Request) -> None:
         AdminRefused: anyone else, and any request that a web page sent.
     """
     if "origin" in request.headers:
-        raise AdminRefused(403, "requests from web pages may not change state; call this route without Origin")
+        raise AdminRefused("requests from web pages may not change state; call this route without Origin")
     token = request.app.state.delta_sync_token
     if token is None:
         host = request.client.host if request.client else ""
         if not _is_loopback(host):
-            raise AdminRefused(403, "no admin token is set, so only this machine may call this; set admin_token_file")
+            raise AdminRefused("no admin token is set, so only this machine may call this; set admin_token_file")
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token_matches(token, given.strip()):
-        raise AdminRefused(401, "the admin token is missing or wrong; send Authorization: Bearer TOKEN")
+        raise AdminRefused("the admin token is missing or wrong; send Authorization: Bearer TOKEN", 401)
 
 
 class AdminRefused(DeltaSyncError):
@@ -80,7 +80,7 @@ class AdminRefused(DeltaSyncError):
 
     kind = "forbidden"
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, message: str, status: int = 403) -> None:
         super().__init__(message)
         self.status = status
 

@@ -48,7 +48,7 @@ class EndpointPlugin:
         service = ReceiverService(ServerPort(engine_client, asyncio.get_running_loop(), settings), settings)
         state.delta_sync = service
         state.delta_sync_token = settings.admin_token()
-        spans.install(engine_client, state, lambda: service.receiver.run_id)
+        spans.install(engine_client, state, lambda: service.receiver.served_run)
         service.start()
         logger.info("following %s (policy %s)", settings.bucket, settings.policy)
 

@@ -48,7 +48,7 @@ class ServerPort:
         """See EnginePort."""
         self._run(compat.resume_engine(self._client))
 
-    def label(self, version: int) -> None:
+    def label(self, version: int | None) -> None:
         """See EnginePort."""
         self._run(compat.label_weights(self._client, version))
 
@@ -77,6 +77,6 @@ class OfflinePort:
         if self._clear:
             self._llm.reset_prefix_cache()
 
-    def label(self, version: int) -> None:
+    def label(self, version: int | None) -> None:
         """See EnginePort."""
-        self._llm.llm_engine.set_weight_version(str(version))
+        self._llm.llm_engine.set_weight_version(compat.NO_VERSION if version is None else str(version))

@@ -8,7 +8,8 @@ the engine is paused.
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_delta_sync.chain import Run, check_declared, check_follows, decode_version, open_run
@@ -16,7 +17,14 @@ from vllm_delta_sync.engine import commit as commits
 from vllm_delta_sync.engine.patch import StagedPatch, stage
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.trace import LoadableModel, trace_routes
-from vllm_delta_sync.errors import BusyError, ChainError, DeltaSyncError, EngineError, FingerprintError
+from vllm_delta_sync.errors import (
+    BusyError,
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    WeightsLostError,
+)
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest
 
@@ -36,6 +44,7 @@ class RankReceiver:
         fingerprints: per tensor id of the run, what this rank holds (for tensors it does not load: what the
             history declares).
         version: the version held; None until proven.
+        intact: False once a commit could neither be finished nor taken back.
     """
 
     def __init__(self, model: LoadableModel) -> None:
@@ -44,6 +53,7 @@ class RankReceiver:
         self.routes: RouteMap | None = None
         self.fingerprints: list[Fingerprint] = []
         self.version: int | None = None
+        self.intact = True
         self._staged: StagedPatch | None = None
         self._applied: tuple[StagedPatch, commits.Undo, list[Fingerprint], int | None] | None = None
         self._thread: threading.Thread | None = None
@@ -176,7 +186,8 @@ class RankReceiver:
         if patch is None or patch.version != version:
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
         began = time.perf_counter()
-        measured, undo = commits.commit(patch, routes)
+        with self._guarded():
+            measured, undo = commits.commit(patch, routes)
         self._applied = (patch, undo, self.fingerprints, self.version)
         self._staged = None
         self.fingerprints, self.version = patch.fingerprints, version
@@ -187,10 +198,24 @@ class RankReceiver:
         _, routes = self._proven()
         if self._applied is None:
             raise EngineError("there is no commit to take back")
-        patch, undo, self.fingerprints, self.version = self._applied
-        commits.revert(patch, routes, undo)
-        self._applied = None
+        patch, undo, fingerprints, version = self._applied
+        with self._guarded():
+            commits.revert_or_give_up(patch, routes, undo)
+        self._applied, self.fingerprints, self.version = None, fingerprints, version
         return {"version": self.version}
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Remember if weights were lost."""
+        try:
+            yield
+        except WeightsLostError:
+            self.intact = False
+            raise
+
+    def describe(self) -> Answer:
+        """{"version": what this rank holds, "intact": whether it can tell}."""
+        return {"version": self.version, "intact": self.intact}
 
     def verify(self) -> Answer:
         """Gather and hash every loaded tensor again and compare with what this rank should hold."""

@@ -4,11 +4,11 @@ Knows buckets and manifests, and an engine only as an ``EnginePort``; so the vLL
 it. One thread drives it; ``status`` may be called from any.
 """
 
-import itertools
 import logging
 import threading
 import time
 from collections import deque
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 from vllm_delta_sync.chain import Run, check_follows, open_run
@@ -18,7 +18,11 @@ from vllm_delta_sync.errors import (
     DeltaSyncError,
     EngineError,
     FingerprintError,
+    ModelError,
     NotFoundError,
+    TensorMismatchError,
+    UnsupportedError,
+    WeightsLostError,
     error_kinds,
 )
 from vllm_delta_sync.wire.manifest import Manifest
@@ -27,7 +31,7 @@ from vllm_delta_sync.wire.manifest import Manifest
 logger = logging.getLogger("vllm.delta_sync")
 
 Answer = dict[str, Any]
-State = Literal["waiting_for_run", "proving", "refused", "idle", "staging", "committing", "verifying"]
+State = Literal["waiting_for_run", "proving", "refused", "idle", "staging", "committing", "verifying", "lost"]
 STATES: dict[State, str] = {
     "waiting_for_run": "the bucket holds no run yet, or cannot be read; see last_error",
     "proving": "tracing the model's loader and comparing its weights with the run's version 0",
@@ -36,8 +40,11 @@ STATES: dict[State, str] = {
     "staging": "fetching, verifying, decoding and routing a version, beside generation",
     "committing": "the engine is paused and weights are being patched",
     "verifying": "rescanning all weights against what the history declares",
+    "lost": "a commit could neither be finished nor taken back; the engine stays paused, start the server again",
 }
 
+REFUSALS = (ModelError, ChainError, TensorMismatchError, UnsupportedError)
+"""What no later look can mend before the first version is served, short of another run or another server."""
 RECENT_COMMITS = 64
 POLL_SHORTEST_S = 0.001
 POLL_LONGEST_S = 0.02
@@ -55,8 +62,8 @@ class EnginePort(Protocol):
     def resume(self) -> None:
         """Let generation go on."""
 
-    def label(self, version: int) -> None:
-        """Name the weights that produce outputs from now on."""
+    def label(self, version: int | None) -> None:
+        """Name the weights that produce outputs from now on; None: they are no known version."""
 
 
 class Receiver:
@@ -88,6 +95,12 @@ class Receiver:
         run = self.run
         return None if run is None else run.info.run
 
+    @property
+    def served_run(self) -> str | None:
+        """The run that ``served_version`` counts in."""
+        served = self._served
+        return None if served is None else served.run
+
     def status(self) -> Answer:
         """The body of ``GET /delta_sync/status``."""
         with self._lock:
@@ -112,21 +125,17 @@ class Receiver:
         Raises:
             DeltaSyncError: the first thing that failed; weights are then those of ``served_version``.
         """
+        if self._state == "lost":
+            raise WeightsLostError(STATES["lost"])
         try:
             self._refresh()
-            head = self._head
-            if head is None:
-                raise NotFoundError(f"no version is published at {self.settings.bucket!r} yet")
-            target = head.version if version is None else version
-            if target > head.version:
-                raise NotFoundError(f"version {target} is not published; the head is {head.version}")
+        except DeltaSyncError as error:
+            self._fail(error)
+            raise
+        target = self._target(version)
+        try:
             if self._served is None:
                 self._prove()
-            if self._served is not None and target < self._served.version:
-                raise ChainError(
-                    f"version {target} precedes the served version {self._served.version}; this release only goes "
-                    "forward"
-                )
             while self._served is not None and self._served.version < target:
                 self._step(self._manifest(self._served.version + 1))
         except DeltaSyncError as error:
@@ -134,9 +143,21 @@ class Receiver:
             raise
         self._set(state="idle", error=None)
 
+    def _target(self, version: int | None) -> int:
+        """The version to go to. What the caller got wrong is not recorded as the receiver's last error."""
+        head, served = self._head, self.served_version
+        if head is None:
+            raise NotFoundError(f"no version is published at {self.settings.bucket!r} yet")
+        target = head.version if version is None else version
+        if target > head.version:
+            raise NotFoundError(f"version {target} is not published; the head is {head.version}")
+        if served is not None and target < served:
+            raise ChainError(f"version {target} precedes the served version {served}; this release only goes forward")
+        return target
+
     def is_replaced(self) -> bool:
         """Whether another run lies at the URL than the one known. Raises DeltaSyncError if that cannot be read."""
-        return open_run(self.settings.bucket).info.run != self.run_id
+        return self.run is None or not self.run.is_current()
 
     def verify(self) -> Answer:
         """Rescan every rank's weights: ``verdict`` is True only if they are the served version's, bit for bit."""
@@ -164,10 +185,12 @@ class Receiver:
 
     def _refresh(self) -> None:
         """Open the run, notice if it was replaced, and read the head."""
-        run = open_run(self.settings.bucket)
-        if self.run is None or run.info.run != self.run.info.run:
+        if self.is_replaced():
+            run = open_run(self.settings.bucket)
             if self.run is not None:
                 logger.warning("run %s was replaced by run %s in the same place", self.run_id, run.info.run)
+            if self._served is not None:
+                self.port.label(None)
             with self._lock:
                 self.run, self._served, self._head = run, None, None
         if self._state == "waiting_for_run":
@@ -216,7 +239,8 @@ class Receiver:
             raise ChainError(
                 f"this server's weights are not the run's base: {wrong['different_count']} of {wrong['tensors']} "
                 f"tensors differ, first {wrong['different'][0]!r}. Start vLLM from the checkpoint the run refers to "
-                f"({first.base.location if first.base else 'unknown'})"
+                f"({first.base.location if first.base else 'unknown'}); if it was, this model keeps those tensors in "
+                "another layout than it loads them in, and cannot be patched in place"
             )
 
     def _step(self, target: Manifest) -> None:
@@ -266,16 +290,31 @@ class Receiver:
             if not all(answer.get("matched") for answer in answers):
                 self._take_back(target, answers)
             self.port.label(target.version)
-        finally:
+        except DeltaSyncError as error:
+            self._settle(target, error)
             self.port.resume()
+            raise
+        self.port.resume()
         clock.append(time.perf_counter())
-        spans = [1e3 * (end - start) for start, end in itertools.pairwise(clock)]
-        return {
-            "wait": spans[0],
-            "commit": spans[1],
-            "resume": spans[2],
-            "pause": 1e3 * (clock[-1] - clock[0]),
-        }
+        spans = [1e3 * (end - start) for start, end in pairwise(clock)]
+        return {"wait": spans[0], "commit": spans[1], "resume": spans[2], "pause": 1e3 * (clock[-1] - clock[0])}
+
+    def _settle(self, target: Manifest, error: DeltaSyncError) -> None:
+        """After a failed commit: make sure that every rank holds what it held before, or do not resume.
+
+        Raises:
+            WeightsLostError: a rank does not answer, or cannot tell what it holds.
+        """
+        try:
+            held = self.port.call("describe", {})
+            if any(answer.get("version") == target.version for answer in held):
+                held = self.port.call("revert", {}) and self.port.call("describe", {})
+            if all(answer.get("intact") and answer.get("version") == self.served_version for answer in held):
+                return
+            reason = error.message
+        except DeltaSyncError as second:
+            reason = f"{error.message}; then {second.message}"
+        raise WeightsLostError(f"{STATES['lost']} (version {target.version}: {reason})") from error
 
     def _take_back(self, target: Manifest, answers: list[Answer]) -> None:
         if any("matched" in answer for answer in answers):
@@ -311,8 +350,10 @@ class Receiver:
 
     def _fail(self, error: DeltaSyncError) -> None:
         state: State = "idle"
-        if self._served is None:
-            state = "waiting_for_run" if self.run is None or self._head is None else "refused"
+        if isinstance(error, WeightsLostError):
+            state = "lost"
+        elif self._served is None:
+            state = "refused" if isinstance(error, REFUSALS) else "waiting_for_run"
         self._set(state=state, error={"kind": error.kind, "message": error.message})
 
 

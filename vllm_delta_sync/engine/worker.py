@@ -51,7 +51,7 @@ class WorkerExtension:
         if method == "revert":
             return receiver.revert()
         if method == "describe":
-            return {"rank": int(getattr(self, "rank", 0)), "version": receiver.version}
+            return receiver.describe()
         raise EngineError(f"method {method!r} is unknown; this worker and its controller are of different releases")
 
 
