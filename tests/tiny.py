@@ -1,15 +1,25 @@
 """Small real models, made from transformers configs with a tokenizer trained on the spot."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 300
@@ -29,12 +39,32 @@ _SIZES = {
 
 
 def config_of(family: str) -> PretrainedConfig:
-    """``qwen3`` (tied head, query and key norms) or ``llama`` (untied head)."""
-    if family == "qwen3":
-        return Qwen3Config(**_SIZES, tie_word_embeddings=True)
-    if family == "llama":
-        return LlamaConfig(**_SIZES, tie_word_embeddings=False)
-    raise ValueError(f"family {family!r} is none of qwen3, llama")
+    """A small config; ``qwen3`` ties its head, ``llama`` does not.
+
+    Raises:
+        KeyError: the family is not one of FAMILIES.
+    """
+    return FAMILIES[family]()
+
+
+def _without_head_dim() -> dict[str, Any]:
+    return {name: value for name, value in _SIZES.items() if name != "head_dim"}
+
+
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+_OPT = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "num_hidden_layers": 2}
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**_without_head_dim(), tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**_SIZES),
+    "gemma2": lambda: Gemma2Config(**_SIZES),
+    "gemma3": lambda: Gemma3TextConfig(**_SIZES),
+    "phi3": lambda: Phi3Config(**_without_head_dim()),
+    "opt": lambda: OPTConfig(vocab_size=VOCABULARY, num_attention_heads=4, max_position_embeddings=512, **_OPT),
+    "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=512),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
+}
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Trainer and offline vLLM in one process: run as ``python -m tests.e2e.offline FOLDER``.
+"""Trainer and offline vLLM in one process: run as ``python -m tests.e2e.offline FOLDER FAMILY``.
 
 Publishes from real steps, moves an ``LLM`` along between ``generate`` calls, and writes what it saw.
 """
@@ -15,18 +15,23 @@ from tests.tiny import make_model, save_checkpoint, train_steps
 VERSIONS = 5
 
 
-def main(root: Path) -> None:
+def main(root: Path, family: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from trainer_side import Publisher
     from vllm_delta_sync.engine import attach
+    from vllm_delta_sync.errors import DeltaSyncError
 
-    model = make_model("qwen3", seed=5)
+    model = make_model(family, seed=5)
     base = save_checkpoint(model, root / "base")
     steps = train_steps(model, lr=3e-5)
     with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
         llm = make_engine(str(base))
         sync = attach(llm, bucket=str(root / "run"))
-        seen: list[dict[str, Any]] = [{"status": sync.to(), "outputs": generate(llm)}]
+        try:
+            seen: list[dict[str, Any]] = [{"status": sync.to(), "outputs": generate(llm)}]
+        except DeltaSyncError as error:
+            (root / "seen.json").write_text(json.dumps({"refused": error.kind, "message": error.message}))
+            return
         for step in range(1, VERSIONS + 1):
             next(steps)
             publisher.publish(step=step, wait=True)
@@ -46,4 +51,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

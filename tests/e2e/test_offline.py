@@ -5,28 +5,39 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e import servers
 from tests.e2e.offline import VERSIONS
 from tests.e2e.servers import VLLM_FLAGS, end_group, free_port
-from tests.tiny import make_model, save_checkpoint
+from tests.tiny import FAMILIES, make_model, save_checkpoint
 
 pytestmark = pytest.mark.e2e
 
 
-def test_attach_between_two_generate_calls(tmp_path: Path) -> None:
+def follow_offline(root: Path, family: str) -> dict[str, Any]:
+    """Run tests/e2e/offline.py in a process of its own and read what it saw."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.offline", str(tmp_path)],
+        [sys.executable, "-m", "tests.e2e.offline", str(root), family],
         env={**os.environ, **servers.ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=300,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout.decode()[-4000:]
-    result = json.loads((tmp_path / "seen.json").read_text())
+    result: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    return result
+
+
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in ("qwen3", "qwen3_moe")]
+
+
+@pytest.mark.parametrize("family", ["qwen3", *SLOW])
+def test_attach_between_two_generate_calls(tmp_path: Path, family: str) -> None:
+    result = follow_offline(tmp_path, family)
     first, *later = result["seen"]
     assert first["status"]["served"]["version"] == 0
     for version, step in enumerate(later, start=1):
@@ -37,6 +48,13 @@ def test_attach_between_two_generate_calls(tmp_path: Path) -> None:
     assert len(later) == VERSIONS
     assert later[-1]["outputs"] == result["fresh"]
     assert later[-1]["outputs"] != first["outputs"]
+
+
+@pytest.mark.slow
+def test_experts_that_the_cpu_repacks_are_refused(tmp_path: Path) -> None:
+    result = follow_offline(tmp_path, "qwen3_moe")
+    assert result["refused"] == "chain"
+    assert "mlp.experts" in result["message"]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,16 @@ def test_notice_wakes_a_follower_that_polls_rarely(site: Site) -> None:
     assert status["timings_ms"].keys() >= {"fetch", "decode", "route", "pause", "commit", "resume"}
 
 
+def test_polling_alone_is_enough(site: Site) -> None:
+    settings = Settings(bucket=site.service.receiver.settings.bucket, poll_seconds=0.05)
+    polling = ReceiverService(site.service.receiver.port, settings)
+    site.app.state.delta_sync = polling
+    polling.start()
+    site.publish(1)
+    assert site.client().get("/delta_sync/wait", params={"version": 1, "timeout": 20}).status_code == 200
+    polling.stop()
+
+
 def test_header_names_the_version_at_admission(site: Site) -> None:
     client = site.client()
     assert "x-delta-sync-version" not in client.get("/v1/completions").headers

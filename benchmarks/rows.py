@@ -1,0 +1,56 @@
+"""What every benchmark shares: the command line, rows, timing, and the machine they were measured on."""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def parse(bench: str, description: str, arguments: list[str] | None = None) -> argparse.Namespace:
+    """``--json FILE`` and ``--quick``."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{bench}", description=description)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="small sizes; ends within a minute")
+    return parser.parse_args(arguments)
+
+
+def row(bench: str, case: str, metric: str, value: float, unit: str, peer: str | None = None) -> Row:
+    """One measurement; a comparison has metric ``ratio`` and names its peer."""
+    found: Row = {"bench": bench, "case": case, "metric": metric, "value": round(value, 6), "unit": unit}
+    return found if peer is None else {**found, "peer": peer}
+
+
+def best_seconds(action: Callable[[], object], repeats: int, prepare: Callable[[], object] = lambda: None) -> float:
+    """Shortest of ``repeats`` runs of ``action``; ``prepare`` runs before each and is not timed."""
+    times = []
+    for _ in range(repeats):
+        prepare()
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def machine() -> str:
+    """Processor and cores, for the record."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """Write rows as JSON lines' array, and print them for whoever watches."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    for item in rows:
+        peer = f" against {item['peer']}" if "peer" in item else ""
+        print(f"{item['bench']:8} {item['case']:28} {item['metric']:24} {item['value']:>12.4g} {item['unit']}{peer}")
