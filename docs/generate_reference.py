@@ -153,6 +153,10 @@ def settings() -> Iterator[str]:
         default = "required" if name in schema["required"] else shown_default(entry.get("default"))
         rows.append((code(name), code(config.environment_name(name)), shape_of(entry), default, entry["description"]))
     yield table(("name", "environment", "value", "default", "meaning"), rows)
+    yield (
+        "Also read, by numba: `NUMBA_CACHE_DIR`, a writable directory for compiled code. Needed only where neither the "
+        "installed package nor the user's cache directory can be written; without it, each process there compiles anew."
+    )
 
 
 def shown_default(value: object) -> str:

@@ -129,11 +129,14 @@ class Baseline:
     def current(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, Bits]]:
         """Turn (live name, tensor) into (live name, tensor id, bits in the served dtype), one at a time.
 
+        The bits are a private copy, good until the next are asked for.
+
         Raises:
-            TensorMismatchError: a name that the run has not, a second time, or another shape.
+            TensorMismatchError: a name that the run has not, a second time, or another shape or kind of dtype.
             ModelError: a tensor that cannot be read, see ``check_plain``. UsageError: not pairs.
         """
         seen: set[str] = set()
+        scratch = np.empty(0, np.uint8)
         for name, value in pairs(tensors):
             if name in seen:
                 raise TensorMismatchError(f"tensor {name!r} is yielded twice; each name must occur once")
@@ -142,7 +145,15 @@ class Baseline:
             targets = self.feeds.get(name) or (self.table.index(name),)
             for target in targets:
                 _check_fits(name, tensor, self.table[target])
-                yield name, target, host_bits(tensor, self.table[target].dtype)
+                bits = host_bits(tensor, self.table[target].dtype)
+                if bits.ctypes.data == tensor.data_ptr():
+                    # Comparing reads more than once, and a trainer in another thread may write meanwhile.
+                    if scratch.size < bits.nbytes:
+                        scratch = np.empty(bits.nbytes, np.uint8)
+                    private = scratch[: bits.nbytes].view(bits.dtype)
+                    np.copyto(private, bits)
+                    bits = private
+                yield name, target, bits
 
 
 def _names(live: LiveTensors, base: Checkpoint | None) -> dict[str, list[str]]:
@@ -167,11 +178,12 @@ def _check_base(tensor: CheckpointTensor, targets: list[str], base: Checkpoint) 
         )
     for name in targets:
         spec = base.specs[name]
-        if spec.shape != tensor.shape or spec.element.is_float != tensor.dtype.is_floating_point:
+        if spec.shape != tensor.shape:
             raise TensorMismatchError(
                 f"tensor {name!r} is {spec.dtype} {list(spec.shape)} in base {str(base.path)!r}, but "
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
             )
+        _check_convertible(tensor.name, tensor.dtype, spec, f"in base {str(base.path)!r}")
         if spec.element.is_float and spec.element.itemsize == 1 and tensor.dtype != TORCH_DTYPES[spec.dtype]:
             raise ModelError(
                 f"tensor {name!r} is {spec.dtype} in base {str(base.path)!r} and needs scales that "
@@ -180,12 +192,28 @@ def _check_base(tensor: CheckpointTensor, targets: list[str], base: Checkpoint) 
 
 
 def _check_fits(name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
-    if tuple(tensor.shape) != spec.shape or tensor.dtype.is_floating_point != DTYPES[spec.dtype].is_float:
+    if tuple(tensor.shape) != spec.shape:
         raise TensorMismatchError(
             f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {spec.name!r} is {spec.dtype} "
             f"{list(spec.shape)} in this run; start a new run"
         )
+    _check_convertible(name, tensor.dtype, spec, "in this run")
+
+
+def _check_convertible(name: str, dtype: torch.dtype, spec: TensorSpec, where: str) -> None:
+    """Raise TensorMismatchError unless rounding takes ``dtype`` to the spec's: integers and scales would wrap."""
+    given = dtype_name(dtype, name)
+    if given == spec.dtype or (DTYPES[given].is_float and spec.element.is_float):
+        return
+    raise TensorMismatchError(
+        f"tensor {name!r} is {dtype}, but {spec.name!r} is {spec.dtype} {where}, and only floating-point weights are "
+        f"converted; give it as {TORCH_DTYPES[spec.dtype]}"
+    )
 
 
 def _own_spec(tensor: CheckpointTensor) -> TensorSpec:
-    return TensorSpec(tensor.name, dtype_name(tensor.configured or tensor.dtype, tensor.name), tensor.shape)
+    own = dtype_name(tensor.dtype, tensor.name)
+    # torch calls the scales of F8_E8M0 floating-point, but no rounding takes them to the model's dtype.
+    if tensor.configured is not None and DTYPES[own].is_float:
+        own = dtype_name(tensor.configured, tensor.name)
+    return TensorSpec(tensor.name, own, tensor.shape)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer_side.baseline import Baseline
+from vllm_delta_sync.errors import PublishError
 from vllm_delta_sync.wire.bits import Bits, Positions, order_masks, revert_distances
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import Compression
@@ -74,10 +75,13 @@ class Patch:
         """Diff one tensor and bring the baseline up to ``new``.
 
         Args:
-            tensor: id. new: (numel,) bits in the served dtype; not kept.
+            tensor: id. new: (numel,) bits in the served dtype, which nobody else changes; not kept.
 
         Returns:
             Number of changed elements.
+
+        Raises:
+            PublishError: ``new`` changed meanwhile; ``revert`` puts the baseline back all the same.
         """
         from vllm_delta_sync.wire import kernels
 
@@ -96,7 +100,14 @@ class Patch:
             self._moved.append(moved)
             seed = np.uint64(tensor_seed(spec.name))
             masks = order_masks(spec.element)
-            low, high = kernels.diff_into(old, new, *masks, seed, moved.positions, moved.distances)
+            low, high, found = kernels.diff_into(old, new, *masks, seed, moved.positions, moved.distances)
+            if found != changed:
+                # Not the zeros behind what was found: element 0 may be among that, and is put back only once.
+                moved.positions, moved.distances = moved.positions[:found], moved.distances[:found]
+                raise PublishError(
+                    f"tensor {spec.name!r} changed while it was compared ({changed} differences, then {found}); "
+                    "nothing is published: hold the weights still and publish again"
+                )
             change = Fingerprint(int(low), int(high))
         self.fingerprints[tensor] = change
         self.changed += changed

@@ -79,8 +79,9 @@ class Publisher:
             UsageError: an argument is not understood.
             ModelError, TensorMismatchError: a tensor cannot be published; the message names it.
             NotFoundError, FormatError: the base cannot be read.
-            ConflictError: there is a run at the URL already.
-            StoreError: the store failed.
+            ConflictError: there is a run at the URL already, or a part of one.
+            StoreError: the store failed. PublishError: and nobody knows whether version 0 was written; the URL
+                stays claimed.
         """
         self._codec, self._compression, self._every = _check_options(codec, compression, every)
         self._lock = threading.Lock()
@@ -147,7 +148,8 @@ class Publisher:
             The result, after the comparison; some of its fields wait for the background thread.
 
         Raises:
-            PublishError: the version before could not be made durable; nothing was done for this call.
+            PublishError: the version before could not be made durable, or the weights changed in a way that
+                cannot be compared; nothing was done for this call.
             ConflictError: another writer has taken the run; every later call raises it too.
             TensorMismatchError: a tensor is unknown, or has another shape or dtype; nothing is published.
             ModelError: a tensor cannot be read. UsageError: the publisher is closed, or step is no step.
@@ -373,8 +375,8 @@ def _check_step(step: int) -> int:
         number = operator.index(step)
     except TypeError:
         number = -1
-    if number < 0:
-        raise UsageError(f"step is {step!r}; give the optimizer step as an integer, at least 0")
+    if not 0 <= number < 2**53:
+        raise UsageError(f"step is {step!r}; give the optimizer step as an integer from 0 to 2^53 - 1")
     return number
 
 

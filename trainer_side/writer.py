@@ -6,7 +6,7 @@ finds whole versions only.
 
 import logging
 import secrets
-from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
+    LimitError,
     NotFoundError,
     NoticeError,
     PublishError,
@@ -26,6 +27,7 @@ from vllm_delta_sync.wire.manifest import (
     HEAD_KEY,
     RUN_KEY,
     TABLE_KEY,
+    VERSIONS_PREFIX,
     Head,
     Manifest,
     ObjectRef,
@@ -40,6 +42,20 @@ logger = logging.getLogger(__name__)
 
 class UncertainError(PublishError):
     """The store failed in such a way that nobody knows whether the manifest was written."""
+
+
+@dataclass
+class _Made:
+    """What a start has written so far.
+
+    Attributes:
+        keys: created by it for certain. maybe: key → content, of puts whose outcome is not known.
+        committing: version 0 may have been written.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    maybe: dict[str, bytes] = field(default_factory=dict)
+    committing: bool = False
 
 
 class RunWriter:
@@ -76,17 +92,27 @@ class RunWriter:
             self._notice.close()
 
     def refuse_existing(self) -> None:
-        """Raise ConflictError if there is a run at the URL already."""
-        with suppress(NotFoundError):
-            self._bucket.stat(RUN_KEY)
-            raise self._exists()
+        """Raise ConflictError if there is a run at the URL already, or a part of one."""
+        found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if self._present(key)]
+        versions = next(iter(self._bucket.list(VERSIONS_PREFIX)), None) is not None
+        if versions and RUN_KEY in found:
+            raise ConflictError(f"{self._bucket.url} holds a run already; publish to a new run URL")
+        found += [VERSIONS_PREFIX] if versions else []
+        if found:
+            keys = ", ".join(found)
+            raise ConflictError(
+                f"{self._bucket.url} holds {keys} but no whole run: another publisher is starting there, or a start "
+                f"crashed, or a run was half removed; publish to a new run URL, or, if nobody uses this one, remove "
+                f"{keys} by hand"
+            )
 
     def start(self, manifest: Manifest, anchor: Path | None) -> None:
         """Claim the URL and commit version 0.
 
         Raises:
-            ConflictError: there is a run at the URL already. StoreError: the store failed; the claim is given
-                back.
+            ConflictError: there is a run at the URL already. StoreError: the store failed; what this call has
+                written is removed, and the message names what could not be. UncertainError: version 0 may have
+                been written; the URL stays claimed.
         """
         info = RunInfo(
             run=self.run,
@@ -95,17 +121,24 @@ class RunWriter:
             total=self._table.total,
             full_bytes=self._table.full_bytes,
         )
-        self._claim(info.to_bytes())
+        made = _Made()
         try:
-            self._bucket.put(TABLE_KEY, self._table.to_bytes(), if_absent=True)
+            self._create(RUN_KEY, info.to_bytes(), made)
+            self._create(TABLE_KEY, self._table.to_bytes(), made)
             if anchor is not None:
-                self._bucket.put(manifest.objects[0].key, anchor)
+                self._put_anchor(manifest.objects[0].key, anchor, made)
+            made.committing = True
             self.commit(manifest)
-        finally:
-            if self.newest is None:
-                with suppress(DeltaSyncError):
-                    self._bucket.delete(TABLE_KEY)
-                    self._bucket.delete(RUN_KEY)
+        except UncertainError as error:
+            raise UncertainError(f"{error.message}; {self._kept()}") from error
+        except DeltaSyncError as error:
+            left = self._take_back(made)
+            if left:
+                raise type(error)(f"{error.message}; {self._left(left)}") from error
+            raise
+        except BaseException:
+            self._abandon(manifest, made)
+            raise
         self.announce()
 
     def put_object(self, data: bytes) -> ObjectRef:
@@ -165,15 +198,80 @@ class RunWriter:
         except StoreError as error:
             raise UncertainError(f"whether {key} was written is not known: {error}") from error
 
-    def _claim(self, data: bytes) -> None:
+    def _present(self, key: str) -> bool:
         try:
-            self._bucket.put(RUN_KEY, data, if_absent=True)
-        except ConflictError as error:
-            if self._bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) != data:
-                raise self._exists() from error
+            self._bucket.stat(key)
+        except NotFoundError:
+            return False
+        return True
 
-    def _exists(self) -> ConflictError:
-        return ConflictError(f"{self._bucket.url} holds a run already; publish to a new run URL")
+    def _create(self, key: str, data: bytes, made: _Made) -> None:
+        made.maybe[key] = data
+        try:
+            self._bucket.put(key, data, if_absent=True)
+        except ConflictError as error:
+            # A put whose answer was lost and that the store's client repeats finds its own object. Only run.json
+            # proves by its content whose it is: it holds the random id of the run.
+            if not self._reads(key, data):
+                del made.maybe[key]
+                raise ConflictError(
+                    f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL"
+                ) from error
+            if key != RUN_KEY:
+                del made.maybe[key]
+                return
+        made.keys.append(key)
+        del made.maybe[key]
+
+    def _put_anchor(self, key: str, anchor: Path, made: _Made) -> None:
+        try:
+            self._bucket.put(key, anchor, if_absent=True)
+            made.keys.append(key)
+        except ConflictError:
+            # Left by an earlier start, perhaps damaged since.
+            self._bucket.put(key, anchor)
+
+    def _take_back(self, made: _Made) -> list[str]:
+        """Remove what this start has created; return the keys that may still be there."""
+        left: list[str] = []
+        # The claim goes last: as long as it stands nobody else writes here.
+        for key in [*reversed(made.maybe), *reversed(made.keys)]:
+            try:
+                if key in made.keys or self._reads(key, made.maybe[key]):
+                    self._bucket.delete(key)
+            except DeltaSyncError as error:
+                logger.warning("%s of a failed start was not removed: %s", key, error)
+                left.append(key)
+        return left
+
+    def _abandon(self, manifest: Manifest, made: _Made) -> None:
+        """After an interrupt: take back, unless version 0 may be there."""
+        try:
+            written = made.committing and self.holds(manifest)
+        except UncertainError:
+            written = True
+        if written:
+            logger.warning("interrupted while version 0 was written; %s", self._kept())
+            return
+        left = self._take_back(made)
+        if left:
+            logger.warning("interrupted; %s", self._left(left))
+
+    def _reads(self, key: str, data: bytes) -> bool:
+        try:
+            return self._bucket.get(key, max_bytes=max(len(data), limits.MAX_JSON_BYTES)) == data
+        except (NotFoundError, LimitError):
+            return False
+
+    def _kept(self) -> str:
+        return f"{self._bucket.url} stays claimed by run {self.run}: publish to a new run URL"
+
+    def _left(self, keys: list[str]) -> str:
+        names = ", ".join(keys)
+        return (
+            f"this failed start may have left {names} in {self._bucket.url}: remove by hand what is there, or "
+            "publish to a new run URL"
+        )
 
     def _point_head(self) -> None:
         if self.newest is None or not self._head_lags:

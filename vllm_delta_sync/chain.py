@@ -1,31 +1,38 @@
 """Read a run: its head, its log, its objects; every step verified before it is handed on."""
 
-from collections import Counter
+import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.chain_checks import (
+    check_base,
+    check_declared,
+    check_fingerprint,
+    check_follows,
+    check_object,
+    check_tensor_fingerprints,
+    check_tensors,
+    decode_version,
+    object_limit,
+)
 from vllm_delta_sync.checkpoint import Checkpoint
 from vllm_delta_sync.errors import (
     ChainError,
+    DeltaSyncError,
     DigestError,
     FingerprintError,
     FormatError,
     NotFoundError,
+    StoreError,
     TensorMismatchError,
 )
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.anchor import read_anchor
 from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.changes import Changes, Full
-from vllm_delta_sync.wire.container import aligned
-from vllm_delta_sync.wire.delta import DeltaContext, decode
-from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.limits import check_limit
 from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.wire.state import ModelState
@@ -33,6 +40,18 @@ from vllm_delta_sync.wire.table import TensorTable
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "Run",
+    "VerifyReport",
+    "check_declared",
+    "check_follows",
+    "decode_version",
+    "object_limit",
+    "open_run",
+]
+
+VERSION_KEY = re.compile(re.escape(keys.VERSIONS_PREFIX) + r"([0-9]{10})\.json")
 
 
 @dataclass
@@ -127,28 +146,77 @@ class Run:
 
         Raises:
             NotFoundError: nothing is published yet.
+            DeltaSyncError: HEAD.json, or a manifest that it points at or that follows, is damaged.
         """
-        manifest = self._pointed_at()
-        with suppress(NotFoundError):
-            while True:
-                manifest = self.manifest(manifest.version + 1)
+        manifest, error = self.reachable_head()
+        if error is not None:
+            raise error
         return manifest
 
-    def _pointed_at(self) -> Manifest:
+    def reachable_head(self) -> tuple[Manifest, DeltaSyncError | None]:
+        """The newest good manifest, and what is wrong with the one after it: None if there is none after it.
+
+        Follows the chain from HEAD.json on. Where HEAD.json or its target is bad, the newest good manifest before
+        that is looked for in a listing of the bucket.
+
+        Raises:
+            NotFoundError: nothing is published yet. StoreError: the store failed, so nothing can be said.
+            DeltaSyncError: no manifest is good; the first error met.
+        """
+        end = limits.MAX_VERSION + 1
+        try:
+            head = self._pointer()
+            if head is not None:
+                end = head.version
+            manifest = self._pointed_at(head)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            return self._newest_before(end, error), error
+        while True:
+            try:
+                following = self.manifest(manifest.version + 1)
+                check_follows(manifest, following)
+            except NotFoundError:
+                return manifest, None
+            except DeltaSyncError as error:
+                return manifest, error
+            manifest = following
+
+    def _pointer(self) -> Head | None:
         try:
             data = self.bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
         except NotFoundError:
-            return self.manifest(0)
+            return None
         head = Head.from_bytes(data, keys.HEAD_KEY)
         if head.run != self.info.run:
             raise ChainError(f"{keys.HEAD_KEY} points into run {head.run}, this is {self.info.run}")
-        manifest = self.manifest(head.version)
-        if manifest.digest != head.manifest:
+        return head
+
+    def _pointed_at(self, head: Head | None) -> Manifest:
+        manifest = self.manifest(0 if head is None else head.version)
+        if head is not None and manifest.digest != head.manifest:
             raise ChainError(
                 f"{keys.HEAD_KEY} points at manifest {head.manifest} as version {head.version}, which has digest "
                 f"{manifest.digest}: one of them was rewritten"
             )
         return manifest
+
+    def _newest_before(self, end: int, reason: DeltaSyncError) -> Manifest:
+        """The newest good manifest of a version below ``end``; raises ``reason`` if there is none.
+
+        From a listing, because a damaged HEAD.json may name a version far beyond those that exist.
+        """
+        found = [VERSION_KEY.fullmatch(item.key) for item in self.bucket.list(keys.VERSIONS_PREFIX)]
+        for version in sorted((int(match[1]) for match in found if match), reverse=True):
+            if version < end:
+                try:
+                    return self.manifest(version)
+                except StoreError:
+                    raise
+                except DeltaSyncError:
+                    continue
+        raise reason
 
     def log(self) -> Iterator[Manifest]:
         """Manifests from version 0 to the head, each proven to follow its parent.
@@ -195,8 +263,10 @@ class Run:
             base: checkpoint directory of version 0, where the run refers to one that is not at the recorded path.
 
         Raises:
-            NotFoundError: the base is not at hand. FingerprintError: weights do not come out as declared.
+            NotFoundError: the base is not at hand.
+            FingerprintError, TensorMismatchError: weights, or those of the base, are not as declared.
         """
+        check_base(base)
         head = self.head().version
         wanted = head if version is None else version
         if 0 <= wanted <= head:
@@ -221,9 +291,27 @@ class Run:
             if manifest.kind == "delta" and state is not None:
                 state.apply(self.changes(manifest))
             else:
-                state = ModelState(self.table, self._full_tensors(manifest, self.changes(manifest), base))
+                state = self._whole_state(manifest, self.changes(manifest), base)
             check_fingerprint(manifest, state.fingerprint)
             yield manifest, state
+
+    def _whole_state(self, manifest: Manifest, changes: Changes, base: str | Path | None) -> ModelState:
+        """Weights of an anchor or a reference, each tensor held against the manifest."""
+        try:
+            state = ModelState(self.table, self._full_tensors(manifest, changes, base))
+            check_tensors(manifest, state)
+        except (FingerprintError, TensorMismatchError) as error:
+            if manifest.kind == "anchor":
+                raise
+            raise type(error)(
+                f"{error}: the checkpoint in {str(self._location(manifest, base))!r} is not the one that the run "
+                "started from, or was overwritten since; pass --base (base= in Python) with the original checkpoint"
+            ) from error
+        return state
+
+    def _location(self, manifest: Manifest, base: str | Path | None) -> str | Path | None:
+        """Where version 0 lies: the base given, else the one recorded."""
+        return base if base is not None or manifest.base is None else manifest.base.location
 
     def _full_tensors(
         self, manifest: Manifest, changes: Changes, base: str | Path | None
@@ -232,10 +320,11 @@ class Run:
             for full in changes.full:
                 yield self.table[full.id].name, full.bits
             return
-        location = base or (manifest.base.location if manifest.base else None)
+        location = self._location(manifest, base)
         if location is None or not Path(location).is_dir():
             raise NotFoundError(
-                f"version 0 refers to the checkpoint {str(location)!r}, which is not here; pass base= with its path"
+                f"version 0 refers to the checkpoint {str(location)!r}, which is not here; pass base= with its path "
+                "(--base on the command line)"
             )
         checkpoint = Checkpoint(location)
         for spec in self.table:
@@ -250,8 +339,10 @@ class Run:
             base: as ``snapshot``. progress: called with the report so far after each version.
 
         Raises:
-            DeltaSyncError: the first thing that does not hold, naming version, object or tensor.
+            NotFoundError: ``base`` is given and not there. Without one, a recorded base that is not at hand is noted.
+            DeltaSyncError: the first thing that does not hold, naming version, object, tensor or base.
         """
+        check_base(base)
         report = VerifyReport()
         state: ModelState | None = None
         parent: Manifest | None = None
@@ -279,120 +370,10 @@ class Run:
         self, manifest: Manifest, changes: Changes, base: str | Path | None, report: VerifyReport
     ) -> ModelState | None:
         try:
-            state = ModelState(self.table, self._full_tensors(manifest, changes, base))
+            return self._whole_state(manifest, changes, base)
         except NotFoundError as error:
+            # Somebody who names a base wants the weights rebuilt; only the recorded one may be elsewhere.
+            if base is not None:
+                raise
             report.notes.append(f"weights were not rebuilt: {error}")
             return None
-        declared = manifest.tensor_fingerprints or {}
-        for spec, value in zip(self.table, state.fingerprints, strict=True):
-            if declared.get(spec.name) != value.hex():
-                raise FingerprintError(
-                    f"version {manifest.version}: tensor {spec.name!r} has fingerprint {value.hex()}, the manifest "
-                    f"says {declared.get(spec.name)}"
-                )
-        return state
-
-
-def object_limit(table: TensorTable) -> int:
-    """Bytes that an object of this model may have: twice the model plus headers; a larger one makes no sense."""
-    return 2 * table.full_bytes + 4096 * len(table) + (1 << 20)
-
-
-def check_object(ref: ObjectRef, data: bytes) -> None:
-    """Raise DigestError unless ``data`` has the size and SHA-256 that the manifest lists."""
-    if len(data) != ref.bytes:
-        raise DigestError(
-            f"object {ref.key} has {len(data)} bytes, the manifest says {ref.bytes}: truncated or replaced"
-        )
-    digest = sha256(data).hexdigest()
-    if digest != ref.sha256:
-        raise DigestError(f"object {ref.key} has SHA-256 {digest}: its bytes are damaged; fetch it again")
-
-
-def check_follows(parent: Manifest, manifest: Manifest) -> None:
-    """Raise ChainError unless ``manifest`` is the version after ``parent`` and names it by digest."""
-    if manifest.parent != parent.digest:
-        raise ChainError(
-            f"version {manifest.version} names parent {manifest.parent}, version {parent.version} is {parent.digest}: "
-            "the history was rewritten"
-        )
-    if manifest.kind == "delta" and manifest.base_version != parent.version:
-        raise ChainError(
-            f"version {manifest.version} builds on version {manifest.base_version}, held is {parent.version}"
-        )
-
-
-def check_tensor_fingerprints(manifest: Manifest, table: TensorTable) -> None:
-    """Raise unless the fingerprints per tensor, where a manifest has them, are the table's tensors and add up.
-
-    Raises:
-        TensorMismatchError: a tensor is missing or not in the table. FingerprintError: the sum is another.
-    """
-    declared = manifest.tensor_fingerprints
-    if declared is None:
-        return
-    odd = next((spec.name for spec in table if spec.name not in declared), None)
-    odd = odd or next((name for name in declared if name not in table), None)
-    if odd is not None:
-        raise TensorMismatchError(
-            f"version {manifest.version}: tensor {odd[:120]!r} is in only one of tensor_fingerprints and the table"
-        )
-    total = sum((Fingerprint.from_hex(value) for value in declared.values()), Fingerprint())
-    if total != manifest.model_fingerprint:
-        raise FingerprintError(
-            f"version {manifest.version}: tensor_fingerprints add up to {total.hex()}, fingerprint says "
-            f"{manifest.fingerprint}"
-        )
-
-
-def check_declared(parent: Manifest, manifest: Manifest, changes: Changes) -> None:
-    """Raise FingerprintError unless the declared changes lead from the parent's fingerprint to the manifest's."""
-    reached = parent.model_fingerprint + changes.fingerprint
-    if reached != manifest.model_fingerprint:
-        raise FingerprintError(
-            f"version {manifest.version}: objects lead to fingerprint {reached.hex()}, the manifest says "
-            f"{manifest.fingerprint}"
-        )
-
-
-def check_fingerprint(manifest: Manifest, measured: Fingerprint) -> None:
-    """Raise FingerprintError unless ``measured`` is the manifest's."""
-    if measured != manifest.model_fingerprint:
-        raise FingerprintError(
-            f"version {manifest.version}: weights have fingerprint {measured.hex()}, the manifest says "
-            f"{manifest.fingerprint}"
-        )
-
-
-def decode_version(manifest: Manifest, table: TensorTable, objects: list[bytes]) -> Changes:
-    """Decode a version's objects (already checked by digest) into one Changes.
-
-    Raises:
-        FormatError: counts differ from the manifest, or an anchor lacks a tensor; also what ``decode`` raises.
-    """
-    merged = Changes()
-    for ref, data in zip(manifest.objects, objects, strict=True):
-        if manifest.base_version is None:
-            container = read_anchor(data, table, ref.key)
-            merged.full += [Full(table.index(name), aligned(container.bits(name))) for name in container.entries]
-            continue
-        context = DeltaContext(manifest.run, manifest.version, manifest.base_version)
-        part = decode(data, table, context)
-        merged.sparse += part.sparse
-        merged.full += part.full
-        for tensor, change in part.fingerprints.items():
-            merged.fingerprints[tensor] = merged.fingerprints.get(tensor, Fingerprint()) + change
-    if manifest.kind == "anchor" and sorted(full.id for full in merged.full) != list(range(len(table))):
-        raise FormatError(f"anchor of version {manifest.version} does not hold each of {len(table)} tensors once")
-    in_full = Counter(full.id for full in merged.full)
-    twice = set(in_full) & {tensor for group in merged.sparse for tensor in group.ids.tolist()}
-    twice |= {tensor for tensor, times in in_full.items() if times > 1}
-    if twice:
-        raise FormatError(
-            f"version {manifest.version}: tensor {table[min(twice)].name!r} is carried in full and once more"
-        )
-    if merged.changed != manifest.changed:
-        raise FormatError(
-            f"version {manifest.version}: objects carry {merged.changed} elements, the manifest says {manifest.changed}"
-        )
-    return merged

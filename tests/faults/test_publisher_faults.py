@@ -18,6 +18,8 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError, PublishError, StoreError
+from vllm_delta_sync.wire import kernels
+from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_key
 
 Hook = Callable[[str], None]
@@ -349,6 +351,99 @@ def test_run_that_cannot_be_started_gives_its_url_back(at: str, bucket: Hooked, 
     assert open_run(bucket.url).verify().head == 1
 
 
+def refused(match: str, bucket: Bucket) -> None:
+    with pytest.raises(ConflictError, match=match):
+        Publisher({"other": torch.ones(4)}, bucket)
+
+
+@pytest.mark.parametrize("at", [RUN_KEY, TABLE_KEY, "objects/"])
+def test_failed_start_removes_what_it_wrote_and_nothing_else(at: str, bucket: Hooked, trainer: Trainer) -> None:
+    """The store fails after the write, which is there all the same."""
+    bucket.put("notes/ours.txt", b"")
+    failure = bucket.after = FailAt(at)
+    with pytest.raises(StoreError, match="injected"):
+        Publisher(trainer.live, bucket)
+    assert failure.fired
+    assert [info.key for info in bucket.list() if not info.key.startswith("objects/")] == ["notes/ours.txt"]
+    Publisher(trainer.live, bucket).close()
+
+
+@pytest.mark.parametrize("error", [StoreError("injected"), KeyboardInterrupt()])
+@pytest.mark.parametrize("written", [True, False])
+def test_start_whose_version_0_may_be_there_keeps_the_claim(
+    written: bool, error: BaseException, bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = FailAt("versions/", error)
+    if written:
+        bucket.after = failure
+    else:
+        bucket.before = failure
+    bucket.reading = FailAt("versions/", StoreError("still down"))
+    with pytest.raises((PublishError, KeyboardInterrupt)) as caught:
+        Publisher(trainer.live, bucket)
+    told = str(caught.value) if isinstance(error, StoreError) else caplog.text
+    assert "stays claimed by run" in told
+    assert "publish to a new run URL" in told
+    refused("holds a run already" if written else "holds run.json, tensors.json but no whole run", bucket)
+    if written:
+        assert open_run(bucket.url).verify().head == 0
+
+
+def test_interrupted_start_gives_its_url_back(bucket: Hooked, trainer: Trainer) -> None:
+    for at in (RUN_KEY, TABLE_KEY, "objects/"):
+        bucket.after = FailAt(at, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            Publisher(trainer.live, bucket)
+    Publisher(trainer.live, bucket).close()
+
+
+def test_start_that_cannot_tidy_says_what_is_left(bucket: Hooked, trainer: Trainer) -> None:
+    bucket.after = FailAt(RUN_KEY)
+    bucket.reading = FailAt(RUN_KEY, StoreError("still down"))
+    with pytest.raises(StoreError, match=r"injected.*may have left run\.json in .*remove by hand"):
+        Publisher(trainer.live, bucket)
+    refused(r"holds run\.json but no whole run", bucket)
+
+
+LEFTOVERS = {
+    "no run.json": ([RUN_KEY], r"holds tensors\.json, HEAD\.json, versions/ but no whole run"),
+    "table": ([RUN_KEY, HEAD_KEY, version_key(0)], r"holds tensors\.json but .* remove tensors\.json by hand"),
+    "HEAD": ([RUN_KEY, TABLE_KEY, version_key(0)], r"holds HEAD\.json but no whole run"),
+    "version": ([RUN_KEY, TABLE_KEY, HEAD_KEY], r"holds versions/ but no whole run"),
+    "claim": ([TABLE_KEY, HEAD_KEY, version_key(0)], r"holds run\.json but no whole run"),
+}
+
+
+@pytest.mark.parametrize("case", LEFTOVERS)
+def test_parts_of_a_run_are_refused_and_left_alone(case: str, bucket: Hooked, trainer: Trainer) -> None:
+    gone, message = LEFTOVERS[case]
+    Publisher(trainer.live, bucket).close()
+    for key in gone:
+        bucket.delete(key)
+    before = [info.key for info in bucket.list()]
+    refused(message, bucket)
+    assert [info.key for info in bucket.list()] == before
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_table_of_another_is_never_removed(same: bool, bucket: Hooked, trainer: Trainer, tmp_path: Path) -> None:
+    """It comes between the look at the URL and the write."""
+    Publisher(trainer.live, str(tmp_path / "same")).close()
+    table = open_bucket(str(tmp_path / "same")).get(TABLE_KEY) if same else b"{}"
+
+    def race(key: str) -> None:
+        if key == TABLE_KEY:
+            bucket._inner.put(key, table)
+        if key.startswith("versions/"):
+            raise StoreError("injected")
+
+    bucket.before = race
+    with pytest.raises(StoreError if same else ConflictError, match="injected" if same else "of another publisher"):
+        Publisher(trainer.live, bucket)
+    assert [info.key for info in bucket.list()] == [TABLE_KEY]
+    assert bucket.get(TABLE_KEY) == table
+
+
 def publish_and_break(trainer: Trainer, bucket: Hooked, before: Hook = _nothing) -> None:
     with Publisher(trainer.live, bucket) as publisher:
         bucket.before = before
@@ -379,6 +474,72 @@ def test_failed_version_is_raised_at_close(bucket: Hooked, trainer: Trainer) -> 
     with pytest.raises(PublishError, match="injected"):
         publisher.close()
     assert open_run(bucket.url).verify().head == 0
+
+
+@pytest.mark.parametrize("moved", ["more", "fewer", "others"])
+def test_weights_that_move_while_they_are_compared_make_one_whole_version(
+    moved: str, bucket: Hooked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.zeros(10_000, dtype=torch.bfloat16)
+    count = kernels.count_different
+
+    def train_meanwhile(old: Bits, new: Bits) -> int:
+        found = int(count(old, new))
+        if moved != "more":
+            weight[:50] = 0
+        if moved != "fewer":
+            weight[5_000:5_050] += 1
+        return found
+
+    with Publisher({"w": weight}, bucket) as publisher:
+        monkeypatch.setattr(kernels, "count_different", train_meanwhile)
+        for step in range(1, 4):
+            weight[:100] += 1
+            expected = weight.clone()
+            publisher.publish(step=step, wait=True)
+            publisher.flush()
+            assert_holds(bucket, step, {"w": expected})
+        monkeypatch.undo()
+    assert open_run(bucket.url).verify().replayed
+
+
+def test_training_in_another_thread_never_makes_a_broken_version(bucket: Hooked) -> None:
+    weight = torch.zeros(300_000, dtype=torch.bfloat16)
+    over = threading.Event()
+
+    def keep_training() -> None:
+        chosen = torch.arange(0, weight.numel(), 50)
+        while not over.is_set():
+            weight[chosen] += 1.0
+            chosen.add_(1).remainder_(weight.numel())
+
+    thread = threading.Thread(target=keep_training)
+    with Publisher({"w": weight}, bucket) as publisher:
+        thread.start()
+        try:
+            for step in range(1, 11):
+                publisher.publish(step=step, wait=True)
+        finally:
+            over.set()
+            thread.join()
+    report = open_run(bucket.url).verify()
+    assert (report.head, report.replayed) == (10, True)
+
+
+@pytest.mark.parametrize("miscounted", [-1, 1])
+def test_count_that_does_not_hold_is_taken_back(
+    miscounted: int, bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = kernels.count_different
+    with Publisher({"w": trainer.live["a"]}, bucket) as publisher:
+        trainer.live["a"].view(torch.int16)[:2000:20] += 1
+        monkeypatch.setattr(kernels, "count_different", lambda old, new: int(count(old, new)) + miscounted)
+        with pytest.raises(PublishError, match="'w' changed while it was compared"):
+            publisher.publish(step=1)
+        monkeypatch.undo()
+        assert publisher.publish(step=2).changed == 100
+    assert open_run(bucket.url).verify().head == 1
+    assert_holds(bucket, 1, {"w": trainer.live["a"]})
 
 
 def test_iterator_that_breaks_changes_nothing(bucket: Hooked, trainer: Trainer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from vllm_delta_sync.errors import (
     FormatError,
     LimitError,
     NotFoundError,
+    StoreError,
     TensorMismatchError,
     UnsupportedError,
     UsageError,
@@ -91,11 +93,104 @@ def test_head_may_lag_or_be_missing(pointed: int | None, path: Path) -> None:
     assert run.verify().head == HEAD
 
 
+def break_manifests(path: Path, *versions: int) -> None:
+    for version in versions:
+        (path / keys.version_key(version)).write_bytes(b'{"base"')
+
+
+def point(path: Path, version: int) -> None:
+    """Let HEAD.json name a version, rightly where there is one."""
+    file = path / keys.version_key(version)
+    digest = sha256(file.read_bytes()).hexdigest() if file.exists() else "0" * 64
+    edit(path / "HEAD.json", {"version": version, "manifest": digest})
+
+
+def break_after_a_lagging_head(path: Path) -> None:
+    point(path, 2)
+    break_manifests(path, 4)
+
+
+def other_parent_after_a_lagging_head(path: Path) -> None:
+    point(path, 2)
+    edit(path / keys.version_key(5), {"parent": "0" * 64})
+
+
+def break_first_without_a_head(path: Path) -> None:
+    (path / "HEAD.json").unlink()
+    break_manifests(path, 0)
+
+
+BEHIND: list[tuple[str, Callable[[Path], object], int, type[DeltaSyncError] | None, str]] = [
+    ("all good", lambda p: None, 5, None, ""),
+    ("target cut", lambda p: break_manifests(p, 5), 4, FormatError, "0000000005"),
+    ("target missing", lambda p: (p / keys.version_key(5)).unlink(), 4, NotFoundError, "0000000005"),
+    ("target rewritten", lambda p: edit(p / keys.version_key(5), {"step": 7}), 4, ChainError, "was rewritten"),
+    ("target of later", lambda p: edit(p / keys.version_key(5), {"format_version": 2}), 4, UnsupportedError, "reads 1"),
+    ("two bad", lambda p: break_manifests(p, 4, 5), 3, FormatError, "0000000005"),
+    ("after a lagging head", break_after_a_lagging_head, 3, FormatError, "0000000004"),
+    ("other parent", other_parent_after_a_lagging_head, 4, ChainError, "version 5 names parent"),
+    ("head garbage", lambda p: (p / "HEAD.json").write_bytes(b"\0"), 5, FormatError, "HEAD.json"),
+    ("head of another run", lambda p: edit(p / "HEAD.json", {"run": "0" * 32}), 5, ChainError, "points into run"),
+    ("head far ahead", lambda p: point(p, 9_999_999), 5, NotFoundError, "0009999999"),
+    ("no head, first bad", break_first_without_a_head, 5, FormatError, "0000000000"),
+]
+
+
+@pytest.mark.parametrize(("case", "damage", "version", "kind", "match"), BEHIND, ids=[case for case, *_ in BEHIND])
+def test_good_versions_are_reached_though_a_newer_one_is_bad(
+    case: str,
+    damage: Callable[[Path], object],
+    version: int,
+    kind: type[DeltaSyncError] | None,
+    match: str,
+    path: Path,
+) -> None:
+    damage(path)
+    (path / "versions" / "notes.txt").write_text("not a manifest")
+    run = open_run(str(path))
+    manifest, error = run.reachable_head()
+    assert manifest.version == version
+    if kind is None:
+        assert error is None
+        assert run.head() == manifest
+        return
+    assert isinstance(error, kind)
+    assert match in error.message
+    with pytest.raises(kind, match=match):
+        run.head()
+
+
+def test_no_manifest_is_good(path: Path) -> None:
+    break_manifests(path, *range(HEAD + 1))
+    run = open_run(str(path))
+    for read in (run.reachable_head, run.head):
+        with pytest.raises(FormatError, match="0000000005"):
+            read()
+
+
+def test_a_store_that_fails_is_not_taken_for_a_bad_manifest(path: Path) -> None:
+    run = open_run(str(path))
+    good = run.bucket.get
+
+    def get(key: str, *, max_bytes: int | None = None) -> bytes:
+        if key == keys.version_key(5):
+            raise StoreError("gone")
+        return good(key, max_bytes=max_bytes)
+
+    with mock.patch.object(run.bucket, "get", get):
+        with pytest.raises(StoreError, match="gone"):
+            run.reachable_head()
+        point(path, 3)
+        manifest, error = run.reachable_head()
+    assert manifest.version == 4
+    assert isinstance(error, StoreError)
+
+
 def test_a_run_without_a_version(path: Path) -> None:
     shutil.rmtree(path / "versions")
     (path / "HEAD.json").unlink()
     run = open_run(str(path))
-    for read in (run.head, run.verify, lambda: list(run.log()), run.snapshot):
+    for read in (run.head, run.reachable_head, run.verify, lambda: list(run.log()), run.snapshot):
         with pytest.raises(NotFoundError):
             read()
 
@@ -303,14 +398,40 @@ def test_another_base_is_named_by_its_first_tensor(tmp_path: Path) -> None:
     other = [array.copy() for array in bits[0]]
     other[SMALL.index("w")][7] ^= np.uint16(1)
     save_base(tmp_path / "other", other)
-    with pytest.raises(FingerprintError, match="version 0: tensor 'w' has fingerprint"):
-        run.verify(base=tmp_path / "other")
-    with pytest.raises(FingerprintError, match="version 0: weights have fingerprint"):
-        run.snapshot(base=tmp_path / "other")
+    told = r"version 0: tensor 'w' has fingerprint .* in '.*/other' is not the one .* pass --base"
+    for read in (run.verify, lambda base: run.snapshot(base=base)):
+        with pytest.raises(FingerprintError, match=told):
+            read(tmp_path / "other")
     (tmp_path / "incomplete").mkdir()
     save_file({"w": torch.zeros(40, 3, dtype=torch.bfloat16)}, tmp_path / "incomplete" / "model.safetensors")
     with pytest.raises(TensorMismatchError, match="has no tensor 'b'"):
         run.verify(base=tmp_path / "incomplete")
+
+
+def test_a_base_that_was_overwritten_is_named(tmp_path: Path) -> None:
+    run, bits = reference_run(tmp_path / "run", str(tmp_path / "base"))
+    save_base(tmp_path / "base", bits[1])
+    save_base(tmp_path / "original", bits[0])
+    with pytest.raises(FingerprintError, match=r"in '.*/base' is not .*, or was overwritten since; pass --base"):
+        run.verify()
+    (tmp_path / "base" / "model.safetensors").unlink()
+    save_file({"w": torch.zeros(7), "b": torch.zeros(4)}, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(TensorMismatchError, match=r"'w' has 7 elements .* in '.*/base' is not .* pass --base"):
+        run.verify()
+    assert run.verify(base=tmp_path / "original").replayed
+
+
+def test_a_base_that_is_asked_for_has_to_be_there(tmp_path: Path, path: Path) -> None:
+    run, bits = reference_run(tmp_path / "reference", str(tmp_path / "base"))
+    save_base(tmp_path / "base", bits[0])
+    (tmp_path / "empty").mkdir()
+    anchored = open_run(str(path))
+    for typo in (tmp_path / "typo", str(tmp_path / "base" / "model.safetensors")):
+        for read in (run.verify, anchored.verify, lambda base: run.snapshot(base=base)):
+            with pytest.raises(NotFoundError, match="is not a directory here"):
+                read(typo)
+    with pytest.raises(NotFoundError, match="holds neither"):
+        run.verify(tmp_path / "empty")
 
 
 def test_anchors_in_the_middle_of_a_chain(tmp_path: Path) -> None:

@@ -192,6 +192,11 @@ def test_verify_with_and_without_the_base(tmp_path: Path) -> None:
     done = delta_sync("verify", "--bucket", url, "--base", str(tmp_path / "other"))
     assert done.returncode == 1
     assert "fingerprint: version 0: tensor 'w'" in done.stderr
+    assert f"the checkpoint in '{tmp_path / 'other'}' is not the one" in done.stderr
+    assert "pass --base" in done.stderr
+    done = delta_sync("verify", "--bucket", url, "--base", str(tmp_path / "typo"))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith(f"delta-sync: not_found: base '{tmp_path / 'typo'}' is not a directory")
 
 
 USAGE = [
@@ -261,6 +266,8 @@ def test_interrupt_is_130_and_silent() -> None:
         "def slow(options):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(60)\n"
+        # Inherited as ignored where the tests run in the background of a shell without job control.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "cli.COMMANDS['log'] = slow\n"
         "sys.argv[1:] = ['log']\n"
         "sys.exit(cli.main())\n"

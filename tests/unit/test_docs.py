@@ -20,7 +20,7 @@ from trainer_side.result import Seconds
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.config import CONFIG_VARIABLE, Settings, environment_name
 from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.errors import error_kinds
+from vllm_delta_sync.errors import NotFoundError, error_kinds
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -177,7 +177,7 @@ def documented(title: str) -> set[str]:
 
 @pytest.fixture
 def receiver(tmp_path: Path) -> Receiver:
-    """Two versions behind it, and an error."""
+    """Two versions behind it."""
     tensors = checkpoint_tensors()
     url = str(tmp_path / "run")
     model = FusedModel()
@@ -195,8 +195,10 @@ def test_members_of_answers(receiver: Receiver) -> None:
     verified = receiver.verify()
     assert documented("`POST /delta_sync/verify` answers with:") == set(verified)
     assert documented("## Timings") == set(receiver.status()["timings_ms"])
-    with pytest.raises(Exception, match="99"):
-        receiver.advance(99)
+    (Path(receiver.settings.bucket) / "run.json").unlink()
+    with pytest.raises(NotFoundError):
+        receiver.advance()
+    assert receiver.status()["last_error"] is not None
     found = set(paths_of(receiver.status()))
     told = documented("`GET /delta_sync/status` (and")
     assert told <= found

@@ -1,13 +1,20 @@
 """The compiled loops against the plain reference in tests/reference.py."""
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vllm_delta_sync
 from tests import reference
 from tests.samples import patterns
-from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.errors import PublishError, TensorMismatchError
 from vllm_delta_sync.wire import bits as wire_bits
 from vllm_delta_sync.wire import kernels
 from vllm_delta_sync.wire.dtypes import DTYPES, DType
@@ -172,3 +179,65 @@ def test_arrays_that_do_not_fit_are_refused_before_any_loop_runs() -> None:
         wire_bits.diff("w", element, np.zeros(4, np.uint16), np.zeros(3, np.uint16))
     with pytest.raises(TensorMismatchError, match="uint16 expected"):
         wire_bits.diff("w", element, np.zeros(4, np.uint32), np.zeros(4, np.uint32))
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_compiled_code_needs_no_place_to_be_kept(writable: bool, tmp_path: Path) -> None:
+    """A copy of the package where ``__pycache__`` cannot be made, run by a user without a usable home."""
+    copy = tmp_path / "packages" / "vllm_delta_sync"
+    original = Path(vllm_delta_sync.__file__).parent
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "wire" / "__pycache__").write_text("a file, so that no directory can be made here")
+    cache = tmp_path / "cache"
+    nowhere = "/proc/nope"
+    code = (
+        "import numpy as np\n"
+        "from vllm_delta_sync.wire import kernels\n"
+        "print(kernels.__file__, kernels.count_different(np.arange(5), np.ones(5, np.int64)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={
+            **os.environ,
+            "HOME": nowhere,
+            "XDG_CACHE_HOME": nowhere,
+            "NUMBA_CACHE_DIR": str(cache) if writable else nowhere,
+            "PYTHONPATH": str(copy.parent),
+        },
+    )
+    assert (done.returncode, done.stdout) == (0, f"{copy / 'wire' / 'kernels.py'} 4\n"), done.stderr
+    assert bool(list(cache.rglob("kernels.count_different*.nbc"))) == writable
+    lines = done.stderr.splitlines()
+    assert len(lines) == (0 if writable else 1), done.stderr
+    assert all("no locator available" in line and "set NUMBA_CACHE_DIR" in line for line in lines)
+
+
+@pytest.mark.parametrize("miscounted", [-2, -1, 1, 5])
+@pytest.mark.parametrize("first", [0, 1])
+def test_array_that_moves_while_it_is_compared_is_refused_and_the_other_put_back(
+    first: int, miscounted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    element = DTYPES["BF16"]
+    old, new = np.arange(40, dtype=np.uint16), np.arange(40, dtype=np.uint16)
+    new[first::7] += 3
+    count = kernels.count_different
+    monkeypatch.setattr(kernels, "count_different", lambda before, after: count(before, after) + miscounted)
+    with pytest.raises(PublishError, match="'w' changed while it was compared"):
+        wire_bits.diff("w", element, old, new)
+    assert np.array_equal(old, np.arange(40))
+
+
+@pytest.mark.parametrize(("room", "collected"), [(0, []), (2, [0, 4]), (3, [0, 4, 8]), (5, [0, 4, 8])])
+def test_diff_counts_what_it_meets_and_writes_what_fits(room: int, collected: list[int]) -> None:
+    old, new = np.zeros(10, np.uint16), np.zeros(10, np.uint16)
+    new[::4] = 7
+    positions, distances = np.full(room, -1, np.int64), np.zeros(room, np.uint16)
+    masks = wire_bits.order_masks(DTYPES["U16"])
+    assert kernels.diff_into(old, new, *masks, np.uint64(1), positions, distances)[2] == 3
+    assert positions[: len(collected)].tolist() == collected
+    assert np.flatnonzero(old).tolist() == collected

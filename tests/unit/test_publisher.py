@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def _bfloat16(patterns: list[int]) -> torch.Tensor:
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 ]  # fmt: skip
 
 
@@ -141,6 +142,18 @@ def test_every_dtype_and_shape_goes_through(url: str) -> None:
         publisher.publish(step=1)
     assert_holds(open_run(url), 0, tensors(0))
     assert_holds(open_run(url), 1, tensors(1))
+
+
+def test_scales_of_a_module_keep_their_dtype(url: str) -> None:
+    model = nn.Linear(4, 4)
+    setattr(model, "config", SimpleNamespace(dtype="bfloat16"))  # noqa: B010  nn.Module declares none
+    model.scale = nn.Parameter(torch.ones(4).to(torch.float8_e8m0fnu), requires_grad=False)
+    with Publisher(model, url) as publisher:
+        model.scale.data.copy_(torch.full((4,), 4.0))
+        assert publisher.publish(step=1).changed == 4
+    held = dict(open_run(url).tensors())
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16, torch.float8_e8m0fnu}
+    assert same_bits(held["scale"], model.scale.detach())
 
 
 def test_unchanged_weights_make_a_version_without_objects(url: str) -> None:
@@ -301,10 +314,19 @@ def base_refusals(base: Path) -> dict[str, tuple[Any, Path, type[Exception], str
         "shape": ([("w", weight.t())], base, TensorMismatchError, r"'w' is F32 \[4, 2\] in base"),
         "kind of number": ([("n", torch.zeros(3))], base, TensorMismatchError, "'n' is I64"),
         "fp8": ([("w", weight)], base / "fp8", ModelError, "needs scales"),
-    }
+        "integer width": (
+            [("n", torch.zeros(3, dtype=torch.int32))], base, TensorMismatchError,
+            r"'n' is torch\.int32, but 'n' is I64 in base .*; give it as torch\.int64",
+        ),
+        "bool": ([("n", torch.zeros(3, dtype=torch.bool))], base, TensorMismatchError, r"'n' is torch\.bool"),
+        "scales": (
+            [("w", torch.ones(4, 2).to(torch.float8_e8m0fnu))], base, TensorMismatchError, r"float8_e8m0fnu, .* F32"
+        ),
+    }  # fmt: skip
 
 
 BASE_CASES = ["no folder", "no checkpoint", "unknown tensor", "shape", "kind of number", "fp8"]
+BASE_CASES += ["integer width", "bool", "scales"]
 
 
 @pytest.mark.parametrize("case", BASE_CASES)
@@ -415,6 +437,8 @@ WRONG: dict[str, tuple[list[tuple[str, torch.Tensor]], str]] = {
     "unknown": ([("c", torch.ones(10))], "'c' is not in this run"),
     "shape": ([("b", torch.ones(11))], r"'b' is torch\.float32 \[11\]"),
     "kind of number": ([("b", torch.ones(10, dtype=torch.int32))], r"'b' is torch\.int32"),
+    "integer width": ([("n", torch.ones(4, dtype=torch.int64))], r"int64, but 'n' is I32 .* as torch\.int32"),
+    "scales": ([("b", torch.ones(10).to(torch.float8_e8m0fnu))], r"'b' is torch\.float8_e8m0fnu"),
     "twice": ([("a", torch.ones(10))], "'a' is yielded twice"),
     "tied apart": ([("b", torch.ones(10)), ("tied", torch.zeros(10))], "'tied' is tied to 'b'"),
 }
@@ -423,7 +447,7 @@ WRONG: dict[str, tuple[list[tuple[str, torch.Tensor]], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_handed_over_weights_change_nothing(case: str, url: str) -> None:
     items, message = WRONG[case]
-    held = {"a": torch.randn(10), "b": torch.randn(10)}
+    held = {"a": torch.randn(10), "b": torch.randn(10), "n": torch.zeros(4, dtype=torch.int32)}
     live = snapshot(held)
     live["tied"] = live["b"]
     with Publisher(live, url) as publisher:

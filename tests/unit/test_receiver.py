@@ -11,7 +11,16 @@ from tests.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from trainer_side import Publisher
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, NotFoundError, WeightsLostError
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    FormatError,
+    ModelError,
+    NotFoundError,
+    WeightsLostError,
+)
 
 
 class World:
@@ -83,7 +92,7 @@ def test_follows_every_version(tmp_path: Path, codec: str) -> None:
         world.expect_exact()
         assert world.receiver.verify()["verdict"]
     assert world.port.log.count("pause") == world.port.log.count("resume") == 6
-    assert world.port.log[-4:] == ["pause", "commit", "label 6", "resume"]
+    assert world.port.log[-5:] == ["pause", "commit", "label 6", "resume", "forget"]
 
 
 def test_float32_run_is_refused_with_the_mend(tmp_path: Path) -> None:
@@ -140,9 +149,14 @@ def test_weights_changed_from_outside_are_noticed(world: World) -> None:
     world.receiver.advance()
     world.train(1)
     world.model.qkv.data[:] += 1.0
-    error = world.expect_fails("fingerprint")
-    assert "taken back" in error.message
-    assert world.port.log[-5:] == ["pause", "commit", "revert", "describe", "resume"]
+    with pytest.raises(FingerprintError, match="taken back: the weights held were changed from outside"):
+        world.receiver.advance()
+    expected = ["pause", "commit", "describe", "revert", "describe", "label 0", "resume", "label None"]
+    assert world.port.log[-len(expected) :] == expected
+    status = world.receiver.status()
+    assert status["served"] is None
+    assert status["state"] == "refused"
+    assert status["last_error"]["kind"] == "fingerprint"
 
 
 class FaultyPort(ModulePort):
@@ -160,23 +174,67 @@ class FaultyPort(ModulePort):
 
     def label(self, version: int | None) -> None:
         super().label(version)
-        if "label" in self.failing and version != 0:
+        if "label" in self.failing and version not in (None, 0):
             raise EngineError("label timed out")
 
+    def pause(self) -> None:
+        super().pause()
+        if "pause" in self.failing:
+            raise EngineError("pause timed out, and took effect")
 
-@pytest.mark.parametrize("failing", ["commit", "label"])
-def test_failure_after_the_commit_is_taken_back(world: World, failing: str) -> None:
+    def resume(self) -> None:
+        if "resume" in self.failing:
+            raise EngineError("resume timed out")
+        super().resume()
+
+
+@pytest.mark.parametrize("failing", ["pause", "commit", "label"])
+def test_failure_in_the_pause_is_taken_back(world: World, failing: str) -> None:
     port = world.port = FaultyPort(world.model, {failing})
     world.receiver.port = port
     world.receiver.advance(0)
     world.train(1)
     world.expect_fails("engine")
-    assert port.log[-1] == "resume"
+    assert port.log[-2:] == ["label 0", "resume"]
     assert world.receiver.status()["state"] == "idle"
     port.failing.clear()
     world.receiver.advance()
     assert world.receiver.status()["last_error"] is None
     world.expect_exact()
+
+
+def test_interrupt_in_the_pause_is_taken_back(world: World) -> None:
+    class Interrupted(FaultyPort):
+        def label(self, version: int | None) -> None:
+            super().label(version)
+            if version == 1 and self.failing:
+                self.failing.clear()
+                raise KeyboardInterrupt
+
+    port = world.port = Interrupted(world.model, {"once"})
+    world.receiver.port = port
+    world.receiver.advance()
+    world.train(1)
+    with pytest.raises(KeyboardInterrupt):
+        world.receiver.advance()
+    assert port.log[-2:] == ["label 0", "resume"]
+    assert world.receiver.status()["state"] == "idle"
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_engine_that_does_not_resume_is_lost_with_the_new_version(world: World) -> None:
+    port = world.port = FaultyPort(world.model, {"resume"})
+    world.receiver.port = port
+    world.receiver.advance()
+    world.train(1)
+    with pytest.raises(WeightsLostError, match="does not resume"):
+        world.receiver.advance()
+    status = world.receiver.status()
+    assert (status["state"], status["served"]["version"]) == ("lost", 1)
+    with pytest.raises(WeightsLostError):
+        world.receiver.verify()
+    assert world.receiver.status()["state"] == "lost"
 
 
 def test_engine_that_cannot_tell_stays_paused(world: World) -> None:
@@ -212,7 +270,58 @@ def test_verify_names_the_tensor_that_differs(world: World) -> None:
     outcome = world.receiver.verify()
     assert outcome["verdict"] is False
     assert outcome["mismatched"] == ["out.weight"]
-    assert world.receiver.status()["last_error"]["kind"] == "fingerprint"
+    status = world.receiver.status()
+    assert status["last_error"]["kind"] == "fingerprint"
+    assert (status["served"], status["state"]) == (None, "refused")
+    assert world.port.log[-1] == "label None"
+
+
+def test_replaced_parameter_is_noticed(world: World) -> None:
+    world.receiver.advance()
+    world.model.qkv.data = world.model.qkv.data.clone()
+    assert world.receiver.verify()["mismatched"] == ["k.weight", "q.weight", "v.weight"]
+
+
+def test_parameter_replaced_between_two_versions_is_refused(world: World) -> None:
+    world.receiver.advance()
+    world.model.qkv.data = world.model.qkv.data.clone()
+    world.train(1)
+    with pytest.raises(ModelError, match="'qkv' was replaced"):
+        world.receiver.advance()
+    assert world.receiver.status()["served"] is None
+
+
+def test_parameter_derived_from_another_is_refused(world: World) -> None:
+    world.model.absorbed = torch.nn.Parameter(world.model.norm.data * 2, requires_grad=False)
+    error = world.expect_fails("model")
+    assert "'absorbed'" in error.message
+
+
+def test_wrong_version_is_not_tried_twice(world: World) -> None:
+    world.receiver.advance()
+    forgery = next(bad for bad in BAD_VERSIONS if bad.name == "made against other weights").write(Path(world.url))
+    world.expect_fails("fingerprint")
+    pauses = world.port.log.count("pause")
+    world.expect_fails("fingerprint")
+    assert world.port.log.count("pause") == pauses
+    forgery.remove()
+    world.train(1)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_damaged_newest_version_does_not_hide_the_good_ones(world: World) -> None:
+    for step in (1, 2):
+        world.train(step)
+    damaged = Path(world.url) / "versions" / "0000000003.json"
+    damaged.write_bytes(b"{}")
+    with pytest.raises(FormatError):
+        world.receiver.advance()
+    assert world.receiver.served_version == 2
+    world.expect_exact()
+    assert world.receiver.status()["last_error"]["kind"] == "format"
+    world.receiver.advance(2)
+    assert world.receiver.status()["last_error"] is None
 
 
 @pytest.mark.parametrize("bad", BAD_VERSIONS, ids=lambda bad: bad.name)

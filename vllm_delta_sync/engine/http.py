@@ -87,7 +87,9 @@ class AdminRefused(DeltaSyncError):
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(host.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None)
+        return (mapped or address).is_loopback
     except ValueError:
         return False
 

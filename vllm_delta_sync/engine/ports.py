@@ -1,12 +1,13 @@
 """The two engines behind ``EnginePort``: the API server's asynchronous client, and an offline ``LLM``."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import compat
-from vllm_delta_sync.engine.receiver import Answer
+from vllm_delta_sync.engine.transaction import Answer
 from vllm_delta_sync.errors import EngineError
 
 CALL_TIMEOUT_S = 120.0
@@ -53,6 +54,14 @@ class ServerPort:
         self._run(compat.label_weights(self._client, version))
 
 
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # vLLM reports a worker's failure as a bare exception
+        raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+
+
 class OfflinePort:
     """An ``LLM`` object, used between two ``generate`` calls: nothing runs, so nothing is paused."""
 
@@ -62,9 +71,10 @@ class OfflinePort:
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
         """See EnginePort."""
-        answers: list[Answer] = self._llm.collective_rpc(
-            "delta_sync_call", timeout=CALL_TIMEOUT_S, args=(method, arguments)
-        )
+        with _engine_errors():
+            answers: list[Answer] = self._llm.collective_rpc(
+                "delta_sync_call", timeout=CALL_TIMEOUT_S, args=(method, arguments)
+            )
         return answers
 
     def pause(self) -> None:
@@ -74,9 +84,11 @@ class OfflinePort:
 
     def resume(self) -> None:
         """Drop cached keys and values of the older policy, as the setting says."""
-        if self._clear:
-            self._llm.reset_prefix_cache()
+        with _engine_errors():
+            if self._clear:
+                self._llm.reset_prefix_cache()
 
     def label(self, version: int | None) -> None:
         """See EnginePort."""
-        self._llm.llm_engine.set_weight_version(compat.NO_VERSION if version is None else str(version))
+        with _engine_errors():
+            self._llm.llm_engine.set_weight_version(compat.NO_VERSION if version is None else str(version))

@@ -138,6 +138,7 @@ class RankReceiver:
             manifest, parent: canonical texts; parent is None for version 0.
         """
         run, routes = self._proven()
+        routes.check_live()
         self._staged = None
         target = Manifest.from_bytes(manifest.encode())
         if target.kind == "delta":
@@ -182,6 +183,7 @@ class RankReceiver:
             {"matched": whether the weights changed as declared, "ms": time}. If not, call ``revert``.
         """
         _, routes = self._proven()
+        routes.check_live()
         patch = self._staged
         if patch is None or patch.version != version:
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
@@ -203,6 +205,11 @@ class RankReceiver:
             commits.revert_or_give_up(patch, routes, undo)
         self._applied, self.fingerprints, self.version = None, fingerprints, version
         return {"version": self.version}
+
+    def forget(self) -> Answer:
+        """Give up the way back from the last commit, and the memory it takes."""
+        self._applied = None
+        return {}
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -226,11 +233,13 @@ class RankReceiver:
             expected = self.fingerprints[position]
             measured = routes.fingerprint(position) if routes.routes[position] else expected
             total += measured
-            if measured != expected:
+            if measured != expected or not routes.is_live(position):
                 mismatched.append(spec.name)
         return {"version": self.version, "fingerprint": total.hex(), "mismatched": mismatched}
 
     def _proven(self) -> tuple[Run, RouteMap]:
+        if not self.intact:
+            raise WeightsLostError("this rank cannot tell what its weights are; start the server again")
         if self.run is None or self.routes is None:
             raise EngineError("this rank has not proven its routes yet")
         return self.run, self.routes

@@ -8,11 +8,11 @@ import logging
 import threading
 import time
 from collections import deque
-from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from vllm_delta_sync.chain import Run, check_follows, open_run
 from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.transaction import Answer, EnginePort, Mismatch, Transaction, raise_if_error
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -23,24 +23,22 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UnsupportedError,
     WeightsLostError,
-    error_kinds,
 )
 from vllm_delta_sync.wire.manifest import Manifest
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
 
-Answer = dict[str, Any]
 State = Literal["waiting_for_run", "proving", "refused", "idle", "staging", "committing", "verifying", "lost"]
 STATES: dict[State, str] = {
     "waiting_for_run": "the bucket holds no run yet, or cannot be read; see last_error",
     "proving": "tracing the model's loader and comparing its weights with the run's version 0",
-    "refused": "this model cannot follow this run; last_error names tensor and reason",
+    "refused": "this model cannot follow this run, or its weights are no version any more; see last_error",
     "idle": "serving; nothing under way",
     "staging": "fetching, verifying, decoding and routing a version, beside generation",
     "committing": "the engine is paused and weights are being patched",
     "verifying": "rescanning all weights against what the history declares",
-    "lost": "a commit could neither be finished nor taken back; the engine stays paused, start the server again",
+    "lost": "a commit could neither be finished nor taken back, or generation does not resume: start the server again",
 }
 
 REFUSALS = (ModelError, ChainError, TensorMismatchError, UnsupportedError)
@@ -48,22 +46,6 @@ REFUSALS = (ModelError, ChainError, TensorMismatchError, UnsupportedError)
 RECENT_COMMITS = 64
 POLL_SHORTEST_S = 0.001
 POLL_LONGEST_S = 0.02
-
-
-class EnginePort(Protocol):
-    """What the receiver needs of an engine."""
-
-    def call(self, method: str, arguments: Answer) -> list[Answer]:
-        """WorkerExtension.delta_sync_call on every rank."""
-
-    def pause(self) -> None:
-        """Stop generation between two steps."""
-
-    def resume(self) -> None:
-        """Let generation go on."""
-
-    def label(self, version: int | None) -> None:
-        """Name the weights that produce outputs from now on; None: they are no known version."""
 
 
 class Receiver:
@@ -82,6 +64,8 @@ class Receiver:
         self._timings: dict[str, float] = {}
         self._recent: deque[Answer] = deque(maxlen=RECENT_COMMITS)
         self._commits = 0
+        # Digest and message of a version that was committed and taken back: trying again would only pause again.
+        self._rejected = ("", "")
 
     @property
     def served_version(self) -> int | None:
@@ -123,14 +107,13 @@ class Receiver:
         """Bring the engine to a version, the head if None, committing each version on the way.
 
         Raises:
-            DeltaSyncError: the first thing that failed; weights are then those of ``served_version``.
+            DeltaSyncError: the first thing that failed; what is served then is ``served_version``.
         """
-        if self._state == "lost":
-            raise WeightsLostError(STATES["lost"])
+        self._refuse_lost()
         try:
-            self._refresh()
+            stopped_by = self._refresh()
         except DeltaSyncError as error:
-            self._fail(error)
+            self.fail(error)
             raise
         target = self._target(version)
         try:
@@ -138,10 +121,19 @@ class Receiver:
                 self._prove()
             while self._served is not None and self._served.version < target:
                 self._step(self._manifest(self._served.version + 1))
+            if version is None and stopped_by is not None:
+                raise stopped_by
         except DeltaSyncError as error:
-            self._fail(error)
+            self.fail(error)
             raise
+        finally:
+            if self._state in ("proving", "staging", "committing"):
+                self._set(state="idle" if self._served is not None else "waiting_for_run")
         self._set(state="idle", error=None)
+
+    def _refuse_lost(self) -> None:
+        if self._state == "lost":
+            raise WeightsLostError(STATES["lost"])
 
     def _target(self, version: int | None) -> int:
         """The version to go to. What the caller got wrong is not recorded as the receiver's last error."""
@@ -161,30 +153,44 @@ class Receiver:
 
     def verify(self) -> Answer:
         """Rescan every rank's weights: ``verdict`` is True only if they are the served version's, bit for bit."""
+        self._refuse_lost()
         served = self._served
         if served is None:
             raise EngineError("no version is served yet; there is nothing to verify against")
+        outcome = self._rescan(served)
+        if not outcome["verdict"]:
+            shown = ", ".join(outcome["mismatched"][:3]) or "the sum"
+            error = FingerprintError(f"served weights are not version {served.version}: {shown} differ")
+            self._distrust(error)
+        return outcome
+
+    def _rescan(self, served: Manifest) -> Answer:
+        before = self._state
         self._set(state="verifying")
         try:
             answers = self._operate("verify", {})
         finally:
-            self._set(state="idle")
+            self._set(state=before)
         mismatched = sorted({name for answer in answers for name in answer["mismatched"]})
         measured = answers[0]["fingerprint"]
-        verdict = not mismatched and measured == served.fingerprint and answers[0]["version"] == served.version
-        if not verdict:
-            shown = ", ".join(mismatched[:3]) or "the sum"
-            self._fail(FingerprintError(f"served weights are not version {served.version}: {shown} differ"))
+        right = measured == served.fingerprint and answers[0]["version"] == served.version
         return {
-            "verdict": verdict,
+            "verdict": right and not mismatched,
             "version": served.version,
             "fingerprint": measured,
             "expected": served.fingerprint,
             "mismatched": mismatched,
         }
 
-    def _refresh(self) -> None:
-        """Open the run, notice if it was replaced, and read the head."""
+    def _distrust(self, error: DeltaSyncError) -> None:
+        """The weights are no version any more: say so in status and spans until they are proven again."""
+        with self._lock:
+            self._served = None
+            self._state, self._error = "refused", {"kind": error.kind, "message": error.message}
+        self.port.label(None)
+
+    def _refresh(self) -> DeltaSyncError | None:
+        """Open the run, notice if it was replaced, find the newest good manifest; returns what is wrong beyond it."""
         if self.is_replaced():
             run = open_run(self.settings.bucket)
             if self.run is not None:
@@ -195,9 +201,10 @@ class Receiver:
                 self.run, self._served, self._head = run, None, None
         if self._state == "waiting_for_run":
             self._set(state="proving" if self._served is None else "idle")
-        head = self._run().head()
+        head, stopped_by = self._run().reachable_head()
         with self._lock:
             self._head = head
+        return stopped_by
 
     def _run(self) -> Run:
         if self.run is None:
@@ -212,7 +219,11 @@ class Receiver:
         """Establish what the engine holds: version 0, or something that an anchor can replace."""
         self._set(state="proving")
         first = self._manifest(0)
-        answers = self._operate("prove", {"url": self.settings.bucket, "manifest": first.to_bytes().decode()})
+        try:
+            answers = self._operate("prove", {"url": self.settings.bucket, "manifest": first.to_bytes().decode()})
+        except REFUSALS as error:
+            self._distrust(error)
+            raise
         with self._lock:
             self._ranks = [
                 {
@@ -236,29 +247,35 @@ class Receiver:
             logger.info("%d tensors differ from version 0; taking its anchor", wrong["different_count"])
             self._step(first)
         else:
-            raise ChainError(
+            unlike = ChainError(
                 f"this server's weights are not the run's base: {wrong['different_count']} of {wrong['tensors']} "
                 f"tensors differ, first {wrong['different'][0]!r}. Start vLLM from the checkpoint the run refers to "
                 f"({first.base.location if first.base else 'unknown'}); if it was, this model keeps those tensors in "
                 "another layout than it loads them in, and cannot be patched in place"
             )
+            self._distrust(unlike)
+            raise unlike
 
     def _step(self, target: Manifest) -> None:
         """Stage and commit one version."""
         parent = self._served
         if parent is not None:
             check_follows(parent, target)
+        if target.digest == self._rejected[0]:
+            raise FingerprintError(self._rejected[1])
         self._set(state="staging")
         arguments = {
             "manifest": target.to_bytes().decode(),
             "parent": None if parent is None else parent.to_bytes().decode(),
         }
-        staged = self._operate("stage", arguments)
+        try:
+            staged = self._operate("stage", arguments)
+        except ModelError as error:
+            self._distrust(error)
+            raise
         timings = {name: max(answer["ms"][name] for answer in staged) for name in staged[0]["ms"]}
-        self._set(state="committing")
         timings |= self._commit(target)
         with self._lock:
-            self._served = target
             self._timings = {name: round(value, 3) for name, value in timings.items()}
             self._commits += 1
             self._recent.append(
@@ -280,57 +297,34 @@ class Receiver:
         )
 
     def _commit(self, target: Manifest) -> dict[str, float]:
-        """Pause, commit on all ranks or take it back on all, resume."""
-        clock = [time.perf_counter()]
-        self.port.pause()
+        self._set(state="committing")
+        transaction = Transaction(self.port, target.version, self.served_version)
         try:
-            clock.append(time.perf_counter())
-            answers = self.port.call("commit", {"version": target.version})
-            clock.append(time.perf_counter())
-            if not all(answer.get("matched") for answer in answers):
-                self._take_back(target, answers)
-            self.port.label(target.version)
-        except DeltaSyncError as error:
-            self._settle(target, error)
-            self.port.resume()
-            raise
-        self.port.resume()
-        clock.append(time.perf_counter())
-        spans = [1e3 * (end - start) for start, end in pairwise(clock)]
-        return {"wait": spans[0], "commit": spans[1], "resume": spans[2], "pause": 1e3 * (clock[-1] - clock[0])}
+            transaction.commit()
+        except Mismatch as error:
+            raise self._judge(target, error) from error
+        with self._lock:
+            self._served = target
+        timings = transaction.resume()
+        # Only now: until generation goes on, the undo data is the way back.
+        self.port.call("forget", {})
+        return timings
 
-    def _settle(self, target: Manifest, error: DeltaSyncError) -> None:
-        """After a failed commit: make sure that every rank holds what it held before, or do not resume.
-
-        Raises:
-            WeightsLostError: a rank does not answer, or cannot tell what it holds.
-        """
-        try:
-            held = self.port.call("describe", {})
-            if any(answer.get("version") == target.version for answer in held):
-                held = self.port.call("revert", {}) and self.port.call("describe", {})
-            if all(answer.get("intact") and answer.get("version") == self.served_version for answer in held):
-                return
-            reason = error.message
-        except DeltaSyncError as second:
-            reason = f"{error.message}; then {second.message}"
-        raise WeightsLostError(f"{STATES['lost']} (version {target.version}: {reason})") from error
-
-    def _take_back(self, target: Manifest, answers: list[Answer]) -> None:
-        if any("matched" in answer for answer in answers):
-            for answer in self.port.call("revert", {}):
-                _raise_if_error(answer)
-        for answer in answers:
-            _raise_if_error(answer)
-        raise FingerprintError(
-            f"version {target.version} did not change the weights as declared, so it was taken back: the weights held "
-            f"are not version {self.served_version}, or were changed from outside"
-        )
+    def _judge(self, target: Manifest, error: Mismatch) -> FingerprintError:
+        """A commit was taken back: was the version wrong, or the weights held? A rescan tells."""
+        served = self._served
+        if served is not None and self._rescan(served)["verdict"]:
+            wrong = f"{error.message}: it was made against other weights than version {served.version}"
+            self._rejected = (target.digest, wrong)
+            return FingerprintError(wrong)
+        changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
+        self._distrust(changed)
+        return changed
 
     def _operate(self, operation: str, arguments: Answer) -> list[Answer]:
         """Start an operation on every rank and poll until all are done."""
         for answer in self.port.call("start", {"operation": operation, "arguments": arguments}):
-            _raise_if_error(answer)
+            raise_if_error(answer)
         pause = POLL_SHORTEST_S
         while True:
             time.sleep(pause)
@@ -339,7 +333,7 @@ class Receiver:
                 break
             pause = min(2 * pause, POLL_LONGEST_S)
         for answer in answers:
-            _raise_if_error(answer)
+            raise_if_error(answer)
         return answers
 
     def _set(self, state: State, error: dict[str, str] | Literal["as is"] | None = "as is") -> None:
@@ -348,12 +342,13 @@ class Receiver:
             if error != "as is":
                 self._error = error  # type: ignore[assignment]
 
-    def _fail(self, error: DeltaSyncError) -> None:
-        state: State = "idle"
+    def fail(self, error: DeltaSyncError) -> None:
+        """Show an error in status until something succeeds."""
+        state: State = "idle" if self._served is not None else "waiting_for_run"
         if isinstance(error, WeightsLostError):
             state = "lost"
-        elif self._served is None:
-            state = "refused" if isinstance(error, REFUSALS) else "waiting_for_run"
+        elif self._state == "refused":
+            state = "refused"
         self._set(state=state, error={"kind": error.kind, "message": error.message})
 
 
@@ -361,9 +356,3 @@ def _point(manifest: Manifest | None) -> Answer | None:
     if manifest is None:
         return None
     return {"version": manifest.version, "step": manifest.step, "fingerprint": manifest.fingerprint}
-
-
-def _raise_if_error(answer: Answer) -> None:
-    if "error" in answer:
-        kind, message = answer["error"]["kind"], answer["error"]["message"]
-        raise error_kinds().get(kind, EngineError)(message)

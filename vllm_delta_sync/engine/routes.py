@@ -1,11 +1,12 @@
 """Routes: where each element of a checkpoint lives in a model's memory. ``trace.py`` finds them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from vllm_delta_sync.engine.regions import Region
+from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.wire.bits import Bits, Positions
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_elements, fingerprint_tensor
 from vllm_delta_sync.wire.table import TensorTable
@@ -16,11 +17,20 @@ GATHER_ELEMENTS = 1 << 22
 
 @dataclass
 class Destination:
-    """One storage that holds weights: its name for messages, and all of it as a flat signed-integer tensor."""
+    """One storage that holds weights: its name for messages, all of it as a flat signed-integer tensor, and the
+    (module, attribute) pairs that own it."""
 
     name: str
     dtype: torch.dtype
     flat: torch.Tensor
+    owners: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether every module attribute that had this storage when routes were traced still has it."""
+        storage = self.flat.untyped_storage()._cdata
+        found = (getattr(module, attribute, None) for module, attribute in self.owners)
+        return all(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata == storage for t in found)
 
     @property
     def bits(self) -> Bits:
@@ -64,6 +74,20 @@ class RouteMap:
     def unloaded(self) -> list[str]:
         """Names of the run's tensors that the model's loader leaves out."""
         return [spec.name for spec, routes in zip(self.table, self.routes, strict=True) if not routes and spec.numel]
+
+    def is_live(self, tensor: int) -> bool:
+        """Whether a tensor's destinations are still what the model computes with."""
+        return all(self.destinations[route.destination].is_live for route in self.routes[tensor])
+
+    def check_live(self) -> None:
+        """Raise ModelError if a parameter was replaced by another tensor since routes were traced."""
+        used = sorted({route.destination for routes in self.routes for route in routes})
+        dead = next((self.destinations[i].name for i in used if not self.destinations[i].is_live), None)
+        if dead is not None:
+            raise ModelError(
+                f"parameter {dead!r} was replaced by another tensor after it was proven (a reload, or .data = ...): "
+                "patches would not reach the model; start the server again"
+            )
 
     def fingerprint(self, tensor: int) -> Fingerprint:
         """Gather one checkpoint tensor through its routes and hash it: what this model really holds."""

@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.receiver import EnginePort, Receiver
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.transaction import EnginePort
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError
 from vllm_delta_sync.notice import NoticeSubscriber
 
@@ -17,6 +18,7 @@ logger = logging.getLogger("vllm.delta_sync")
 
 LONGEST_RETRY_SECONDS = 30.0
 NOTICE_WAIT_SECONDS = 0.5
+SHORTEST_LOOK_SECONDS = 0.02
 REPEAT_ERROR_SECONDS = 60.0
 
 
@@ -58,11 +60,14 @@ class ReceiverService:
 
     def _follow(self) -> None:
         while not self._stop.is_set():
+            looked = time.monotonic()
             self._serve_requests()
             if self._settings.policy == "follow":
                 self._advance()
             self._wake.wait(self._delay())
             self._wake.clear()
+            # However many notices come, the bucket is looked at so often and no oftener.
+            self._stop.wait(max(0.0, looked + SHORTEST_LOOK_SECONDS - time.monotonic()))
 
     def _delay(self) -> float:
         if not self._failures:
@@ -84,7 +89,9 @@ class ReceiverService:
             self._say(error)
         except Exception as error:  # the thread must outlive any bug, and status must show it
             self._failures += 1
-            self._say(EngineError(f"unexpected {type(error).__name__}: {error}"))
+            failure = EngineError(f"unexpected {type(error).__name__}: {error}")
+            self.receiver.fail(failure)
+            self._say(failure)
             logger.exception("the receiver failed unexpectedly")
 
     def _replaced(self) -> bool:
@@ -121,6 +128,7 @@ class ReceiverService:
         """Wake the follower on notices; the run's id is the topic, so wait until it is known."""
         subscriber: NoticeSubscriber | None = None
         topic: str | None = None
+        announced = -1
         while not self._stop.is_set():
             run = self.receiver.run_id
             if run is None:
@@ -130,8 +138,10 @@ class ReceiverService:
                 if subscriber is None or run != topic:
                     if subscriber is not None:
                         subscriber.close()
-                    subscriber, topic = NoticeSubscriber(str(self._settings.notice), run), run
-                if subscriber.receive(NOTICE_WAIT_SECONDS) is not None:
+                    subscriber, topic, announced = NoticeSubscriber(str(self._settings.notice), run), run, -1
+                notice = subscriber.receive(NOTICE_WAIT_SECONDS)
+                if notice is not None and notice.version > announced:
+                    announced = notice.version
                     self._wake.set()
             except NoticeError as error:
                 self._say(error)

@@ -31,6 +31,7 @@ class LoadableModel(Protocol):
     def load_weights(self, weights: Any) -> Any: ...
     def named_parameters(self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...) -> Any: ...
     def named_buffers(self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...) -> Any: ...
+    def get_submodule(self, target: str) -> torch.nn.Module: ...
 
 
 @dataclass
@@ -56,18 +57,29 @@ class _Recorder(TorchDispatchMode):
         self._sources: dict[int, int] = {}
         # Storages are told apart by address of their implementation, which may be reused once one is freed.
         self._alive: list[torch.Tensor] = []
-        for kind in (model.named_parameters, model.named_buffers):
-            for name, tensor in kind(remove_duplicate=False):
-                self._add_destination(name, tensor)
+        self.parameters: set[int] = set()
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            destination = self._add_destination(model, name, tensor)
+            if destination is not None:
+                self.parameters.add(destination)
+        for name, tensor in model.named_buffers(remove_duplicate=False):
+            self._add_destination(model, name, tensor)
 
-    def _add_destination(self, name: str, tensor: torch.Tensor) -> None:
+    def _add_destination(self, model: LoadableModel, name: str, tensor: torch.Tensor) -> int | None:
         storage = tensor.untyped_storage()
-        if storage.size() == 0 or storage._cdata in self._by_storage or tensor.element_size() not in SIGNED:
-            return
+        if storage.size() == 0 or tensor.element_size() not in SIGNED:
+            return None
+        path, _, attribute = name.rpartition(".")
+        owner = (model.get_submodule(path), attribute)
+        known = self._by_storage.get(storage._cdata)
+        if known is not None:
+            self.destinations[known].owners.append(owner)
+            return known
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat.set_(storage, 0, (storage.size() // tensor.element_size(),), (1,))
         self._by_storage[storage._cdata] = len(self.destinations)
-        self.destinations.append(Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()])))
+        self.destinations.append(Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), [owner]))
+        return len(self.destinations) - 1
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The run's tensors without data, as a loader would get them."""
@@ -178,12 +190,16 @@ def _prove_sources(recorder: _Recorder) -> None:
 
 
 def _prove_destinations(recorder: _Recorder) -> None:
-    """No two tensors, and no tensor and padding, share a destination element."""
+    """No two tensors share a destination element, none is padding, and no parameter is left out.
+
+    A parameter that no tensor reaches may be derived from one that is (absorbed projections, packed copies): it would
+    go stale without anybody noticing.
+    """
     by_destination: dict[int, list[tuple[str, Region]]] = defaultdict(list)
     for copy in recorder.copies:
         by_destination[copy.destination].append((recorder.table[copy.tensor].name, copy.target))
     for destination, region in recorder.paddings:
-        if destination in by_destination and region.numel:
+        if region.numel:
             by_destination[destination].append(("padding", region))
     for destination, owned in by_destination.items():
         found = recorder.destinations[destination]
@@ -191,3 +207,11 @@ def _prove_destinations(recorder: _Recorder) -> None:
         if pair is not None:
             first, second = (owned[position][0] for position in pair)
             raise ModelError(f"tensors {first!r} and {second!r} are loaded to the same memory of {found.name!r}")
+    for destination in sorted(recorder.parameters):
+        found = recorder.destinations[destination]
+        covered = sum(region.numel for _, region in by_destination[destination])
+        if covered != found.flat.numel():
+            raise ModelError(
+                f"parameter {found.name!r} gets {covered} of its {found.flat.numel()} elements from the checkpoint: "
+                "the rest may be derived from other weights and would go stale, so this model is refused"
+            )

@@ -27,12 +27,15 @@ class WorkerExtension:
     delta_sync_receiver: "RankReceiver | None" = None
 
     def delta_sync_call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run one of start, poll, commit, revert, describe on this rank's receiver."""
+        """Run one of start, poll, commit, revert, forget, describe on this rank's receiver."""
         contacted.set()
         try:
             return self._delta_sync_dispatch(method, arguments)
         except DeltaSyncError as error:
             return {"error": {"kind": error.kind, "message": error.message}}
+        except Exception as error:  # an exception would end the worker under some executors
+            logger.exception("the receiver failed unexpectedly")
+            return {"error": {"kind": EngineError.kind, "message": f"unexpected {type(error).__name__}: {error}"}}
 
     def _delta_sync_dispatch(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         # Imported late: numba must not be loaded before vLLM has initialized its worker.
@@ -50,6 +53,8 @@ class WorkerExtension:
             return receiver.commit(arguments["version"])
         if method == "revert":
             return receiver.revert()
+        if method == "forget":
+            return receiver.forget()
         if method == "describe":
             return receiver.describe()
         raise EngineError(f"method {method!r} is unknown; this worker and its controller are of different releases")

@@ -8,7 +8,7 @@ patterns monotonically (docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.errors import PublishError, TensorMismatchError
 from vllm_delta_sync.wire.dtypes import DType
 from vllm_delta_sync.wire.fingerprint import Fingerprint, tensor_seed
 
@@ -35,6 +35,7 @@ def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits
 
     Raises:
         TensorMismatchError: the arrays are not of one size and of the dtype's width.
+        PublishError: ``new`` changed meanwhile; ``old`` was put back.
     """
     if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
         raise TensorMismatchError(
@@ -48,7 +49,13 @@ def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits
     distances = np.empty(changed, dtype.uint)
     if not changed:
         return positions, distances, Fingerprint()
-    low, high = kernels.diff_into(old, new, *order_masks(dtype), np.uint64(tensor_seed(name)), positions, distances)
+    seed = np.uint64(tensor_seed(name))
+    low, high, found = kernels.diff_into(old, new, *order_masks(dtype), seed, positions, distances)
+    if found != changed:
+        revert_distances(dtype, old, positions[:found], distances[:found])
+        raise PublishError(
+            f"tensor {name!r} changed while it was compared ({changed} differences, then {found}); diff a copy of it"
+        )
     return positions, distances, Fingerprint(int(low), int(high))
 
 

@@ -7,8 +7,12 @@ tests/unit/test_kernels.py holds each function against a plain numpy reference.
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
+import logging
+
 import numba
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 # GOLDEN, BITS and FINAL are the increment and the multipliers of splitmix64 (Steele, Lea, Flood 2014; Stafford's
 # mix 13), PREMIX is the multiplier of degski's hash64, LANE is xxHash64's second prime. docs/FORMAT.md fixes them.
@@ -22,7 +26,26 @@ S32 = np.uint64(32)
 ZERO = np.uint64(0)
 ONE = np.uint64(1)
 
-_compile = numba.njit(cache=True, nogil=True)
+
+def _can_cache():
+    """Whether numba finds a place for compiled code. It looks when it decorates, and raises where there is none."""
+
+    def probe():
+        return None
+
+    try:
+        numba.njit(cache=True)(probe)
+    except RuntimeError as error:
+        logger.warning(
+            "loops are compiled anew in each process, which takes seconds: %s; set NUMBA_CACHE_DIR to a writable "
+            "directory to keep them",
+            error,
+        )
+        return False
+    return True
+
+
+_compile = numba.njit(cache=_can_cache(), nogil=True)
 _inline = numba.njit(inline="always")
 
 
@@ -46,23 +69,22 @@ def _high(low):
     return z ^ (z >> S29)
 
 
+# Written without branches: the sign of a weight is a coin toss, and each wrong guess would wait for the cache miss
+# that fetches it, one after the other.
 @_inline
-def _key(bits, sign, mask):
+def _fold(sign, mask):
+    return (mask ^ sign) * np.uint64(sign != ZERO)
+
+
+@_inline
+def _key(bits, sign, fold):
     """Monotone order: negative floats mirrored below the positive ones; a bijection of all patterns."""
-    if sign == ZERO:
-        return bits
-    if bits & sign:
-        return bits ^ mask
-    return bits ^ sign
+    return bits ^ (((ZERO - np.uint64((bits & sign) != ZERO)) & fold) ^ sign)
 
 
 @_inline
-def _unkey(key, sign, mask):
-    if sign == ZERO:
-        return key
-    if key & sign:
-        return key ^ sign
-    return key ^ mask
+def _unkey(key, sign, fold):
+    return key ^ (((ZERO - np.uint64((key & sign) == ZERO)) & fold) ^ sign)
 
 
 @_compile
@@ -124,70 +146,103 @@ def count_different(old, new):
 
 @_compile
 def diff_into(old, new, sign, mask, seed, positions, distances):
-    """Collect changed positions and distances, bring ``old`` up to ``new`` → fingerprint change (low, high)."""
+    """Collect changed positions and distances, bring ``old`` up to ``new`` → fingerprint change (low, high), found.
+
+    ``found`` counts all differences that were met. It is ``positions.size`` unless the arrays moved since they
+    were counted: beyond it nothing is collected, and ``old`` stays. Callers check it.
+    """
+    fold = _fold(sign, mask)
     low_sum = ZERO
     high_sum = ZERO
     cursor = 0
     for i in range(old.size):
-        if old[i] != new[i]:
+        # Read once: what is compared, collected and stored must be one value.
+        fresh = new[i]
+        if old[i] != fresh:
+            if cursor >= positions.size:
+                # Weights that move while they are compared must not make this write past its arrays.
+                cursor += 1
+                continue
             before = np.uint64(old[i])
-            after = np.uint64(new[i])
+            after = np.uint64(fresh)
             positions[cursor] = i
-            distances[cursor] = (_key(after, sign, mask) - _key(before, sign, mask)) & mask
+            distances[cursor] = (_key(after, sign, fold) - _key(before, sign, fold)) & mask
             cursor += 1
             x = _premix(seed, np.uint64(i))
             low_before = _low(x, before)
             low_after = _low(x, after)
             low_sum += low_after - low_before
             high_sum += _high(low_after) - _high(low_before)
-            old[i] = new[i]
-    return low_sum, high_sum
+            old[i] = fresh
+    return low_sum, high_sum, cursor
+
+
+# The three loops below touch memory far apart. They work in pieces of PIECE elements, in passes: fetch, compute,
+# store. Passes that only fetch or only store keep many cache misses under way at once; a single loop would hold few,
+# because the arithmetic of each element takes up the processor's window.
+PIECE = 1024
 
 
 @_compile
 def add_distances(bits, positions, distances, sign, mask, negate):
     """bits[p] moved by +distance (or −distance) in monotone order, modulo 2^width; in place."""
-    for i in range(positions.size):
-        p = positions[i]
-        step = np.uint64(distances[i])
-        if negate:
-            step = (ZERO - step) & mask
-        bits[p] = _unkey((_key(np.uint64(bits[p]), sign, mask) + step) & mask, sign, mask)
+    fold = _fold(sign, mask)
+    old = np.empty(PIECE, bits.dtype)
+    for start in range(0, positions.size, PIECE):
+        count = min(PIECE, positions.size - start)
+        for i in range(count):
+            old[i] = bits[positions[start + i]]
+        for i in range(count):
+            step = np.uint64(distances[start + i])
+            if negate:
+                step = ZERO - step
+            old[i] = _unkey((_key(np.uint64(old[i]), sign, fold) + step) & mask, sign, fold)
+        for i in range(count):
+            bits[positions[start + i]] = old[i]
 
 
 @_compile
 def commit_relative(bits, positions, distances, premix, sign, mask):
-    """Gather, add, scatter, and hash in one pass; → fingerprint change (low, high)."""
+    """Gather, add, scatter, and hash; → fingerprint change (low, high)."""
+    fold = _fold(sign, mask)
     low_sum = ZERO
     high_sum = ZERO
-    for i in range(positions.size):
-        p = positions[i]
-        before = np.uint64(bits[p])
-        after = _unkey((_key(before, sign, mask) + np.uint64(distances[i])) & mask, sign, mask)
-        bits[p] = after
-        x = premix[i]
-        low_before = _low(x, before)
-        low_after = _low(x, after)
-        low_sum += low_after - low_before
-        high_sum += _high(low_after) - _high(low_before)
+    old = np.empty(PIECE, bits.dtype)
+    for start in range(0, positions.size, PIECE):
+        count = min(PIECE, positions.size - start)
+        for i in range(count):
+            old[i] = bits[positions[start + i]]
+        for i in range(count):
+            before = np.uint64(old[i])
+            after = _unkey((_key(before, sign, fold) + np.uint64(distances[start + i])) & mask, sign, fold)
+            old[i] = after
+            x = premix[start + i]
+            low_before = _low(x, before)
+            low_after = _low(x, after)
+            low_sum += low_after - low_before
+            high_sum += _high(low_after) - _high(low_before)
+        for i in range(count):
+            bits[positions[start + i]] = old[i]
     return low_sum, high_sum
 
 
 @_compile
 def commit_absolute(bits, positions, values, premix, undo):
-    """Gather into ``undo``, scatter ``values``, and hash in one pass; → fingerprint change (low, high)."""
+    """Gather into ``undo``, scatter ``values``, and hash; → fingerprint change (low, high)."""
     low_sum = ZERO
     high_sum = ZERO
-    for i in range(positions.size):
-        p = positions[i]
-        before = bits[p]
-        undo[i] = before
-        bits[p] = values[i]
-        x = premix[i]
-        low_before = _low(x, np.uint64(before))
-        low_after = _low(x, np.uint64(values[i]))
-        low_sum += low_after - low_before
-        high_sum += _high(low_after) - _high(low_before)
+    for start in range(0, positions.size, PIECE):
+        stop = min(start + PIECE, positions.size)
+        for i in range(start, stop):
+            undo[i] = bits[positions[i]]
+        for i in range(start, stop):
+            x = premix[i]
+            low_before = _low(x, np.uint64(undo[i]))
+            low_after = _low(x, np.uint64(values[i]))
+            low_sum += low_after - low_before
+            high_sum += _high(low_after) - _high(low_before)
+        for i in range(start, stop):
+            bits[positions[i]] = values[i]
     return low_sum, high_sum
 
 

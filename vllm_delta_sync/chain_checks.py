@@ -1,0 +1,147 @@
+"""What has to hold between a manifest, its parent, its objects and the weights; whatever does not is raised."""
+
+from collections import Counter
+from hashlib import sha256
+from pathlib import Path
+
+from vllm_delta_sync.errors import (
+    ChainError,
+    DigestError,
+    FingerprintError,
+    FormatError,
+    NotFoundError,
+    TensorMismatchError,
+)
+from vllm_delta_sync.wire.anchor import read_anchor
+from vllm_delta_sync.wire.changes import Changes, Full
+from vllm_delta_sync.wire.container import aligned
+from vllm_delta_sync.wire.delta import DeltaContext, decode
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.wire.table import TensorTable
+
+
+def object_limit(table: TensorTable) -> int:
+    """Bytes that an object of this model may have: twice the model plus headers; a larger one makes no sense."""
+    return 2 * table.full_bytes + 4096 * len(table) + (1 << 20)
+
+
+def check_object(ref: ObjectRef, data: bytes) -> None:
+    """Raise DigestError unless ``data`` has the size and SHA-256 that the manifest lists."""
+    if len(data) != ref.bytes:
+        raise DigestError(
+            f"object {ref.key} has {len(data)} bytes, the manifest says {ref.bytes}: truncated or replaced"
+        )
+    digest = sha256(data).hexdigest()
+    if digest != ref.sha256:
+        raise DigestError(f"object {ref.key} has SHA-256 {digest}: its bytes are damaged; fetch it again")
+
+
+def check_follows(parent: Manifest, manifest: Manifest) -> None:
+    """Raise ChainError unless ``manifest`` is the version after ``parent`` and names it by digest."""
+    if manifest.parent != parent.digest:
+        raise ChainError(
+            f"version {manifest.version} names parent {manifest.parent}, version {parent.version} is {parent.digest}: "
+            "the history was rewritten"
+        )
+    if manifest.kind == "delta" and manifest.base_version != parent.version:
+        raise ChainError(
+            f"version {manifest.version} builds on version {manifest.base_version}, held is {parent.version}"
+        )
+
+
+def check_tensor_fingerprints(manifest: Manifest, table: TensorTable) -> None:
+    """Raise unless the fingerprints per tensor, where a manifest has them, are the table's tensors and add up.
+
+    Raises:
+        TensorMismatchError: a tensor is missing or not in the table. FingerprintError: the sum is another.
+    """
+    declared = manifest.tensor_fingerprints
+    if declared is None:
+        return
+    odd = next((spec.name for spec in table if spec.name not in declared), None)
+    odd = odd or next((name for name in declared if name not in table), None)
+    if odd is not None:
+        raise TensorMismatchError(
+            f"version {manifest.version}: tensor {odd[:120]!r} is in only one of tensor_fingerprints and the table"
+        )
+    total = sum((Fingerprint.from_hex(value) for value in declared.values()), Fingerprint())
+    if total != manifest.model_fingerprint:
+        raise FingerprintError(
+            f"version {manifest.version}: tensor_fingerprints add up to {total.hex()}, fingerprint says "
+            f"{manifest.fingerprint}"
+        )
+
+
+def check_declared(parent: Manifest, manifest: Manifest, changes: Changes) -> None:
+    """Raise FingerprintError unless the declared changes lead from the parent's fingerprint to the manifest's."""
+    reached = parent.model_fingerprint + changes.fingerprint
+    if reached != manifest.model_fingerprint:
+        raise FingerprintError(
+            f"version {manifest.version}: objects lead to fingerprint {reached.hex()}, the manifest says "
+            f"{manifest.fingerprint}"
+        )
+
+
+def check_fingerprint(manifest: Manifest, measured: Fingerprint) -> None:
+    """Raise FingerprintError unless ``measured`` is the manifest's."""
+    if measured != manifest.model_fingerprint:
+        raise FingerprintError(
+            f"version {manifest.version}: weights have fingerprint {measured.hex()}, the manifest says "
+            f"{manifest.fingerprint}"
+        )
+
+
+def check_tensors(manifest: Manifest, state: ModelState) -> None:
+    """Raise FingerprintError unless each tensor has the fingerprint that an anchor or a reference gives it."""
+    declared = manifest.tensor_fingerprints or {}
+    for spec, value in zip(state.table, state.fingerprints, strict=True):
+        if declared.get(spec.name) != value.hex():
+            raise FingerprintError(
+                f"version {manifest.version}: tensor {spec.name!r} has fingerprint {value.hex()}, the manifest says "
+                f"{declared.get(spec.name)}"
+            )
+
+
+def check_base(base: str | Path | None) -> None:
+    """Raise NotFoundError if a base is given and is no directory, be it needed or not."""
+    if base is not None and not Path(base).is_dir():
+        raise NotFoundError(
+            f"base {str(base)!r} is not a directory here; pass the checkpoint that the run started from, or leave it "
+            "out for the recorded one"
+        )
+
+
+def decode_version(manifest: Manifest, table: TensorTable, objects: list[bytes]) -> Changes:
+    """Decode a version's objects (already checked by digest) into one Changes.
+
+    Raises:
+        FormatError: counts differ from the manifest, or an anchor lacks a tensor; also what ``decode`` raises.
+    """
+    merged = Changes()
+    for ref, data in zip(manifest.objects, objects, strict=True):
+        if manifest.base_version is None:
+            container = read_anchor(data, table, ref.key)
+            merged.full += [Full(table.index(name), aligned(container.bits(name))) for name in container.entries]
+            continue
+        context = DeltaContext(manifest.run, manifest.version, manifest.base_version)
+        part = decode(data, table, context)
+        merged.sparse += part.sparse
+        merged.full += part.full
+        for tensor, change in part.fingerprints.items():
+            merged.fingerprints[tensor] = merged.fingerprints.get(tensor, Fingerprint()) + change
+    if manifest.kind == "anchor" and sorted(full.id for full in merged.full) != list(range(len(table))):
+        raise FormatError(f"anchor of version {manifest.version} does not hold each of {len(table)} tensors once")
+    in_full = Counter(full.id for full in merged.full)
+    twice = set(in_full) & {tensor for group in merged.sparse for tensor in group.ids.tolist()}
+    twice |= {tensor for tensor, times in in_full.items() if times > 1}
+    if twice:
+        raise FormatError(
+            f"version {manifest.version}: tensor {table[min(twice)].name!r} is carried in full and once more"
+        )
+    if merged.changed != manifest.changed:
+        raise FormatError(
+            f"version {manifest.version}: objects carry {merged.changed} elements, the manifest says {manifest.changed}"
+        )
+    return merged
