@@ -84,9 +84,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<s>", "</s>", "<pad>", "<unk>"])
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 8, trainer)
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return fast
 
 
 def save_checkpoint(model: PreTrainedModel, path: Path) -> Path:

@@ -136,7 +136,7 @@ class RunWriter:
             if left:
                 raise type(error)(f"{error.message}; {self._left(left)}") from error
             raise
-        except BaseException:
+        except BaseException:  # an interrupted start gives its URL back as well
             self._abandon(manifest, made)
             raise
         self.announce()

@@ -51,7 +51,7 @@ def commit(patch: StagedPatch, routes: RouteMap) -> tuple[Fingerprint, Undo]:
             undo.sparse = position + 1
         for position, dense in enumerate(patch.dense):
             _commit_dense(dense, position, routes, undo)
-    except BaseException:
+    except BaseException:  # an interrupt too must not leave half a version
         revert_or_give_up(patch, routes, undo)
         raise
     return measured, undo
@@ -61,7 +61,7 @@ def revert_or_give_up(patch: StagedPatch, routes: RouteMap, undo: Undo) -> None:
     """``revert``; raises WeightsLostError if that fails, since nobody then knows the weights."""
     try:
         revert(patch, routes, undo)
-    except Exception as error:
+    except Exception as error:  # whatever stops it, the weights are then unknown
         raise WeightsLostError(
             f"taking back version {patch.version} failed midway ({type(error).__name__}: {error}); start the server "
             "again"
@@ -136,7 +136,7 @@ def commit_torch(sparse: SparsePatch, destination: Destination, position: int, u
                 olds.append(before)
             destination.flat[where] = after
             done = start + where.numel()
-    except BaseException:
+    except BaseException:  # an interrupt too must not leave half a patch
         revert_torch(sparse, destination, torch.cat(olds) if olds else None, done)
         raise
     if not sparse.relative:

@@ -64,7 +64,7 @@ class Transaction:
             if not all(answer["matched"] for answer in answers):
                 raise Mismatch(f"version {self._target} did not change the weights as declared, so it was taken back")
             self._port.label(self._target)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too must not leave the engine paused
             self._settle(error)
             raise
 
