@@ -141,18 +141,19 @@ class RankReceiver:
         routes.check_live()
         self._staged = None
         target = Manifest.from_bytes(manifest.encode())
+        before = None if parent is None else Manifest.from_bytes(parent.encode())
         if target.kind == "delta":
-            if parent is None or target.base_version != self.version:
+            if before is None or target.base_version != self.version:
                 raise ChainError(
                     f"version {target.version} builds on version {target.base_version}, this rank holds {self.version}"
                 )
-            check_follows(Manifest.from_bytes(parent.encode()), target)
+            check_follows(before, target)
         clock = [time.perf_counter()]
         objects = [run.fetch(ref) for ref in target.objects]
         clock.append(time.perf_counter())
         changes = decode_version(target, run.table, objects)
-        if target.kind == "delta" and parent is not None:
-            check_declared(Manifest.from_bytes(parent.encode()), target, changes)
+        if target.kind == "delta" and before is not None:
+            check_declared(before, target, changes)
         clock.append(time.perf_counter())
         patch = stage(target.version, changes, routes, self.fingerprints)
         self._check_total(target, patch)

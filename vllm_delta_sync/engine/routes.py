@@ -1,6 +1,7 @@
 """Routes: where each element of a checkpoint lives in a model's memory. ``trace.py`` finds them."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -75,14 +76,18 @@ class RouteMap:
         """Names of the run's tensors that the model's loader leaves out."""
         return [spec.name for spec, routes in zip(self.table, self.routes, strict=True) if not routes and spec.numel]
 
+    @cached_property
+    def _used(self) -> list[int]:
+        # Found once: asking is part of every pause, and a model of experts has many thousand routes.
+        return sorted({route.destination for routes in self.routes for route in routes})
+
     def is_live(self, tensor: int) -> bool:
         """Whether a tensor's destinations are still what the model computes with."""
         return all(self.destinations[route.destination].is_live for route in self.routes[tensor])
 
     def check_live(self) -> None:
         """Raise ModelError if a parameter was replaced by another tensor since routes were traced."""
-        used = sorted({route.destination for routes in self.routes for route in routes})
-        dead = next((self.destinations[i].name for i in used if not self.destinations[i].is_live), None)
+        dead = next((self.destinations[i].name for i in self._used if not self.destinations[i].is_live), None)
         if dead is not None:
             raise ModelError(
                 f"parameter {dead!r} was replaced by another tensor after it was proven (a reload, or .data = ...): "
