@@ -1,0 +1,263 @@
+"""Make the experts of CPU mixture-of-experts layers compute from their plain weights.
+
+Cause: after loading, vLLM's unquantized CPU experts pad ``w13_weight`` and ``w2_weight`` and replace them by copies in
+the tile order of one kernel; patching would need a repack of every expert at each commit. Symptom: checkpoint
+elements lie where no loader would put them, so that the model is refused when routes are proven. Remove when: vLLM
+has a CPU experts class that reads unpacked weights (0.32 has none: ``fused_experts_cpu`` takes them, but packs all
+experts again in every step).
+
+The computation is vLLM's own in torch operators: sort the routed rows by expert, one matrix product per expert that
+was chosen, vLLM's activation, one more product, the weighted sum in float32. It is registered as an opaque operator,
+as graph capture cannot follow loops over data.
+"""
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+
+from vllm_delta_sync.errors import EngineError
+
+REPLACED = ("apply", "process_weights_after_loading")
+APPLY_PARAMETERS = (
+    "self",
+    "output",
+    "hidden_states",
+    "w1",
+    "w2",
+    "topk_weights",
+    "topk_ids",
+    "activation",
+    "global_num_experts",
+    "expert_map",
+    "a1q_scale",
+    "a2_scale",
+    "workspace13",
+    "workspace2",
+    "expert_tokens_meta",
+    "apply_router_weight_on_input",
+)
+ACTIVATIONS = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
+"""vLLM's compiled operator of each gated activation that its CPU experts support, but for swigluoai, which has none."""
+SUM_TOKENS = 256
+"""Tokens whose expert outputs are summed at a time: bounds the float32 scratch memory of a long prefill."""
+
+_OPERATOR = "delta_sync::plain_experts"
+_SCHEMA = (
+    "plain_experts(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor? bias13, Tensor? bias2, "
+    "Tensor weights, Tensor ids, str activation, bool weighted) -> ()"
+)
+_mkldnn_lock = threading.Lock()
+_library: "torch.library.Library | None" = None
+
+
+def keep_plain_cpu_experts() -> None:
+    """Make CPU experts that vLLM loads from now on compute from ``w13_weight`` and ``w2_weight`` as they were loaded.
+
+    Writes to these parameters take effect at the next step. Does nothing on other platforms, to quantized experts,
+    or when called again.
+
+    Raises:
+        EngineError: this vLLM's CPU experts are not those that were tested; nothing was changed.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    base = _experts_class()
+    if hasattr(getattr(base, "apply", None), "delta_sync"):
+        return
+    _check_experts(base)
+    _register_operator()
+
+    def process_plain(self: Any, layer: torch.nn.Module) -> None:
+        _check_layer(self, layer)
+
+    def apply_plain(
+        self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, **rest: Any
+    ) -> None:
+        torch.ops.delta_sync.plain_experts(
+            output,
+            hidden_states,
+            w1,
+            w2,
+            self.w1_bias,
+            self.w2_bias,
+            rest["topk_weights"],
+            rest["topk_ids"],
+            rest["activation"].value,
+            # With one expert per token vLLM may have weighted the input already.
+            not rest["apply_router_weight_on_input"],
+        )
+
+    bind = inspect.signature(base.apply).bind
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+        apply_plain(**bind(self, *args, **kwargs).arguments)
+
+    apply.delta_sync = True  # type: ignore[attr-defined]
+    base.process_weights_after_loading = process_plain
+    base.apply = apply
+
+
+def _experts_class() -> Any:
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError as error:
+        raise _unexpected(f"cpu_moe.CPUUnquantizedExperts cannot be imported: {error}") from error
+    return CPUUnquantizedExperts
+
+
+def _check_experts(base: Any) -> None:
+    """Refuse classes that the two replaced methods would not reach, or would not fit."""
+    for name in REPLACED:
+        if name not in vars(base):
+            raise _unexpected(f"CPUUnquantizedExperts has no {name}")
+    found = tuple(inspect.signature(base.apply).parameters)
+    if found != APPLY_PARAMETERS:
+        raise _unexpected(f"CPUUnquantizedExperts.apply takes {', '.join(found)}")
+    for cls in _backend_classes():
+        if not issubclass(cls, base):
+            raise _unexpected(f"{cls.__name__} computes unquantized experts on the CPU and is no CPUUnquantizedExperts")
+        for name in REPLACED:
+            if cls is not base and getattr(cls, name) is not getattr(base, name):
+                raise _unexpected(f"{cls.__name__} overrides {name}")
+
+
+def _backend_classes() -> list[type]:
+    try:
+        from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, backend_to_kernel_cls
+
+        return list(backend_to_kernel_cls(UnquantizedMoeBackend.CPU))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _unexpected(f"its list of CPU experts cannot be read: {error}") from error
+
+
+def _check_layer(experts: Any, layer: Any) -> None:
+    """Refuse a layer for which the plain computation would be wrong; changes nothing."""
+    config = experts.moe_config
+    inner, hidden, act = config.intermediate_size_per_partition, config.hidden_dim, config.activation.value
+    w13, w2 = layer.w13_weight, layer.w2_weight
+    count = w13.shape[0]
+    if act != "swigluoai" and not (act in ACTIVATIONS and hasattr(torch.ops._C, ACTIVATIONS[act])):
+        raise _unexpected(f"its experts use activation {act!r}, for which it has no plain operator")
+    if tuple(w13.shape) != (count, 2 * inner, hidden) or tuple(w2.shape) != (count, hidden, inner):
+        raise _unexpected(
+            f"w13_weight and w2_weight have shapes {tuple(w13.shape)} and {tuple(w2.shape)}, expected "
+            f"{(count, 2 * inner, hidden)} and {(count, hidden, inner)}"
+        )
+    if getattr(layer, "expert_map", None) is not None:
+        raise EngineError("expert parallelism is on, which vLLM's CPU experts do not follow; turn it off")
+
+
+def _unexpected(finding: str) -> EngineError:
+    return EngineError(
+        f"this vLLM's CPU experts are not as tested: {finding}. Use a vLLM release that this release was tested with"
+    )
+
+
+def _register_operator() -> None:
+    global _library
+    if _library is not None:
+        return
+    library = torch.library.Library("delta_sync", "FRAGMENT")
+    library.define(_SCHEMA)
+    library.impl("plain_experts", plain_experts, "CPU")
+    torch.library.register_fake(_OPERATOR, lambda *_: None, lib=library)
+    _library = library
+
+
+def plain_experts(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activation: str,
+    weighted: bool,
+) -> None:
+    """Write the weighted sum of each token's experts into ``out``.
+
+    Args:
+        out: (tokens, hidden), the dtype of ``x``.
+        x: (tokens, hidden).
+        w13: (experts, 2 * inner, hidden), gate above up (interleaved for swigluoai).
+        w2: (experts, hidden, inner).
+        bias13: (experts, 2 * inner), or None.
+        bias2: (experts, hidden), or None.
+        weights: (tokens, chosen) of float32.
+        ids: (tokens, chosen) of integers below ``experts``.
+        activation: a key of ACTIVATIONS, or swigluoai.
+        weighted: whether ``weights`` apply to the outputs.
+    """
+    tokens, chosen = ids.shape
+    flat = ids.reshape(-1).long()
+    order = flat.argsort(stable=True)
+    groups = _groups(torch.bincount(flat, minlength=w2.shape[0]).tolist())
+    rows = x.index_select(0, order // chosen)
+    gate_up = x.new_empty(tokens * chosen, w13.shape[1])
+    _multiply(gate_up, rows, w13, bias13, groups)
+    inner = x.new_empty(tokens * chosen, w2.shape[2])
+    if activation == "swigluoai":
+        _swigluoai(inner, gate_up)
+    else:
+        getattr(torch.ops._C, ACTIVATIONS[activation])(inner, gate_up)
+    _multiply(rows, inner, w2, bias2, groups)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel())
+    factors = (weights if weighted else torch.ones_like(weights)).float().unsqueeze(1)
+    for start in range(0, tokens, SUM_TOKENS):
+        stop = min(start + SUM_TOKENS, tokens)
+        piece = rows.index_select(0, place[start * chosen : stop * chosen]).float()
+        summed = torch.bmm(factors[start:stop], piece.view(stop - start, chosen, -1))
+        out[start:stop].copy_(summed.squeeze(1))
+
+
+def _groups(counts: list[int]) -> list[tuple[int, int, int]]:
+    """(expert, first row, end row) of each expert that has rows."""
+    groups = []
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            groups.append((expert, start, start + count))
+            start += count
+    return groups
+
+
+def _swigluoai(out: torch.Tensor, gate_up: torch.Tensor) -> None:
+    """As vLLM's ``SwigluOAIAndMul`` in float32, with its fixed alpha and limit."""
+    gate = gate_up[:, ::2].float().clamp(max=7.0)
+    up = gate_up[:, 1::2].float().clamp(-7.0, 7.0)
+    out.copy_((up + 1) * gate * torch.sigmoid(1.702 * gate))
+
+
+def _multiply(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    matrices: torch.Tensor,
+    bias: torch.Tensor | None,
+    groups: list[tuple[int, int, int]],
+) -> None:
+    """``out[start:stop] = rows[start:stop] @ matrices[expert].T + bias[expert]`` per group."""
+    single = [group for group in groups if group[2] - group[1] == 1]
+    several = [group for group in groups if group[2] - group[1] > 1]
+    if single:
+        # oneDNN's product of one row with a plain bfloat16 matrix is half as fast as torch's own, which is bound by
+        # memory; torch has no other way to choose.
+        with _mkldnn_lock:
+            enabled = torch._C._get_mkldnn_enabled()
+            torch._C._set_mkldnn_enabled(False)
+            try:
+                for expert, start, stop in single:
+                    torch.mm(rows[start:stop], matrices[expert].t(), out=out[start:stop])
+            finally:
+                torch._C._set_mkldnn_enabled(enabled)
+    for expert, start, stop in several:
+        torch.mm(rows[start:stop], matrices[expert].t(), out=out[start:stop])
+    if bias is not None:
+        for expert, start, stop in groups:
+            out[start:stop] += bias[expert]
