@@ -21,7 +21,8 @@ import trainer_side.result
 import vllm_delta_sync.chain
 import vllm_delta_sync.engine.offline
 from vllm_delta_sync import cli, config, errors
-from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http, receiver
+from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http
+from vllm_delta_sync.engine import status as status_module
 
 TARGET = Path(__file__).with_name("REFERENCE.md")
 
@@ -38,24 +39,28 @@ STATUS_FIELDS = {
     "last_error.kind": "one of the [kinds](#errors)",
     "last_error.message": "for people",
     "policy": "the setting",
+    "holding": "whether new versions are left alone until POST /delta_sync/release",
+    "undo": "versions that POST /delta_sync/rollback can go back to, newest first",
     "ranks": "one entry per rank, once the weights have been looked at",
     "ranks[].rank": "its number",
     "ranks[].tensors": "tensors of the run",
     "ranks[].unloaded": "names of the run's tensors that the model does not load, such as a tied head",
     "ranks[].ms": "milliseconds: `trace` (finding the routes) and `scan` (hashing all weights)",
     "timings_ms": "of the last commit, see [timings](#timings); empty before the first",
-    "commits": "versions committed since the start",
-    "recent": f"the last {receiver.RECENT_COMMITS} commits, oldest first",
-    "recent[].changed": "elements that the version carried",
-    "recent[].payload_bytes": "bytes of its objects",
+    "commits": "commits since the start; one may take several versions",
+    "recent": f"the last {status_module.RECENT_COMMITS} commits, oldest first",
+    "recent[].versions": "versions that were folded into the commit; it ends at `version`",
+    "recent[].changed": "elements that they carried",
+    "recent[].payload_bytes": "bytes of their objects",
     "recent[].timings_ms": "as above",
 }
 """Members of ``GET /delta_sync/status``."""
 
 TIMINGS = {
     "fetch": "reading the version's objects from the bucket, and their SHA-256",
-    "decode": "decoding them and checking what they contain",
+    "decode": "decoding them, checking what they contain, and folding versions into one",
     "route": "turning changes into one patch per destination, sorted by address",
+    "rescan": "gathering and hashing a share of the weights again (setting `rescan_bytes`)",
     "wait": "from asking the engine to pause until it has",
     "commit": "patching the weights and hashing what changed; includes the call into the worker",
     "resume": "labelling the outputs to come, and letting the engine go on",
@@ -278,9 +283,9 @@ def parameters(endpoint: Callable[..., Any]) -> str:
 
 def states() -> Iterator[str]:
     yield "## States"
-    yield table(("state", "meaning"), [(code(name), text) for name, text in receiver.STATES.items()])
+    yield table(("state", "meaning"), [(code(name), text) for name, text in status_module.STATES.items()])
     yield "## Timings"
-    yield "Milliseconds, in `timings_ms`. The first three pass beside generation, the others while it stands still."
+    yield "Milliseconds, in `timings_ms`. The first four pass beside generation, the others while it stands still."
     yield table(("key", "meaning"), [(code(name), text) for name, text in TIMINGS.items()])
 
 

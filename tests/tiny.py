@@ -56,6 +56,7 @@ _OPT = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "num_hid
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+    "llama_one_kv_head": lambda: LlamaConfig(**{**_SIZES, "num_key_value_heads": 1}, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**_without_head_dim(), tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**_SIZES),
     "gemma2": lambda: Gemma2Config(**_SIZES),

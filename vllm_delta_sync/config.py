@@ -53,6 +53,54 @@ class Settings(BaseModel):
             "and values of the older policy stay in use."
         ),
     ] = "reset"
+    pause_seconds: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            description="Longest that generation stands still for a commit. A rank that does not answer within counts "
+            "as hung, and the engine is ended; a pause whose controller is lost is ended by the engine itself.",
+        ),
+    ] = 30.0
+    stage_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Memory that versions folded into one commit may take in each rank while they are staged. A "
+            "single version is always taken whole.",
+        ),
+    ] = 2 * 1024**3
+    undo_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Memory of each rank for the undo log: commits that POST /delta_sync/rollback can take back.",
+        ),
+    ] = 1024**3
+    rescan_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Weights, in bytes, that are gathered and compared beside each staging, all tensors in turn, "
+            "so that changes from outside are noticed. 0: none.",
+        ),
+    ] = 64 * 1024**2
+    cache_dir: Annotated[
+        Path | None,
+        Field(
+            description="Directory of this user on a local disk where the ranks of a node share what they fetch, so "
+            "that each object is downloaded once per node. Without it each rank fetches for itself, which is right "
+            "for a bucket in a local directory."
+        ),
+    ] = None
+    cache_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Bytes that `cache_dir` may hold; beyond that the least recently used objects are removed, "
+            "and an object larger than that is not kept.",
+        ),
+    ] = 8 * 1024**3
     admin_token_file: Annotated[
         Path | None,
         Field(

@@ -120,6 +120,12 @@ class WeightsLostError(EngineError):
     kind = "weights_lost"
 
 
+class MemoryLimitError(EngineError):
+    """A rank has no memory for what it was asked to do; weights were left as they were."""
+
+    kind = "memory"
+
+
 class BusyError(DeltaSyncError):
     """Another operation is under way; ask again later."""
 

@@ -110,7 +110,9 @@ def test_follows_training_bit_for_bit(tmp_path: Path, family: str) -> None:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
         with serving(base, tmp_path / "server.log", command, environment) as server:
             server.wait_served(0)
-            served = {str(base): {"digests": digests_of(server), "outputs": outputs_of(server)}}
+            served: dict[str, dict[str, Any]] = {
+                str(base): {"digests": digests_of(server), "outputs": outputs_of(server)}
+            }
             checkpoints = [base]
             with Load(server) as load:
                 for version in range(1, VERSIONS + 1):
@@ -128,6 +130,7 @@ def test_follows_training_bit_for_bit(tmp_path: Path, family: str) -> None:
             assert outcome["fingerprint"] == server.status()["head"]["fingerprint"]
             if family == "qwen3":
                 check_answers(server)
+                check_rollback(server, [served[str(checkpoint)]["digests"] for checkpoint in checkpoints])
                 check_refusals(server, Path(url))
                 next(steps)
                 publisher.publish(step=VERSIONS + 1, wait=True)
@@ -174,10 +177,28 @@ def check_answers(server: Server) -> None:
     assert "[DONE]" in stream.text
     assert server.get("/delta_sync/wait", params={"version": 99, "timeout": 0.2}).status_code == 408
     assert server.post("/delta_sync/sync", {"version": 99}).status_code == 404
-    assert server.post("/delta_sync/sync", {"version": 2}).json()["error"]["kind"] == "chain"
     assert server.post("/delta_sync/sync", {"wersion": 2}).status_code == 400
     refused = server.post("/delta_sync/sync", {}, headers={"Origin": "http://example.invalid"})
     assert refused.status_code == 403
+
+
+def check_rollback(server: Server, digests: list[dict[str, str]]) -> None:
+    """Back to versions in the undo log, held there, and forward again on release."""
+    assert server.status()["undo"] == list(reversed(range(VERSIONS)))
+    assert server.post("/delta_sync/rollback", {"version": 99}).json()["error"]["kind"] == "chain"
+    for route, version in (("rollback", VERSIONS - 2), ("sync", 1)):
+        status = server.post(f"/delta_sync/{route}", {"version": version}).json()
+        assert (status["served"]["version"], status["state"]) == (version, "held")
+        assert digests_of(server) == digests[version]
+        body = {"model": "tiny", "prompt": "fox", "max_tokens": 3, "ignore_eos": True}
+        spans = server.post("/v1/completions", body).json()["delta_sync"]["spans"]
+        assert [span["version"] for span in spans] == [version]
+    assert server.post("/delta_sync/sync", {}).json()["error"]["kind"] == "busy"
+    assert server.post("/delta_sync/release").json()["holding"] is False
+    server.wait_served(VERSIONS)
+    assert server.post("/delta_sync/hold").json()["state"] == "held"
+    assert server.post("/delta_sync/release").json()["state"] == "idle"
+    assert digests_of(server) == digests[VERSIONS]
 
 
 def check_refusals(server: Server, run: Path) -> None:

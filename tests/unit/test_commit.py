@@ -1,5 +1,6 @@
-"""Commit and revert: the compiled loops and the torch path do the same, for every dtype and bit pattern."""
+"""Commit, forwards and back: the compiled loops and the torch path do the same for every dtype and bit pattern."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_delta_sync.engine.commit import Undo, commit, commit_torch, revert, revert_torch
-from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch
+from vllm_delta_sync.engine import patch as patch_module
+from vllm_delta_sync.engine.commit import apply_torch, commit
+from vllm_delta_sync.engine.patch import SparsePatch, StagedPatch
 from vllm_delta_sync.engine.regions import Region
 from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
 from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES
+from vllm_delta_sync.wire.changes import Full
 from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
@@ -34,27 +37,31 @@ def patches(draw: st.DrawFn) -> tuple[str, np.ndarray, SparsePatch]:
     positions = np.sort(random.choice(64, count, replace=False)).astype(np.int64)
     data = random.integers(0, 1 << (8 * element.itemsize), count, dtype=np.uint64).astype(element.uint)
     premix = random.integers(0, 2**64, count, dtype=np.uint64)
-    return dtype, bits, SparsePatch(0, element, draw(st.booleans()), positions, data, premix)
+    narrow = positions.astype(draw(st.sampled_from([np.int32, np.int64])))
+    return dtype, bits, SparsePatch(0, 3, element, draw(st.booleans()), narrow, data, premix)
 
 
 @settings(deadline=None)  # the first example compiles
 @given(patches())
-def test_torch_path_equals_compiled_path_and_both_revert(case: tuple[str, np.ndarray, SparsePatch]) -> None:
+def test_torch_path_equals_compiled_path_and_both_go_back(case: tuple[str, np.ndarray, SparsePatch]) -> None:
     dtype, bits, patch = case
     table = TensorTable([TensorSpec("weight", dtype, (64,))])
     compiled, plain = destination_of(bits, dtype), destination_of(bits, dtype)
+    new = patch.data.copy()
+    other = replace(patch, data=patch.data.copy())
     staged = StagedPatch(1, [patch], Fingerprint(), [], [Fingerprint()])
     routes = RouteMap(table, [compiled], [[]])
-    measured, undo = commit(staged, routes)
-    torch_undo = Undo()
-    assert commit_torch(patch, plain, 0, torch_undo) == measured
+    measured = commit(staged, routes)
+    assert measured == {3: apply_torch(other, plain, False)}
     assert torch.equal(compiled.flat, plain.flat)
     if not patch.relative:
-        assert np.array_equal(compiled.bits[patch.positions], patch.data)
-    revert(staged, routes, undo)
-    revert_torch(patch, plain, torch_undo.absolute.get(0))
+        assert np.array_equal(compiled.bits[patch.positions], new)
+        assert np.array_equal(patch.data, bits[patch.positions])
+    back = commit(staged, routes, backwards=True)
+    assert back == {3: apply_torch(other, plain, True)} == {3: Fingerprint() - measured[3]}
     assert np.array_equal(compiled.bits, bits)
     assert np.array_equal(plain.bits, bits)
+    assert np.array_equal(other.data, patch.data)
 
 
 class Failing(Exception):
@@ -78,7 +85,8 @@ def test_failure_midway_leaves_every_bit_as_it_was() -> None:
     data = np.array([7, 8, 9], element.uint)
     where = np.array([1, 5, 9])
     sparse = [
-        SparsePatch(i, element, relative, where, data, nothing) for i, relative in ((0, True), (0, False), (1, True))
+        SparsePatch(i, 0, element, relative, where, data.copy(), nothing)
+        for i, relative in ((0, True), (0, False), (1, True))
     ]
     routes = RouteMap(TensorTable([]), [good, bad], [])
     with pytest.raises(Failing):
@@ -107,9 +115,9 @@ def test_torch_path_that_fails_midway_takes_its_pieces_back(relative: bool, monk
     FailingTensor.reads = 0
     bad = Destination("weight", torch.bfloat16, good.flat.as_subclass(FailingTensor))
     where = np.arange(0, 60, 6)
-    patch = SparsePatch(0, element, relative, where, where.astype(element.uint) + 9, np.zeros(10, np.uint64))
+    patch = SparsePatch(0, 0, element, relative, where, where.astype(element.uint) + 9, np.zeros(10, np.uint64))
     with pytest.raises(torch.OutOfMemoryError):
-        commit_torch(patch, bad, 0, Undo())
+        apply_torch(patch, bad, False)
     assert np.array_equal(good.bits, bits)
 
 
@@ -121,8 +129,11 @@ def test_dense_patch_through_a_transpose_and_back() -> None:
     route = Route(0, Region(0, (6, 4), (1, 6)), Region(0, (6, 4), (4, 1)))
     table = TensorTable([TensorSpec("weight", "BF16", (4, 6))])
     routes = RouteMap(table, [destination], [[route]])
-    staged = StagedPatch(1, [], Fingerprint(), [DensePatch(0, [route], new)], [Fingerprint()])
-    _, undo = commit(staged, routes)
+    dense = patch_module._stage_dense(Full(0, new), routes)
+    staged = StagedPatch(1, [], Fingerprint(), [dense], [Fingerprint()])
+    commit(staged, routes)
     assert np.array_equal(destination.bits.reshape(6, 4), new.reshape(4, 6).T)
-    revert(staged, routes, undo)
+    commit(staged, routes, backwards=True)
     assert not destination.bits.any()
+    commit(staged, routes)
+    assert np.array_equal(destination.bits.reshape(6, 4), new.reshape(4, 6).T)

@@ -24,6 +24,7 @@ def test_flag_over_environment_over_file(tmp_path: Path) -> None:
         ({"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_POLL_SECONDS": "0"}, "'poll_seconds' is '0'"),
         ({"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_PAUSE_MODE": "stop"}, "'pause_mode' is 'stop'"),
         ({"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_NOTICE": "5555"}, "'notice' is '5555'"),
+        ({"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_CACHE_BYTES": "-1"}, "'cache_bytes' is '-1'"),
         ({"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_CONFIG": "/no/such/file"}, "cannot be read"),
     ],
 )

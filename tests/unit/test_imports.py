@@ -20,6 +20,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "vllm_delta_sync.wire.manifest": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
     "vllm_delta_sync.bucket": (*VLLM, *TRAINERS, "torch", "numba", "zmq", "huggingface_hub", "obstore"),
     "vllm_delta_sync.notice": (*VLLM, *TRAINERS, "torch", "numba"),
+    "vllm_delta_sync.cache": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
     "vllm_delta_sync.chain": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
     "vllm_delta_sync.config": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
     "vllm_delta_sync.cli": ("vllm", *TRAINERS, "torch", "numba", "zmq"),

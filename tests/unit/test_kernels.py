@@ -66,18 +66,50 @@ def test_both_commits_change_bits_and_fingerprint_as_the_diff_says(
     seeds = np.array([tensor_seed("w")], np.uint64)
     kernels.premix_positions(positions, seeds, np.array([positions.size], np.int64), premix)
 
+    narrow = positions.astype(np.int32)
     live = np.array(old, element.uint)
-    sums = kernels.commit_relative(live, positions, distances, premix, *wire_bits.order_masks(element))
+    masks = wire_bits.order_masks(element)
+    sums = kernels.commit_relative(live, narrow, distances, premix, *masks, False)
     assert live.tolist() == new
     assert tuple(map(int, sums)) == (change.low, change.high)
+    back = kernels.commit_relative(live, narrow, distances, premix, *masks, True)
+    assert live.tolist() == old
+    assert [(int(there) + int(here)) % 2**64 for there, here in zip(sums, back, strict=True)] == [0, 0]
 
     live = np.array(old, element.uint)
-    undo = np.empty(positions.size, element.uint)
     values = np.array(new, element.uint)[positions]
-    sums = kernels.commit_absolute(live, positions, values, premix, undo)
+    sums = kernels.exchange(live, positions, values, premix)
     assert live.tolist() == new
-    assert undo.tolist() == [old[position] for position in positions.tolist()]
+    assert values.tolist() == [old[position] for position in positions.tolist()]
     assert tuple(map(int, sums)) == (change.low, change.high)
+
+
+@pytest.mark.parametrize("count", [kernels.PIECE - 1, kernels.PIECE, kernels.PIECE + 1, 3 * kernels.PIECE + 5])
+@pytest.mark.parametrize("name", ["BF16", "I8", "F64"])
+def test_loops_that_work_in_pieces_leave_nothing_out(name: str, count: int) -> None:
+    element = DTYPES[name]
+    random = np.random.default_rng(count)
+    old = random.integers(0, 256, (3 * count, element.itemsize), dtype=np.uint8).view(element.uint)[:, 0]
+    new = old.copy()
+    new[1::3] ^= element.uint(1)
+    positions, distances, change = wire_bits.diff("w", element, old.copy(), new)
+    assert positions.size == count
+    premix = np.empty(count, np.uint64)
+    kernels.premix_positions(positions, np.array([tensor_seed("w")], np.uint64), np.array([count]), premix)
+    masks = wire_bits.order_masks(element)
+    live, forth, back = old.copy(), (change.low, change.high), (-change.low % 2**64, -change.high % 2**64)
+    for backwards, end, sums in ((False, new, forth), (True, old, back)):
+        found = kernels.commit_relative(live, positions.astype(np.int32), distances, premix, *masks, backwards)
+        assert tuple(map(int, found)) == sums
+        assert np.array_equal(live, end)
+        wire_bits.apply_distances(element, live, positions, distances)
+        wire_bits.revert_distances(element, live, positions, distances)
+        assert np.array_equal(live, end)
+    values = new[positions]
+    for end, held, sums in ((new, old, forth), (old, new, back)):
+        assert tuple(map(int, kernels.exchange(live, positions, values, premix))) == sums
+        assert np.array_equal(live, end)
+        assert np.array_equal(values, held[positions])
 
 
 @pytest.mark.parametrize("name", ["BF16", "F16", "I16", "U16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"])

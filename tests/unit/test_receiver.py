@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.forge import BAD_VERSIONS, BadVersion
-from tests.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
+from tests.modules import FusedModel, ModulePort, save_base
+from tests.world import World
 from trainer_side import Publisher
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.errors import (
     ChainError,
-    DeltaSyncError,
     EngineError,
     FingerprintError,
     FormatError,
@@ -21,58 +21,6 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     WeightsLostError,
 )
-
-
-class World:
-    """A trainer's tensors, a run, and a receiver that serves FusedModel from the base."""
-
-    def __init__(self, root: Path, with_base: bool = True, codec: str = "auto") -> None:
-        self.url = str(root / "run")
-        self.with_base = with_base
-        self.tensors = checkpoint_tensors()
-        base = save_base(root / "base", self.tensors) if with_base else None
-        self.publisher = Publisher(self.pairs, bucket=self.url, base=base, codec=codec)  # type: ignore[arg-type]
-        self.model = FusedModel()
-        self.model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in self.tensors.items())
-        self.port = ModulePort(self.model)
-        self.receiver = Receiver(self.port, Settings(bucket=self.url))
-
-    def pairs(self) -> list[tuple[str, torch.Tensor]]:
-        # Without a base nothing but the tensors themselves says which dtype is served.
-        return [(name, tensor if self.with_base else tensor.bfloat16()) for name, tensor in self.tensors.items()]
-
-    def train(self, step: int, scale: float = 1e-4) -> None:
-        generator = torch.Generator().manual_seed(step)
-        for tensor in self.tensors.values():
-            chosen = torch.rand(tensor.shape, generator=generator) < 0.05
-            tensor += chosen * scale * torch.randn(tensor.shape, generator=generator)
-        self.publisher.publish(step=step, wait=True)
-        self.publisher.flush()
-
-    def expect_exact(self) -> None:
-        """The model holds bit for bit what a fresh load of the trainer's tensors gives."""
-        fresh = FusedModel()
-        fresh.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in self.tensors.items())
-        expect_equal(self.model, fresh)
-
-    def expect_fails(self, kind: str) -> DeltaSyncError:
-        """Following fails with that kind, status says so, and not a bit of the model changes."""
-        before = [parameter.clone() for parameter in self.model.parameters()]
-        served = self.receiver.served_version
-        with pytest.raises(DeltaSyncError) as caught:
-            self.receiver.advance()
-        assert caught.value.kind == kind
-        status = self.receiver.status()
-        assert status["last_error"] == {"kind": kind, "message": caught.value.message}
-        assert self.receiver.served_version == served
-        for parameter, old in zip(self.model.parameters(), before, strict=True):
-            assert torch.equal(parameter.view(torch.int16), old.view(torch.int16))
-        return caught.value
-
-
-def expect_equal(model: torch.nn.Module, other: torch.nn.Module) -> None:
-    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16)), name
 
 
 @pytest.fixture
@@ -92,7 +40,7 @@ def test_follows_every_version(tmp_path: Path, codec: str) -> None:
         world.expect_exact()
         assert world.receiver.verify()["verdict"]
     assert world.port.log.count("pause") == world.port.log.count("resume") == 6
-    assert world.port.log[-5:] == ["pause", "commit", "label 6", "resume", "forget"]
+    assert world.port.log[-5:] == ["pause", "commit", "label 6", "resume", "trim"]
 
 
 def test_float32_run_is_refused_with_the_mend(tmp_path: Path) -> None:
@@ -146,17 +94,48 @@ def test_wrong_base_is_refused_by_name(world: World) -> None:
 
 
 def test_weights_changed_from_outside_are_noticed(world: World) -> None:
+    """Found by the commit itself, where no rescan found them before."""
+    world.follow(rescan_bytes=0)
     world.receiver.advance()
     world.train(1)
     world.model.qkv.data[:] += 1.0
     with pytest.raises(FingerprintError, match="taken back: the weights held were changed from outside"):
         world.receiver.advance()
-    expected = ["pause", "commit", "describe", "revert", "describe", "label 0", "resume", "label None"]
+    expected = ["pause", "commit", "revert", "label 0", "resume", "label None"]
     assert world.port.log[-len(expected) :] == expected
     status = world.receiver.status()
     assert status["served"] is None
     assert status["state"] == "refused"
     assert status["last_error"]["kind"] == "fingerprint"
+
+
+def test_one_weight_changed_from_outside_is_found_while_staging(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    world.model.norm.data.view(torch.int16)[3] ^= 1
+    with pytest.raises(FingerprintError, match=r"model\.norm\.weight"):
+        world.receiver.advance()
+    assert "pause" not in world.port.log
+    assert world.receiver.status()["served"] is None
+
+
+def test_rescan_goes_round(world: World) -> None:
+    """With little room only some tensors are looked at beside each staging; all of them in the end."""
+    world.follow(rescan_bytes=1)
+    world.receiver.advance()
+    world.model.transposed.data.view(torch.int16)[0, 0] ^= 1
+    seen = 0
+
+    def follow() -> None:
+        nonlocal seen
+        for step in range(1, 8):
+            world.train(step, scale=0.0)
+            world.receiver.advance()
+            seen = step
+
+    with pytest.raises(FingerprintError, match=r"out\.weight"):
+        follow()
+    assert 0 < seen < 6
 
 
 class FaultyPort(ModulePort):
@@ -168,7 +147,7 @@ class FaultyPort(ModulePort):
 
     def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         answers = super().call(method, arguments)
-        if method in self.failing:
+        if method in self.failing and (method != "describe" or "commit" in self.log):
             raise EngineError(f"{method} timed out")
         return answers
 
@@ -182,16 +161,16 @@ class FaultyPort(ModulePort):
         if "pause" in self.failing:
             raise EngineError("pause timed out, and took effect")
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
         if "resume" in self.failing:
             raise EngineError("resume timed out")
-        super().resume()
+        return super().resume()
 
 
 @pytest.mark.parametrize("failing", ["pause", "commit", "label"])
 def test_failure_in_the_pause_is_taken_back(world: World, failing: str) -> None:
-    port = world.port = FaultyPort(world.model, {failing})
-    world.receiver.port = port
+    port = FaultyPort(world.model, {failing})
+    world.use(port)
     world.receiver.advance(0)
     world.train(1)
     world.expect_fails("engine")
@@ -211,8 +190,8 @@ def test_interrupt_in_the_pause_is_taken_back(world: World) -> None:
                 self.failing.clear()
                 raise KeyboardInterrupt
 
-    port = world.port = Interrupted(world.model, {"once"})
-    world.receiver.port = port
+    port = Interrupted(world.model, {"once"})
+    world.use(port)
     world.receiver.advance()
     world.train(1)
     with pytest.raises(KeyboardInterrupt):
@@ -224,8 +203,8 @@ def test_interrupt_in_the_pause_is_taken_back(world: World) -> None:
 
 
 def test_engine_that_does_not_resume_is_lost_with_the_new_version(world: World) -> None:
-    port = world.port = FaultyPort(world.model, {"resume"})
-    world.receiver.port = port
+    port = FaultyPort(world.model, {"resume"})
+    world.use(port)
     world.receiver.advance()
     world.train(1)
     with pytest.raises(WeightsLostError, match="does not resume"):
@@ -237,14 +216,15 @@ def test_engine_that_does_not_resume_is_lost_with_the_new_version(world: World) 
     assert world.receiver.status()["state"] == "lost"
 
 
-def test_engine_that_cannot_tell_stays_paused(world: World) -> None:
-    port = world.port = FaultyPort(world.model, {"commit", "describe"})
-    world.receiver.port = port
+def test_engine_that_cannot_tell_stays_paused_and_is_ended(world: World) -> None:
+    port = FaultyPort(world.model, {"commit", "describe"})
+    world.use(port)
     world.receiver.advance(0)
     world.train(1)
     with pytest.raises(WeightsLostError):
         world.receiver.advance()
     assert "resume" not in port.log
+    assert len(port.ended) == 1
     assert world.receiver.status()["state"] == "lost"
     port.failing.clear()
     with pytest.raises(WeightsLostError):

@@ -1,168 +1,162 @@
-"""Commit: gather old bits, add, scatter and hash in one pass over what changed; or take all of it back.
+"""Commit: gather old bits, add, scatter and hash in one pass over what changed; or the same backwards.
 
-The staged patch is its own undo log where it holds distances: subtracting them restores whatever was there. On
-the CPU a compiled loop does it; on other devices the same arithmetic runs as torch operations.
+On the CPU a compiled loop does it; on other devices the same arithmetic runs as torch operations.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch, dense_view, source_view
+from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch, dense_view, to_device
 from vllm_delta_sync.engine.routes import Destination, RouteMap
 from vllm_delta_sync.errors import WeightsLostError
 from vllm_delta_sync.torch_bits import SIGNED
 from vllm_delta_sync.wire import kernels
-from vllm_delta_sync.wire.bits import Bits, order_masks
+from vllm_delta_sync.wire.bits import order_masks
 from vllm_delta_sync.wire.dtypes import DType
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 HASH_ELEMENTS = 1 << 22
-"""Elements per step of the torch path: bounds its int64 scratch memory."""
+"""Elements per step of the torch path, and of an exchange: bounds scratch memory."""
+
+Measured = dict[int, Fingerprint]
 
 
-@dataclass
-class Undo:
-    """What reverting needs beyond the patch: how many sparse patches were applied, and the old bits of absolute and
-    dense ones, by their position there."""
+def commit(patch: StagedPatch, routes: RouteMap, backwards: bool = False) -> Measured:
+    """Apply a patch in place, or take it back.
 
-    sparse: int = 0
-    absolute: dict[int, torch.Tensor | Bits] = field(default_factory=dict)
-    dense: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-
-def commit(patch: StagedPatch, routes: RouteMap) -> tuple[Fingerprint, Undo]:
-    """Apply a patch in place.
+    Whatever stops it, an interrupt included, every bit is as before, unless WeightsLostError says otherwise.
 
     Returns:
-        the measured change of fingerprint over ``patch.sparse``, to be compared with ``patch.declared``, and what
-        ``revert`` needs.
+        per group of ranks, the change of fingerprint over ``patch.sparse``.
+
+    Raises:
+        WeightsLostError: it failed midway, and going back failed too.
     """
-    undo = Undo()
-    measured = Fingerprint()
+    measured: Measured = {}
+    done: list[SparsePatch | DensePatch] = []
+    steps: list[SparsePatch | DensePatch] = [*patch.sparse, *patch.dense]
     try:
-        for position, sparse in enumerate(patch.sparse):
-            destination = routes.destinations[sparse.destination]
-            if destination.flat.device.type == "cpu":
-                measured += _commit_compiled(sparse, destination, position, undo)
+        for step in reversed(steps) if backwards else steps:
+            if isinstance(step, DensePatch):
+                _exchange_tensor(step, routes)
             else:
-                measured += commit_torch(sparse, destination, position, undo)
-            undo.sparse = position + 1
-        for position, dense in enumerate(patch.dense):
-            _commit_dense(dense, position, routes, undo)
-    except BaseException:  # an interrupt too must not leave half a version
-        revert_or_give_up(patch, routes, undo)
+                change = apply_sparse(step, routes.destinations[step.destination], backwards)
+                measured[step.group] = measured.get(step.group, Fingerprint()) + change
+            done.append(step)
+    except BaseException as error:  # an interrupt too must not leave half a version
+        _take_back(done, routes, patch.version, backwards, error)
         raise
-    return measured, undo
+    return measured
 
 
-def revert_or_give_up(patch: StagedPatch, routes: RouteMap, undo: Undo) -> None:
-    """``revert``; raises WeightsLostError if that fails, since nobody then knows the weights."""
+def _take_back(
+    done: list[SparsePatch | DensePatch], routes: RouteMap, version: int, backwards: bool, cause: BaseException
+) -> None:
     try:
-        revert(patch, routes, undo)
+        for step in reversed(done):
+            if isinstance(step, DensePatch):
+                _exchange_tensor(step, routes)
+            else:
+                apply_sparse(step, routes.destinations[step.destination], not backwards)
     except Exception as error:  # whatever stops it, the weights are then unknown
         raise WeightsLostError(
-            f"taking back version {patch.version} failed midway ({type(error).__name__}: {error}); start the server "
-            "again"
+            f"taking back version {version} failed midway ({type(error).__name__}: {error}) after {cause}; start the "
+            "server again"
         ) from error
+
+
+def apply_sparse(sparse: SparsePatch, destination: Destination, backwards: bool) -> Fingerprint:
+    """Apply one sparse patch, or take it back; the change of fingerprint. All of it or nothing."""
+    if destination.flat.device.type != "cpu":
+        return apply_torch(sparse, destination, backwards)
+    if sparse.relative:
+        masks = order_masks(sparse.element)
+        change = kernels.commit_relative(
+            destination.bits, sparse.positions, sparse.data, sparse.premix, *masks, backwards
+        )
+    else:
+        change = kernels.exchange(destination.bits, sparse.positions, sparse.data, sparse.premix)
+    return Fingerprint(int(change[0]), int(change[1]))
 
 
 def warm_up(elements: set[DType]) -> None:
     """Compile the loops for these element types now, so that no commit pays for it while the engine is paused."""
-    nowhere = np.empty(0, np.int64)
     for element in elements:
-        bits, words = np.empty(0, element.uint), np.empty(0, np.uint64)
-        kernels.commit_relative(bits, nowhere, bits, words, *order_masks(element))
-        kernels.commit_absolute(bits, nowhere, bits, words, bits)
-        kernels.add_distances(bits, nowhere, bits, *order_masks(element), True)
+        for index in (np.int32, np.int64):
+            bits, nowhere, words = np.empty(0, element.uint), np.empty(0, index), np.empty(0, np.uint64)
+            kernels.commit_relative(bits, nowhere, bits, words, *order_masks(element), False)
+            kernels.exchange(bits, nowhere, bits, words)
 
 
-def revert(patch: StagedPatch, routes: RouteMap, undo: Undo) -> None:
-    """Put every bit back as it was before ``commit``, in the opposite order."""
-    for position, olds in undo.dense.items():
-        for route, old in zip(patch.dense[position].routes, olds, strict=True):
-            dense_view(routes.destinations[route.destination].flat, route).copy_(old)
-    for position in reversed(range(undo.sparse)):
-        sparse = patch.sparse[position]
-        destination = routes.destinations[sparse.destination]
-        if destination.flat.device.type == "cpu":
-            _revert_compiled(sparse, destination, undo.absolute.get(position))
-        else:
-            revert_torch(sparse, destination, undo.absolute.get(position))
+def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
+    done: list[Callable[[], None]] = []
+    try:
+        for route, buffer in dense.parts:
+            view = dense_view(routes.destinations[route.destination].flat, route)
+            _exchange_rows(view, buffer, done)
+    except BaseException:  # an interrupt too must not leave half a tensor
+        for again in reversed(done):
+            again()
+        raise
 
 
-def _commit_compiled(sparse: SparsePatch, destination: Destination, position: int, undo: Undo) -> Fingerprint:
-    if sparse.relative:
-        masks = order_masks(sparse.element)
-        low, high = kernels.commit_relative(destination.bits, sparse.positions, sparse.data, sparse.premix, *masks)
-    else:
-        old = np.empty_like(sparse.data)
-        low, high = kernels.commit_absolute(destination.bits, sparse.positions, sparse.data, sparse.premix, old)
-        undo.absolute[position] = old
-    return Fingerprint(int(low), int(high))
+def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable[[], None]]) -> None:
+    """Exchange what a view and a buffer of its shape hold, some rows at a time."""
+    if view.dim() == 0:
+        view, buffer = view.view(1), buffer.view(1)
+    rows = max(1, HASH_ELEMENTS * view.shape[0] // max(1, view.numel()))
+    for start in range(0, view.shape[0], rows):
+        there, here = view[start : start + rows], buffer[start : start + rows]
+
+        def swap(there: torch.Tensor = there, here: torch.Tensor = here) -> None:
+            old = there.to(here.device, copy=True)
+            try:
+                there.copy_(here)
+                here.copy_(old)
+            except BaseException:  # an interrupt too must not lose the old bits
+                there.copy_(old)
+                raise
+
+        swap()
+        done.append(swap)
 
 
-def _revert_compiled(sparse: SparsePatch, destination: Destination, old: torch.Tensor | Bits | None) -> None:
-    if sparse.relative:
-        masks = order_masks(sparse.element)
-        kernels.add_distances(destination.bits, sparse.positions, sparse.data, *masks, True)
-    elif isinstance(old, np.ndarray):
-        destination.bits[sparse.positions] = old
-
-
-def _commit_dense(dense: DensePatch, position: int, routes: RouteMap, undo: Undo) -> None:
-    source = torch.from_numpy(dense.bits.view(f"<i{dense.bits.itemsize}"))
-    targets = [dense_view(routes.destinations[route.destination].flat, route) for route in dense.routes]
-    undo.dense[position] = [target.clone() for target in targets]
-    for target, route in zip(targets, dense.routes, strict=True):
-        target.copy_(source_view(source, route))
-
-
-def commit_torch(sparse: SparsePatch, destination: Destination, position: int, undo: Undo) -> Fingerprint:
-    """``commit`` of one sparse patch with torch operations, on any device."""
+def apply_torch(sparse: SparsePatch, destination: Destination, backwards: bool) -> Fingerprint:
+    """``apply_sparse`` with torch operations, on any device."""
     total = Fingerprint()
-    olds: list[torch.Tensor] = []
     done = 0
     try:
         for start in range(0, sparse.positions.size, HASH_ELEMENTS):
-            piece = slice(start, start + HASH_ELEMENTS)
-            where, data, premix = _upload(sparse, piece, destination.flat.device)
-            before = destination.flat[where]
-            after = _add(before, data, sparse) if sparse.relative else data
-            # Everything that allocates comes before the write: running out of memory leaves the piece untouched.
-            total += _hash_change(premix, before, after)
-            if not sparse.relative:
-                olds.append(before)
-            destination.flat[where] = after
-            done = start + where.numel()
+            total += _apply_piece(sparse, destination, start, backwards)
+            done = start + HASH_ELEMENTS
     except BaseException:  # an interrupt too must not leave half a patch
-        revert_torch(sparse, destination, torch.cat(olds) if olds else None, done)
+        for start in reversed(range(0, done, HASH_ELEMENTS)):
+            _apply_piece(sparse, destination, start, not backwards)
         raise
-    if not sparse.relative:
-        undo.absolute[position] = torch.cat(olds)
+    sparse.uploaded = None
     return total
 
 
-def revert_torch(
-    sparse: SparsePatch, destination: Destination, old: torch.Tensor | Bits | None, count: int | None = None
-) -> None:
-    """``revert`` of one sparse patch, or of its first ``count`` elements, with torch operations, on any device."""
-    stop = sparse.positions.size if count is None else count
-    for start in range(0, stop, HASH_ELEMENTS):
-        piece = slice(start, min(start + HASH_ELEMENTS, stop))
-        where, data, _ = _upload(sparse, piece, destination.flat.device)
-        if sparse.relative:
-            destination.flat[where] = _add(destination.flat[where], -data, sparse)
-        elif isinstance(old, torch.Tensor):
-            destination.flat[where] = old[piece]
-
-
-def _upload(sparse: SparsePatch, piece: slice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    signed = sparse.data[piece].view(f"<i{sparse.data.itemsize}")
-    arrays = (sparse.positions[piece], signed, sparse.premix[piece].view(np.int64))
-    positions, data, premix = (torch.from_numpy(array).to(device) for array in arrays)
-    return positions, data, premix
+def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, backwards: bool) -> Fingerprint:
+    piece = slice(start, start + HASH_ELEMENTS)
+    if sparse.uploaded is None:
+        where, data, premix = to_device(sparse, piece, destination.flat.device)
+    else:
+        where, data, premix = (tensor[piece] for tensor in sparse.uploaded)
+    where = where.long()
+    before = destination.flat[where]
+    after = _add(before, -data if backwards else data, sparse) if sparse.relative else data
+    # Everything that allocates comes before the write: running out of memory leaves the piece untouched.
+    change = _hash_change(premix, before, after)
+    kept = None if sparse.relative else before.cpu().numpy()
+    destination.flat[where] = after
+    if kept is not None:
+        sparse.data[piece] = kept.view(sparse.data.dtype)
+        if sparse.uploaded is not None:
+            data.copy_(before)
+    return change
 
 
 def _add(bits: torch.Tensor, distances: torch.Tensor, sparse: SparsePatch) -> torch.Tensor:

@@ -91,14 +91,17 @@ def check_layout(vllm_config: Any, api_servers: int) -> None:
     """Refuse what this release cannot keep consistent.
 
     Raises:
-        EngineError: more than one worker rank, or more than one API server process.
+        EngineError: ranks that hold other than tensor-parallel parts, or more than one API server process.
     """
     parallel = vllm_config.parallel_config
-    if parallel.world_size * parallel.data_parallel_size != 1:
-        raise EngineError(
-            f"vllm-delta-sync follows a run on one rank in this release; this server has world_size "
-            f"{parallel.world_size} and data_parallel_size {parallel.data_parallel_size}. Use tensor-parallel-size 1."
-        )
+    layout = {
+        "pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "data-parallel-size": parallel.data_parallel_size,
+        "enable-expert-parallel": int(parallel.enable_expert_parallel) + 1,
+    }
+    unknown = [f"--{name}" for name, size in layout.items() if size != 1]
+    if unknown:
+        raise EngineError(f"{', '.join(unknown)}: this release knows tensor parallelism only; leave it out")
     if api_servers != 1:
         raise EngineError(f"--api-server-count is {api_servers}: two controllers would fight; use 1")
     if vllm_config.speculative_config is not None:
@@ -110,22 +113,6 @@ def check_extension(vllm_config: Any, expected: str) -> None:
     found = vllm_config.parallel_config.worker_extension_cls
     if found != expected:
         raise EngineError(f"worker_extension_cls is {found!r}; launch vLLM with --worker-extension-cls {expected}")
-
-
-async def pause_engine(client: Any, mode: str, clear_cache: bool) -> None:
-    """Pause at the engine core.
-
-    Cause: ``pause_generation`` ends with a fixed 20 ms sleep for the order of outputs, which weights do not need.
-    Symptom: every pause is 20 ms longer. Remove when: the sleep is gone.
-    """
-    if clear_cache:
-        await client.renderer.clear_mm_cache_async()
-    await client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-
-
-async def resume_engine(client: Any) -> None:
-    """Counterpart of ``pause_engine``."""
-    await client.engine_core.resume_scheduler_async()
 
 
 NO_VERSION = "default"

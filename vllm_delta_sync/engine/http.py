@@ -50,6 +50,13 @@ class SyncRequest(BaseModel):
     version: Annotated[int | None, Field(ge=0, description="Version to serve; none: the head.")] = None
 
 
+class RollbackRequest(BaseModel):
+    """Body of ``POST /delta_sync/rollback``."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: Annotated[int, Field(ge=0, description="Version to go back to, one of `undo` in the status.")]
+
+
 def service_of(request: Request) -> ReceiverService:
     """The server's receiver."""
     service: ReceiverService = request.app.state.delta_sync
@@ -102,9 +109,32 @@ async def status(request: Request) -> dict[str, Any]:
 
 @router.post("/sync", dependencies=[Depends(admin)])
 async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, Any]:
-    """Look into the bucket now and serve the head, or the version asked for; answers with the status reached."""
+    """Look into the bucket now and serve the head, or the version asked for; answers with the status reached.
+
+    A version before the served one is gone back to, as by rollback."""
     version = None if body is None else body.version
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("sync", version))
+    return outcome
+
+
+@router.post("/rollback", dependencies=[Depends(admin)])
+async def rollback(request: Request, body: RollbackRequest) -> dict[str, Any]:
+    """Go back to a version in the undo log, without the network, and hold it; answers with the status reached."""
+    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("rollback", body.version))
+    return outcome
+
+
+@router.post("/hold", dependencies=[Depends(admin)])
+async def hold(request: Request) -> dict[str, Any]:
+    """Keep the version served, whatever is published; answers with the status."""
+    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("hold"))
+    return outcome
+
+
+@router.post("/release", dependencies=[Depends(admin)])
+async def release(request: Request) -> dict[str, Any]:
+    """End a hold; the run is followed again. Answers with the status."""
+    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("release"))
     return outcome
 
 

@@ -23,6 +23,16 @@ class OfflineSync:
         self._receiver.advance(version)
         return self.status()
 
+    def rollback(self, version: int) -> dict[str, Any]:
+        """Go back to a version in ``status()["undo"]``, without the bucket; returns ``status()``.
+
+        Raises:
+            ChainError: no commit ended at that version, or it fell out of the undo log (setting ``undo_bytes``).
+        """
+        self._receiver.rollback(version)
+        self._receiver.release()
+        return self.status()
+
     def status(self) -> dict[str, Any]:
         """The same document as ``GET /delta_sync/status``."""
         return self._receiver.status()

@@ -1,48 +1,73 @@
-"""Stage: turn decoded changes into per-destination patches that a commit can apply in one pass."""
+"""Stage: turn decoded changes into per-destination patches that a commit can apply in one pass.
+
+A patch is its own undo log. Distances are subtracted to go back; absolute bits and full tensors are exchanged with
+what they overwrite, in place, so that after a commit the patch holds the old bits. A commit allocates nothing that
+grows with the patch.
+"""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_delta_sync.engine.regions import Indices
 from vllm_delta_sync.engine.routes import Route, RouteMap
 from vllm_delta_sync.errors import FingerprintError
+from vllm_delta_sync.torch_bits import SIGNED
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.dtypes import DType
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
 
-Words = np.ndarray
+Words = npt.NDArray[np.uint64]
+Positions = npt.NDArray[np.int32] | Indices
+
+NARROW_ELEMENTS = 1 << 31
+"""Destinations of fewer elements are addressed by int32: half the memory, and half of what a commit reads."""
 
 
 @dataclass
 class SparsePatch:
-    """Changed elements of one destination, ascending by address.
+    """Changed elements of one destination, ascending by address, all held by the same ranks.
 
     Attributes:
         destination: position in RouteMap.destinations.
-        positions: (n,) int64 indices into the destination's flat view.
-        data: (n,) unsigned: ULP distances if ``relative``, else new bits.
+        group: the ranks that hold copies of these elements.
+        positions: (n,) int32 or int64 indices into the destination's flat view.
+        data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
         premix: (n,) uint64: index half of each element's hash (docs/FORMAT.md), so that a commit hashes bits only.
+        uploaded: positions, data (signed view) and premix (as int64) on the destination's device, if that is not the
+            CPU; dropped once committed.
     """
 
     destination: int
+    group: int
     element: DType
     relative: bool
-    positions: Indices
+    positions: Positions
     data: Bits
     premix: Words
+    uploaded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, in bytes."""
+        return self.positions.nbytes + self.data.nbytes + self.premix.nbytes
 
 
 @dataclass
 class DensePatch:
-    """One tensor in full: its routes, and its (numel,) bits in checkpoint order."""
+    """One tensor in full: per route, the bits to exchange, shaped like the route's region, in host memory."""
 
     tensor: int
-    routes: list[Route]
-    bits: Bits
+    parts: list[tuple[Route, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, in bytes."""
+        return sum(buffer.nbytes for _, buffer in self.parts)
 
 
 @dataclass
@@ -50,22 +75,20 @@ class StagedPatch:
     """Everything this rank writes for one version.
 
     Attributes:
-        declared: change of fingerprint that applying ``sparse`` must cause.
-        fingerprints: per tensor id of the run: what it has after the commit, loaded by this model or not.
+        declared: change of fingerprint over ``sparse``, over all ranks, each element once.
+        fingerprints: per tensor id of the run: what it has after the commit, loaded by this rank or not.
     """
 
     version: int
     sparse: list[SparsePatch]
     declared: Fingerprint
     dense: list[DensePatch]
-    fingerprints: list[Fingerprint]
+    fingerprints: list[Fingerprint] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return sum(p.positions.nbytes + p.data.nbytes + p.premix.nbytes for p in self.sparse) + sum(
-            p.bits.nbytes for p in self.dense
-        )
+        """Host memory, in bytes."""
+        return sum(patch.nbytes for patch in self.sparse) + sum(patch.nbytes for patch in self.dense)
 
 
 def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerprint]) -> StagedPatch:
@@ -76,26 +99,42 @@ def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerpri
 
     Raises:
         FingerprintError: a tensor sent in full does not come to the fingerprint that its object declares.
+        MemoryError: there is no room for the patch.
     """
     after = list(held)
     for tensor, change in changes.fingerprints.items():
         after[tensor] += change
     for full in changes.full:
         _check_full(full, routes, after, changes)
-    # torch wants writable memory; what was fetched may be read only. Copied here, not while the engine is paused.
-    dense = [
-        DensePatch(full.id, routes.routes[full.id], np.require(full.bits, requirements=["W"]))
-        for full in changes.full
-        if routes.routes[full.id]
-    ]
+    dense = [_stage_dense(full, routes) for full in changes.full if routes.routes[full.id]]
     sparse: list[SparsePatch] = []
     declared = Fingerprint()
     for group in changes.sparse:
         sparse += _stage_sparse(group, routes)
-        for tensor in group.ids.tolist():
-            if routes.routes[tensor]:
-                declared += changes.fingerprints[tensor]
+    # A set: a tensor may have relative and absolute elements, which are two groups.
+    for tensor in {tensor for group in changes.sparse for tensor in group.ids.tolist()}:
+        if routes.loaded[tensor]:
+            declared += changes.fingerprints[tensor]
+    upload(sparse, routes)
     return StagedPatch(version, sparse, declared, dense, after)
+
+
+def upload(patches: list[SparsePatch], routes: RouteMap) -> None:
+    """Copy patches to their destinations' devices, so that the commit need not. Raises torch.OutOfMemoryError."""
+    for patch in patches:
+        device = routes.destinations[patch.destination].flat.device
+        if device.type != "cpu":
+            patch.uploaded = to_device(patch, slice(None), device)
+
+
+def to_device(
+    patch: SparsePatch, piece: slice, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(positions, signed data, premix as int64) of a piece of a patch, on a device."""
+    signed = patch.data[piece].view(f"<i{patch.data.itemsize}")
+    arrays = (patch.positions[piece], signed, patch.premix[piece].view(np.int64))
+    positions, data, premix = (torch.from_numpy(array).to(device) for array in arrays)
+    return positions, data, premix
 
 
 def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], changes: Changes) -> None:
@@ -110,6 +149,19 @@ def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], changes:
     after[full.id] = measured
 
 
+def _stage_dense(full: Full, routes: RouteMap) -> DensePatch:
+    # torch wants writable memory; what was fetched may be read only.
+    bits = np.require(full.bits, requirements=["W"])
+    flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
+    return DensePatch(
+        full.id,
+        [
+            (route, source_view(flat, route).clone(memory_format=torch.contiguous_format))
+            for route in routes.routes[full.id]
+        ],
+    )
+
+
 def _stage_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
     from vllm_delta_sync.wire import kernels
 
@@ -117,29 +169,35 @@ def _stage_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
     seeds = np.array([tensor_seed(name) for name in names], np.uint64)
     premix = np.empty(group.positions.size, np.uint64)
     kernels.premix_positions(group.positions, seeds, group.counts, premix)
-    pieces: dict[int, list[tuple[Indices, Bits, Words]]] = defaultdict(list)
+    pieces: dict[tuple[int, int], list[tuple[Indices, Bits, Words]]] = defaultdict(list)
     cursor = 0
     for tensor, positions, data in group.tensors():
         words = premix[cursor : cursor + positions.size]
         cursor += positions.size
-        for route in routes.routes[tensor]:
+        for route, holders in zip(routes.routes[tensor], routes.groups[tensor], strict=True):
             target, inside = route.map(positions)
-            whole = bool(inside.all())
-            pieces[route.destination].append(
-                (target, data, words) if whole else (target[inside], data[inside], words[inside])
-            )
-    return [_merge(destination, group, parts) for destination, parts in sorted(pieces.items())]
+            part = (target, data, words) if inside.all() else (target[inside], data[inside], words[inside])
+            if part[0].size:
+                pieces[route.destination, holders].append(part)
+    return [
+        _merge(destination, holders, group, parts, routes.destinations[destination].flat.numel())
+        for (destination, holders), parts in sorted(pieces.items())
+    ]
 
 
-def _merge(destination: int, group: Sparse, parts: list[tuple[Indices, Bits, Words]]) -> SparsePatch:
-    parts.sort(key=lambda part: int(part[0][0]) if part[0].size else -1)
-    positions = np.concatenate([part[0] for part in parts])
+def _merge(
+    destination: int, holders: int, group: Sparse, parts: list[tuple[Indices, Bits, Words]], extent: int
+) -> SparsePatch:
+    parts.sort(key=lambda part: int(part[0][0]))
+    positions: Positions = np.concatenate([part[0] for part in parts])
+    if extent < NARROW_ELEMENTS:
+        positions = positions.astype(np.int32)
     data = np.concatenate([part[1] for part in parts])
     premix = np.concatenate([part[2] for part in parts])
     if np.any(positions[1:] <= positions[:-1]):
         order = np.argsort(positions, kind="stable")
         positions, data, premix = positions[order], data[order], premix[order]
-    return SparsePatch(destination, group.element, group.relative, positions, data, premix)
+    return SparsePatch(destination, holders, group.element, group.relative, positions, data, premix)
 
 
 def dense_view(flat: torch.Tensor, route: Route) -> torch.Tensor:

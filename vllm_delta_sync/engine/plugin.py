@@ -13,8 +13,12 @@ logger = logging.getLogger("vllm.delta_sync")
 
 def register() -> None:
     """General plugin. vLLM calls it in every process, possibly more than once."""
+    from vllm_delta_sync.engine import core_guard, loader
+
     compat.initialize_amx()
     compat.hide_numba_from_kernel_scan()
+    loader.register()
+    core_guard.install()
 
 
 class EndpointPlugin:
@@ -37,7 +41,7 @@ class EndpointPlugin:
             EngineError: the worker extension is missing, or the layout is not supported.
         """
         from vllm_delta_sync.config import load_settings
-        from vllm_delta_sync.engine import spans
+        from vllm_delta_sync.engine import core_guard, spans
         from vllm_delta_sync.engine.ports import ServerPort
         from vllm_delta_sync.engine.service import ReceiverService
 
@@ -48,6 +52,7 @@ class EndpointPlugin:
         service = ReceiverService(ServerPort(engine_client, asyncio.get_running_loop(), settings), settings)
         state.delta_sync = service
         state.delta_sync_token = settings.admin_token()
+        core_guard.fail_when_engine_died(engine_client)
         spans.install(engine_client, state, lambda: service.receiver.served_run)
         service.start()
         logger.info("following %s (policy %s)", settings.bucket, settings.policy)

@@ -6,12 +6,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import compat
+from vllm_delta_sync.engine import compat, core_guard
 from vllm_delta_sync.engine.transaction import Answer
-from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.errors import EngineError, WeightsLostError
 
 CALL_TIMEOUT_S = 120.0
-"""Bound on one call into the engine; every call is short, long work runs in the background."""
+"""Bound on one call into an engine that runs; every call is short, long work runs in the background."""
+ANSWER_SECONDS = 5.0
+"""What an answer may take on top of the time that the engine allows its ranks."""
+PAUSED = ("commit", "revert")
+"""Calls that must not reach an engine that runs."""
 
 
 class ServerPort:
@@ -22,6 +26,7 @@ class ServerPort:
         self._loop = loop
         self._mode = settings.pause_mode
         self._clear = settings.prefix_cache == "reset"
+        self._seconds = settings.pause_seconds
 
     def _run(self, call: Coroutine[Any, Any, Any], timeout: float | None = CALL_TIMEOUT_S) -> Any:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -34,24 +39,50 @@ class ServerPort:
             raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
-        """See EnginePort. Raises EngineError."""
-        answers: list[Answer] = self._run(
-            self._client.collective_rpc("delta_sync_call", timeout=CALL_TIMEOUT_S, args=(method, arguments))
-        )
+        """See EnginePort.
+
+        Raises:
+            WeightsLostError: a rank does not answer in the middle of a commit: nobody knows what it holds.
+            EngineError: the engine failed, or the pause had expired and nothing was done.
+        """
+        answers: list[Answer]
+        if method not in PAUSED:
+            # No timeout inside the engine: it would take a late answer for that of the next call.
+            answers = self._run(self._client.collective_rpc("delta_sync_call", args=(method, arguments)))
+            return answers
+        try:
+            outcome = self._run(
+                core_guard.call_paused(self._client, method, arguments, self._seconds), self._seconds + ANSWER_SECONDS
+            )
+        except EngineError as error:
+            raise WeightsLostError(f"{method} has no outcome: {error.message}") from error
+        if outcome["expired"]:
+            raise EngineError(f"the pause expired before {method}, so nothing was done")
+        answers = outcome["answers"]
         return answers
 
     def pause(self) -> None:
         """See EnginePort. Mode ``wait`` lasts as long as the requests in flight."""
         timeout = None if self._mode == "wait" else CALL_TIMEOUT_S
-        self._run(compat.pause_engine(self._client, self._mode, self._clear), timeout)
+        self._run(core_guard.pause(self._client, self._mode, self._clear, self._seconds), timeout)
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
         """See EnginePort."""
-        self._run(compat.resume_engine(self._client))
+        outcome = self._run(core_guard.resume(self._client))
+        return bool(outcome["expired"])
 
     def label(self, version: int | None) -> None:
         """See EnginePort."""
         self._run(compat.label_weights(self._client, version))
+
+    def label_paused(self, version: int | None) -> None:
+        """See EnginePort."""
+        if self._run(core_guard.label_paused(self._client, version))["expired"]:
+            raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
+
+    def end(self, reason: str) -> None:
+        """See EnginePort; the server ends with its engine."""
+        self._run(core_guard.end_engine(self._client, reason))
 
 
 @contextmanager
@@ -72,9 +103,7 @@ class OfflinePort:
     def call(self, method: str, arguments: Answer) -> list[Answer]:
         """See EnginePort."""
         with _engine_errors():
-            answers: list[Answer] = self._llm.collective_rpc(
-                "delta_sync_call", timeout=CALL_TIMEOUT_S, args=(method, arguments)
-            )
+            answers: list[Answer] = self._llm.collective_rpc("delta_sync_call", args=(method, arguments))
         return answers
 
     def pause(self) -> None:
@@ -82,13 +111,21 @@ class OfflinePort:
         if self._llm.llm_engine.has_unfinished_requests():
             raise EngineError("requests are unfinished; call sync.to() between two generate() calls")
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
         """Drop cached keys and values of the older policy, as the setting says."""
         with _engine_errors():
             if self._clear:
                 self._llm.reset_prefix_cache()
+        return False
 
     def label(self, version: int | None) -> None:
         """See EnginePort."""
         with _engine_errors():
             self._llm.llm_engine.set_weight_version(compat.NO_VERSION if version is None else str(version))
+
+    def label_paused(self, version: int | None) -> None:
+        """See EnginePort; nothing runs, so nothing expires."""
+        self.label(version)
+
+    def end(self, reason: str) -> None:
+        """An ``LLM`` belongs to its caller, who gets the error and must make another one."""

@@ -1,8 +1,8 @@
-"""One rank's receiver: proves what its model holds, stages versions beside generation, commits or takes back.
+"""One rank's receiver: gathers what its model holds, stages versions beside generation, commits and goes back.
 
 Runs inside a worker process. Long operations run in one background thread that is started and polled, because a
-long remote call would block the engine; ``commit`` and ``revert`` are short and run on the caller's thread, while
-the engine is paused.
+long remote call would block the engine; everything else is short and runs on the caller's thread. ``commit`` and
+``revert`` ask for a paused engine.
 """
 
 import itertools
@@ -10,23 +10,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run, check_declared, check_follows, decode_version, open_run
 from vllm_delta_sync.engine import commit as commits
+from vllm_delta_sync.engine.ownership import region_to_plain
 from vllm_delta_sync.engine.patch import StagedPatch, stage
+from vllm_delta_sync.engine.repair import stage_repair
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.trace import LoadableModel, trace_routes
+from vllm_delta_sync.engine.undo_log import Applied, UndoLog
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
     DeltaSyncError,
     EngineError,
     FingerprintError,
+    MemoryLimitError,
     WeightsLostError,
 )
+from vllm_delta_sync.wire import fold as folding
+from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
 Answer = dict[str, Any]
 
@@ -40,27 +48,36 @@ class RankReceiver:
     """State of one rank.
 
     Attributes:
-        routes: None until proven.
-        fingerprints: per tensor id of the run, what this rank holds (for tensors it does not load: what the
-            history declares).
+        index: of this rank among those that one call reaches. folder: what vLLM loaded the model from.
+        routes: None until traced.
+        fingerprints: per tensor id of the run: what the whole tensor has, over all ranks, at the version held.
         version: the version held; None until proven.
+        confirmed: False from a commit until the controller has found it right on all ranks.
         intact: False once a commit could neither be finished nor taken back.
+        touched: who else wrote, or may have written, weights since they were last proven; None if nobody.
+        asleep: True while weights are not in memory.
     """
 
-    def __init__(self, model: LoadableModel) -> None:
+    def __init__(self, model: LoadableModel, index: int = 0, folder: str = "") -> None:
         self.model = model
+        self.index = index
+        self.folder = folder
         self.run: Run | None = None
         self.routes: RouteMap | None = None
         self.fingerprints: list[Fingerprint] = []
         self.version: int | None = None
         self.intact = True
+        self.confirmed = True
+        self.touched: str | None = None
+        self.asleep = False
+        self._cache: ObjectCache | None = None
         self._staged: StagedPatch | None = None
-        self._applied: tuple[StagedPatch, commits.Undo, list[Fingerprint], int | None] | None = None
+        self._log = UndoLog()
         self._thread: threading.Thread | None = None
         self._outcome: Answer = {}
 
-    def start(self, operation: str, arguments: Answer) -> None:
-        """Begin ``prove``, ``stage`` or ``verify`` in the background.
+    def start(self, operation: str, arguments: Answer) -> Answer:
+        """Begin ``prove``, ``stage``, ``repair`` or ``scan`` in the background.
 
         Raises:
             BusyError: an operation is still running. EngineError: there is no such operation.
@@ -68,7 +85,8 @@ class RankReceiver:
         operations: dict[str, Callable[..., Answer]] = {
             "prove": self.prove,
             "stage": self.stage,
-            "verify": self.verify,
+            "repair": self.repair,
+            "scan": self.scan,
         }
         if operation not in operations:
             raise EngineError(f"operation {operation!r} is unknown; known are {', '.join(operations)}")
@@ -82,6 +100,7 @@ class RankReceiver:
             daemon=True,
         )
         self._thread.start()
+        return {}
 
     def _run_operation(self, operation: Callable[..., Answer], arguments: Answer) -> None:
         try:
@@ -89,7 +108,7 @@ class RankReceiver:
         except DeltaSyncError as error:
             self._outcome = error_answer(error)
         except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
-            self._outcome = error_answer(EngineError(f"unexpected {type(error).__name__}: {error}"))
+            self._outcome = error_answer(_as_ours(error))
 
     def poll(self) -> Answer:
         """{"running": True}, or the outcome of the last operation with "running" False."""
@@ -97,120 +116,199 @@ class RankReceiver:
             return {"running": True}
         return {"running": False, **self._outcome}
 
-    def prove(self, url: str, manifest: str) -> Answer:
-        """Trace routes, gather every tensor through them, and compare with version 0.
+    def prove(self, url: str, cache_dir: str | None = None, cache_bytes: int = 0) -> Answer:
+        """Trace routes, and gather every tensor through them.
 
-        Args:
-            manifest: canonical text of version 0's manifest.
+        Returns:
+            per tensor id the source regions of this rank's routes and the fingerprint of each; and what is known of
+            the weights: {"run", "version", "fingerprints"} or None.
         """
         began = time.perf_counter()
-        first = Manifest.from_bytes(manifest.encode())
+        self._awake()
         run = open_run(url)
+        noted = self._note(run.info.run)
         routes = trace_routes(self.model, run.table)
         traced = time.perf_counter()
-        declared = first.tensor_fingerprints or {}
-        held, different = [], []
-        for position, spec in enumerate(run.table):
-            expected = Fingerprint.from_hex(declared[spec.name]) if spec.name in declared else None
-            if expected is None:
-                raise ChainError(f"version 0 has no fingerprint for tensor {spec.name!r}")
-            measured = routes.fingerprint(position) if routes.routes[position] else expected
-            held.append(measured)
-            if measured != expected:
-                different.append(spec.name)
+        measured = [[value.hex() for value in routes.fingerprints(position)] for position in range(len(run.table))]
         commits.warm_up({spec.element for spec in run.table})
-        self.run, self.routes, self.fingerprints = run, routes, held
-        self.version = None if different else 0
-        self._staged = self._applied = None
+        folding.warm_up({spec.element for spec in run.table})
+        self.run, self.routes = run, routes
+        self._cache = None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes)
+        self.version, self.fingerprints, self._staged = None, [], None
+        self._log.clear()
+        # Tracing went through the model's loader, which counts as somebody writing.
+        self.touched = None
         return {
-            "matches_base": not different,
-            "different": different[:10],
-            "different_count": len(different),
+            "regions": [[region_to_plain(route.source) for route in of_tensor] for of_tensor in routes.routes],
+            "measured": measured,
+            "noted": noted,
             "unloaded": routes.unloaded,
-            "tensors": len(run.table),
             "ms": {"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         }
 
-    def stage(self, manifest: str, parent: str | None) -> Answer:
-        """Fetch, verify, decode and route one version; nothing is written to the model.
+    def _note(self, run: str) -> Answer | None:
+        """What this rank held when last asked, or what it was loaded with, if it is of this run."""
+        if self.run is not None and self.run.info.run == run and self.version is not None:
+            return {"run": run, "version": self.version, "fingerprints": [value.hex() for value in self.fingerprints]}
+        loaded = getattr(self.model, "delta_sync_loaded", None)
+        if loaded is None or loaded.run != run:
+            return None
+        return {"run": run, "version": loaded.version, "fingerprints": list(loaded.fingerprints)}
+
+    def adopt(
+        self, version: int | None, fingerprints: list[str], groups: list[list[list[int]]], loaded: list[bool]
+    ) -> Answer:
+        """Take over what the controller found out about all ranks together.
 
         Args:
-            manifest, parent: canonical texts; parent is None for version 0.
+            version: what they hold; None: weights that are no version.
+            fingerprints, loaded: per tensor id. groups: per rank, per tensor id, per route.
         """
-        run, routes = self._proven()
-        routes.check_live()
+        _, routes = self._proven()
+        routes.groups, routes.loaded = groups[self.index], loaded
+        self.fingerprints = [Fingerprint.from_hex(value) for value in fingerprints]
+        self.version = version
+        return {}
+
+    def stage(self, manifests: list[str], parent: str | None, rescan: list[int]) -> Answer:
+        """Fetch, verify, decode, fold and route versions; nothing is written to the model.
+
+        Args:
+            manifests: canonical texts of consecutive versions; several must all be deltas.
+            parent: that of the version held, None for version 0.
+            rescan: tensor ids to gather and hash, as ``scan`` does.
+        """
+        run, routes = self._ready()
         self._staged = None
-        target = Manifest.from_bytes(manifest.encode())
+        targets = [Manifest.from_bytes(text.encode()) for text in manifests]
         before = None if parent is None else Manifest.from_bytes(parent.encode())
-        if target.kind == "delta":
-            if before is None or target.base_version != self.version:
-                raise ChainError(
-                    f"version {target.version} builds on version {target.base_version}, this rank holds {self.version}"
-                )
-            check_follows(before, target)
         clock = [time.perf_counter()]
-        objects = [run.fetch(ref) for ref in target.objects]
+        objects = [[self._fetch(run, ref) for ref in target.objects] for target in targets]
         clock.append(time.perf_counter())
-        changes = decode_version(target, run.table, objects)
-        if target.kind == "delta" and before is not None:
-            check_declared(before, target, changes)
+        parts: list[Changes] = []
+        for target, fetched in zip(targets, objects, strict=True):
+            self._check_order(before, target, first=not parts)
+            parts.append(decode_version(target, run.table, fetched))
+            fetched.clear()
+            if target.kind == "delta" and before is not None:
+                check_declared(before, target, parts[-1])
+            before = target
+        changes = parts[0] if len(parts) == 1 else folding.fold(parts, run.table)
+        del parts
         clock.append(time.perf_counter())
-        patch = stage(target.version, changes, routes, self.fingerprints)
-        self._check_total(target, patch)
+        patch = stage(targets[-1].version, changes, routes, self.fingerprints)
+        _check_total(targets[-1], patch)
+        clock.append(time.perf_counter())
+        scanned = self._gather(routes, rescan)
         clock.append(time.perf_counter())
         self._staged = patch
         spans = [1e3 * (end - start) for start, end in itertools.pairwise(clock)]
         return {
-            "staged": target.version,
+            "staged": patch.version,
+            "declared": patch.declared.hex(),
             "bytes": patch.nbytes,
-            "changed": target.changed,
-            "ms": dict(zip(("fetch", "decode", "route"), spans, strict=True)),
+            "ms": dict(zip(("fetch", "decode", "route", "rescan"), spans, strict=True)),
+            **scanned,
         }
 
-    def _check_total(self, target: Manifest, patch: StagedPatch) -> None:
-        total = Fingerprint()
-        for value in patch.fingerprints:
-            total += value
-        if total != target.model_fingerprint:
-            raise FingerprintError(
-                f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
-                f"{target.fingerprint}: the weights held are not those it was made against"
+    def repair(self, manifest: str) -> Answer:
+        """Stage whatever makes this rank's weights a version again, whoever changed them.
+
+        Returns:
+            as ``stage``; nothing is declared, so the weights must be scanned after the commit.
+        """
+        run, routes = self._proven()
+        self._awake()
+        routes.check_live()
+        began = time.perf_counter()
+        target = Manifest.from_bytes(manifest.encode())
+        # What is held is no version, and no commit leads back to one.
+        self.version, self.touched, self._staged = None, None, None
+        self._log.clear()
+        self._staged = stage_repair(run, target, self.folder, routes)
+        return {
+            "staged": target.version,
+            "declared": Fingerprint().hex(),
+            "bytes": self._staged.nbytes,
+            "ms": {"rebuild": 1e3 * (time.perf_counter() - began)},
+            **self._gather(routes, []),
+        }
+
+    def _check_order(self, before: Manifest | None, target: Manifest, first: bool) -> None:
+        if target.kind != "delta":
+            if not first:
+                raise ChainError(f"version {target.version} is of kind {target.kind!r} and cannot be folded")
+            return
+        if before is None or (first and target.base_version != self.version):
+            raise ChainError(
+                f"version {target.version} builds on version {target.base_version}, this rank holds {self.version}"
             )
+        check_follows(before, target)
+
+    def _fetch(self, run: Run, ref: ObjectRef) -> bytes:
+        return run.fetch(ref) if self._cache is None else self._cache.get(ref, lambda: run.fetch(ref))
 
     def commit(self, version: int) -> Answer:
         """Apply the staged version in place. The engine must be paused.
 
         Returns:
-            {"matched": whether the weights changed as declared, "ms": time}. If not, call ``revert``.
+            {"measured": change of fingerprint per group of ranks, "ms"}. If it is wrong, ``revert``.
         """
-        _, routes = self._proven()
-        routes.check_live()
+        _, routes = self._ready()
         patch = self._staged
         if patch is None or patch.version != version:
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
         began = time.perf_counter()
         with self._guarded():
-            measured, undo = commits.commit(patch, routes)
-        self._applied = (patch, undo, self.fingerprints, self.version)
+            measured = commits.commit(patch, routes)
+        self.confirmed = False
+        self._log.push(Applied(patch, measured, self.fingerprints, self.version))
         self._staged = None
         self.fingerprints, self.version = patch.fingerprints, version
-        return {"matched": measured == patch.declared, "ms": 1e3 * (time.perf_counter() - began)}
+        return {
+            "measured": {group: value.hex() for group, value in measured.items()},
+            "ms": 1e3 * (time.perf_counter() - began),
+        }
 
-    def revert(self) -> Answer:
-        """Take the last commit back; bits, fingerprints and version are as before it."""
+    def revert(self, version: int | None) -> Answer:
+        """Go back to a version, commit by commit, or forward again to one just left. The engine must be paused.
+
+        Nothing happens if the version is held already.
+
+        Raises:
+            EngineError: the undo log does not reach there. FingerprintError: the weights are not what the commits left
+            behind; they, and what this rank holds, are as before the call.
+        """
         _, routes = self._proven()
-        if self._applied is None:
-            raise EngineError("there is no commit to take back")
-        patch, undo, fingerprints, version = self._applied
+        self._awake()
+        if version == self.version:
+            return {"version": version}
+        path = self._log.path(version, self.version)
+        walked: list[Applied] = []
         with self._guarded():
-            commits.revert_or_give_up(patch, routes, undo)
-        self._applied, self.fingerprints, self.version = None, fingerprints, version
+            for step in path.steps:
+                measured = commits.commit(step.patch, routes, path.backwards)
+                walked.append(step)
+                if measured != step.expected(path.backwards):
+                    for again in reversed(walked):
+                        commits.commit(again.patch, routes, not path.backwards)
+                    raise FingerprintError(
+                        f"going to version {version} did not change the weights as declared: they were changed from "
+                        "outside"
+                    )
+        self._log.walk(path)
+        self._staged = None
+        last = path.steps[-1]
+        self.fingerprints = last.fingerprints if path.backwards else last.patch.fingerprints
+        self.version = version
+        self.confirmed = True
         return {"version": self.version}
 
-    def forget(self) -> Answer:
-        """Give up the way back from the last commit, and the memory it takes."""
-        self._applied = None
-        return {}
+    def trim(self, undo_bytes: int) -> Answer:
+        """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound."""
+        self.confirmed = True
+        self._log.trim(undo_bytes)
+        return self.describe()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -220,23 +318,49 @@ class RankReceiver:
         except WeightsLostError:
             self.intact = False
             raise
+        except MemoryError as error:
+            raise _as_ours(error) from error
 
     def describe(self) -> Answer:
-        """{"version": what this rank holds, "intact": whether it can tell}."""
-        return {"version": self.version, "intact": self.intact}
+        """What this rank holds, whether it can tell, which versions it can go back to (newest first), and who else
+        touched the weights."""
+        return {
+            "version": self.version,
+            "intact": self.intact,
+            "confirmed": self.confirmed,
+            "undo": self._log.versions,
+            "undo_bytes": self._log.nbytes,
+            "touched": self.touched,
+            "asleep": self.asleep,
+        }
 
-    def verify(self) -> Answer:
-        """Gather and hash every loaded tensor again and compare with what this rank should hold."""
+    def trust(self) -> Answer:
+        """Whoever touched the weights left them as they were: the controller has rescanned them."""
+        self.touched = None
+        return {}
+
+    def scan(self, tensors: list[int]) -> Answer:
+        """Gather and hash tensors again: {"measured": {tensor id: fingerprint per route}, "held": {tensor id: what
+        the whole tensor should have}, "dead": names of those the model does not compute with any more}."""
         _, routes = self._proven()
-        total = Fingerprint()
-        mismatched = []
-        for position, spec in enumerate(routes.table):
-            expected = self.fingerprints[position]
-            measured = routes.fingerprint(position) if routes.routes[position] else expected
-            total += measured
-            if measured != expected or not routes.is_live(position):
-                mismatched.append(spec.name)
-        return {"version": self.version, "fingerprint": total.hex(), "mismatched": mismatched}
+        self._awake()
+        return {"version": self.version, **self._gather(routes, tensors)}
+
+    def _gather(self, routes: RouteMap, tensors: list[int]) -> Answer:
+        return {
+            "measured": {tensor: [value.hex() for value in routes.fingerprints(tensor)] for tensor in tensors},
+            "held": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
+            "dead": [routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
+        }
+
+    def _ready(self) -> tuple[Run, RouteMap]:
+        """Proven, and nobody else has written since."""
+        run, routes = self._proven()
+        self._awake()
+        if self.touched is not None:
+            raise EngineError(f"weights may have been changed from outside ({self.touched}); they are checked first")
+        routes.check_live()
+        return run, routes
 
     def _proven(self) -> tuple[Run, RouteMap]:
         if not self.intact:
@@ -244,3 +368,23 @@ class RankReceiver:
         if self.run is None or self.routes is None:
             raise EngineError("this rank has not proven its routes yet")
         return self.run, self.routes
+
+    def _awake(self) -> None:
+        if self.asleep:
+            raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
+
+
+def _check_total(target: Manifest, patch: StagedPatch) -> None:
+    total = sum(patch.fingerprints, Fingerprint())
+    if total != target.model_fingerprint:
+        raise FingerprintError(
+            f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
+            f"{target.fingerprint}: the weights held are not those it was made against"
+        )
+
+
+def _as_ours(error: Exception) -> DeltaSyncError:
+    # torch's error for devices derives from RuntimeError, and is named so in every release.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return MemoryLimitError(f"this rank is out of memory ({error}); free some, the weights are as they were")
+    return EngineError(f"unexpected {type(error).__name__}: {error}")

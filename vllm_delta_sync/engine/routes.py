@@ -60,16 +60,27 @@ class Route:
 
 @dataclass
 class RouteMap:
-    """Routes of every tensor of a run, proven to cover each element once and to share no destination.
+    """Routes of one rank, for every tensor of a run: each element is loaded at most once, no destination is shared.
 
     Attributes:
         destinations: storages, referred to by position.
-        routes: per tensor id; empty for tensors that the model does not load (such as a tied head).
+        routes: per tensor id; empty for tensors that this rank does not load (such as a tied head).
+        groups: per tensor id, per route: the group of ranks that hold copies of what the route loads. All 0 until
+            ``ownership.py`` says otherwise.
+        loaded: per tensor id: whether any rank loads it. Until then, whether this one does.
     """
 
     table: TensorTable
     destinations: list[Destination]
     routes: list[list[Route]]
+    groups: list[list[int]] = field(default_factory=list)
+    loaded: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            self.groups = [[0] * len(routes) for routes in self.routes]
+        if not self.loaded:
+            self.loaded = [bool(routes) for routes in self.routes]
 
     @property
     def unloaded(self) -> list[str]:
@@ -94,18 +105,18 @@ class RouteMap:
                 "patches would not reach the model; start the server again"
             )
 
-    def fingerprint(self, tensor: int) -> Fingerprint:
-        """Gather one checkpoint tensor through its routes and hash it: what this model really holds."""
-        total = Fingerprint()
+    def fingerprints(self, tensor: int) -> list[Fingerprint]:
+        """Gather one checkpoint tensor and hash it, per route: what this rank really holds."""
+        found = []
         name = self.table[tensor].name
         for route in self.routes[tensor]:
             flat = self.destinations[route.destination].flat
             if route.source.is_linear and route.target.is_linear:
                 piece = flat[route.target.offset : route.target.offset + route.target.numel]
-                total += fingerprint_tensor(name, _host_bits(piece), route.source.offset)
+                found.append(fingerprint_tensor(name, _host_bits(piece), route.source.offset))
             else:
-                total += self._fingerprint_strided(name, route, flat)
-        return total
+                found.append(self._fingerprint_strided(name, route, flat))
+        return found
 
     def _fingerprint_strided(self, name: str, route: Route, flat: torch.Tensor) -> Fingerprint:
         total = Fingerprint()

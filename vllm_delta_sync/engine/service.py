@@ -52,7 +52,14 @@ class ReceiverService:
         self._wake.set()
 
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
-        """Queue ``sync`` (argument: version or None) or ``verify``; the future holds the outcome or the error."""
+        """Queue an action.
+
+        Args:
+            action: ``sync`` (argument: version or None), ``rollback`` (a version), ``hold``, ``release`` or ``verify``.
+
+        Returns:
+            the status reached, or the verdict; or the error.
+        """
         future: Future[Any] = Future()
         self._requests.put((action, argument, future))
         self._wake.set()
@@ -62,7 +69,7 @@ class ReceiverService:
         while not self._stop.is_set():
             looked = time.monotonic()
             self._serve_requests()
-            if self._settings.policy == "follow":
+            if self._settings.policy == "follow" and not self.receiver.board.holding:
                 self._advance()
             self._wake.wait(self._delay())
             self._wake.clear()
@@ -75,7 +82,9 @@ class ReceiverService:
         return float(min(LONGEST_RETRY_SECONDS, self._settings.poll_seconds * 2 ** min(self._failures - 1, 10)))
 
     def _advance(self) -> None:
-        if self.receiver.status()["state"] == "refused" and not self._replaced():
+        state = self.receiver.board.state
+        hopeless = state == "refused" and not self.receiver.can_repair and not self._replaced()
+        if state == "lost" or hopeless:
             return
         try:
             self.receiver.advance()
@@ -116,13 +125,24 @@ class ReceiverService:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                if action == "verify":
-                    future.set_result(self.receiver.verify())
-                else:
-                    self.receiver.advance(argument)
-                    future.set_result(self.receiver.status())
+                future.set_result(self._act(action, argument))
             except Exception as error:  # noqa: BLE001  handed to whoever asked, through the future
                 future.set_exception(error)
+
+    def _act(self, action: str, argument: Any) -> Any:
+        receiver = self.receiver
+        if action == "verify":
+            return receiver.verify()
+        served = receiver.served_version
+        if action == "rollback" or (action == "sync" and argument is not None and served and argument < served):
+            receiver.rollback(argument)
+        elif action == "sync":
+            receiver.advance(argument)
+        elif action == "hold":
+            receiver.hold()
+        else:
+            receiver.release()
+        return receiver.status()
 
     def _listen(self) -> None:
         """Wake the follower on notices; the run's id is the topic, so wait until it is known."""

@@ -1,13 +1,14 @@
-"""One commit over all ranks: pause, commit everywhere or nowhere, resume.
+"""One move of all ranks, forward or back: pause, move everywhere or nowhere, resume.
 
 Whatever goes wrong, one of three things is true afterwards: every rank holds the new version and generation goes on;
 every rank holds what it held before, under its old label, and generation goes on; or nobody can tell, and the engine
-stays paused until it is started again (WeightsLostError).
+must be ended and started again (WeightsLostError).
 """
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError, WeightsLostError, error_kinds
 
@@ -20,50 +21,77 @@ class EnginePort(Protocol):
     """What the receiver needs of an engine. Methods raise EngineError when the engine fails or does not answer."""
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
-        """WorkerExtension.delta_sync_call on every rank."""
+        """WorkerExtension.delta_sync_call on every rank, answers in the order of ranks."""
 
     def pause(self) -> None:
-        """Stop generation between two steps."""
+        """Stop generation between two steps, for at most as long as a commit may take."""
 
-    def resume(self) -> None:
-        """Let generation go on; harmless if it does."""
+    def resume(self) -> bool:
+        """Let generation go on; harmless if it does. True if it had gone on by itself, the pause having expired."""
 
     def label(self, version: int | None) -> None:
         """Name the weights that produce outputs from now on; None: they are no known version."""
+
+    def label_paused(self, version: int | None) -> None:
+        """``label``, only while our pause lasts. Raises EngineError if it expired: the weights may be others again."""
+
+    def end(self, reason: str) -> None:
+        """End the engine, which cannot tell its weights, so that whoever watches it starts it again."""
 
 
 class Mismatch(FingerprintError):
     """The commit did not change the weights as declared and was taken back."""
 
 
-class Transaction:
-    """Moves every rank from ``held`` (None: no version) to ``target``, which must be staged on all of them."""
+class PauseExpiredError(EngineError):
+    """The pause of a commit lasted too long; the engine took the commit back and went on."""
 
-    def __init__(self, port: EnginePort, target: int, held: int | None) -> None:
+    kind = "pause_expired"
+
+
+class Transaction:
+    """Moves every rank from ``held`` to ``target`` (None: no version).
+
+    Args:
+        method: ``commit``: the target is staged on every rank. ``revert``: every rank's undo log reaches it.
+        matches: whether what the ranks measured is what the target declares.
+    """
+
+    def __init__(
+        self,
+        port: EnginePort,
+        target: int | None,
+        held: int | None,
+        *,
+        method: Literal["commit", "revert"] = "commit",
+        matches: Callable[[list[Answer]], bool] = lambda answers: True,
+    ) -> None:
         self._port = port
         self._target = target
         self._held = held
+        self._method = method
+        self._matches = matches
         self._clock: list[float] = []
 
     def commit(self) -> None:
-        """Pause and commit; the engine is still paused on return, and runs again if this raises.
+        """Pause and move; the engine is still paused on return, and runs again if this raises.
 
         Raises:
             Mismatch: the weights were not what the version was made against.
-            WeightsLostError: the engine stays paused.
+            WeightsLostError: nobody can tell what the ranks hold.
             DeltaSyncError: what failed; the weights are those of before.
         """
         self._tick()
         try:
             self._port.pause()
             self._tick()
-            answers = self._port.call("commit", {"version": self._target})
+            answers = self._port.call(self._method, {"version": self._target})
             self._tick()
             for answer in answers:
                 raise_if_error(answer)
-            if not all(answer["matched"] for answer in answers):
+            if not self._matches(answers):
                 raise Mismatch(f"version {self._target} did not change the weights as declared, so it was taken back")
-            self._port.label(self._target)
+            self._port.label_paused(self._target)
         except BaseException as error:  # an interrupt too must not leave the engine paused
             self._settle(error)
             raise
@@ -72,36 +100,50 @@ class Transaction:
         """Let generation go on; returns the timings in ms.
 
         Raises:
-            WeightsLostError: the engine does not resume.
+            PauseExpiredError: the engine went on by itself, with the version of before.
+            WeightsLostError: the engine does not resume, or went on with something else.
         """
-        self._resume("generation does not resume")
+        if self._resume("generation does not resume"):
+            # The engine's own watchdog was faster. It takes back what was not confirmed yet.
+            held = self._describe()
+            if all(answer.get("intact") and answer.get("version") == self._held for answer in held):
+                raise PauseExpiredError(
+                    f"the pause for version {self._target} expired before its controller ended it; the engine took it "
+                    f"back and serves version {self._held}"
+                )
+            if not all(answer.get("intact") and answer.get("version") == self._target for answer in held):
+                raise self._lost(f"the pause expired, and ranks hold {_brief(held)}")
         self._tick()
         spans = [1e3 * (end - start) for start, end in pairwise(self._clock)]
         return {"wait": spans[0], "commit": spans[1], "resume": spans[2], "pause": sum(spans)}
 
     def _tick(self) -> None:
-        self._clock.append(time.perf_counter())
+        self._clock.append(time.monotonic())
+
+    def _describe(self) -> list[Answer]:
+        return self._port.call("describe", {})
 
     def _settle(self, error: BaseException) -> None:
         """Bring every rank, the label and generation back to what they were."""
+        if isinstance(error, WeightsLostError):
+            raise self._lost(error.message) from error
         try:
-            held = self._port.call("describe", {})
-            if any(answer.get("version") == self._target for answer in held):
-                for answer in self._port.call("revert", {}):
+            held = self._describe()
+            if any(answer.get("version") != self._held for answer in held):
+                for answer in self._port.call("revert", {"version": self._held}):
                     raise_if_error(answer)
-                held = self._port.call("describe", {})
+                held = self._describe()
             if not all(answer.get("intact") and answer.get("version") == self._held for answer in held):
-                raise WeightsLostError(f"ranks hold {held}")
+                raise WeightsLostError(f"ranks hold {_brief(held)}")
             self._port.label(self._held)
         except DeltaSyncError as second:
             raise self._lost(f"{error}; then {second.message}") from error
         self._resume(str(error))
 
-    def _resume(self, reason: str) -> None:
+    def _resume(self, reason: str) -> bool:
         for attempt in range(RESUME_TRIES):
             try:
-                self._port.resume()
-                return
+                return self._port.resume()
             except DeltaSyncError as error:
                 reason = f"{reason}; {error.message}"
                 time.sleep(RESUME_WAIT_S * attempt)
@@ -109,9 +151,16 @@ class Transaction:
 
     def _lost(self, reason: str) -> WeightsLostError:
         return WeightsLostError(
-            f"the commit of version {self._target} could not be brought to an end, the engine stays paused; start the "
-            f"server again ({reason})"
+            f"the commit of version {self._target} could not be brought to an end; the engine must be started again "
+            f"({reason})"
         )
+
+
+def _brief(held: list[Answer]) -> str:
+    return ", ".join(
+        f"rank {rank}: version {answer.get('version')}{'' if answer.get('intact') else ' (cannot tell)'}"
+        for rank, answer in enumerate(held)
+    )
 
 
 def raise_if_error(answer: Answer) -> None:

@@ -27,7 +27,7 @@ class WorkerExtension:
     delta_sync_receiver: "RankReceiver | None" = None
 
     def delta_sync_call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run one of start, poll, commit, revert, forget, describe on this rank's receiver."""
+        """Run one of METHODS on this rank's receiver."""
         contacted.set()
         try:
             return self._delta_sync_dispatch(method, arguments)
@@ -39,27 +39,22 @@ class WorkerExtension:
 
     def _delta_sync_dispatch(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         # Imported late: numba must not be loaded before vLLM has initialized its worker.
+        from vllm_delta_sync.engine import foreign_writers
         from vllm_delta_sync.engine.rank import RankReceiver
 
         if self.delta_sync_receiver is None:
-            self.delta_sync_receiver = RankReceiver(self.get_model())  # type: ignore[attr-defined]
-        receiver = self.delta_sync_receiver
-        if method == "start":
-            receiver.start(arguments["operation"], arguments["arguments"])
-            return {}
-        if method == "poll":
-            return receiver.poll()
-        if method == "commit":
-            return receiver.commit(arguments["version"])
-        if method == "revert":
-            return receiver.revert()
-        if method == "forget":
-            return receiver.forget()
-        if method == "describe":
-            return receiver.describe()
-        raise EngineError(f"method {method!r} is unknown; this worker and its controller are of different releases")
+            model = self.get_model()  # type: ignore[attr-defined]
+            folder = self.model_config.model  # type: ignore[attr-defined]
+            self.delta_sync_receiver = RankReceiver(model, self.rank, folder)  # type: ignore[attr-defined]
+            foreign_writers.watch(self, model, self.delta_sync_receiver)
+        if method not in METHODS:
+            raise EngineError(f"method {method!r} is unknown; this worker and its controller are of different releases")
+        answer: dict[str, Any] = getattr(self.delta_sync_receiver, method)(**arguments)
+        return answer
 
 
+METHODS = ("start", "poll", "adopt", "commit", "revert", "trim", "describe", "trust")
+"""What a controller may call on a rank."""
 contacted = threading.Event()
 
 

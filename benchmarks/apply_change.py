@@ -1,0 +1,118 @@
+"""A new version of a checkpoint, in the form that each way of applying it wants."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from vllm_delta_sync.wire.bits import apply_distances
+from vllm_delta_sync.wire.changes import Changes, Sparse
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+ELEMENT = DTYPES["BF16"]
+FARTHEST = 7
+NEXT_SHARE = 0.9
+"""Of the distances, 90 % are ±1 and the rest up to ±FARTHEST, as reinforcement learning at small rates makes them."""
+
+
+@dataclass
+class NewVersion:
+    """One version after another, some elements changed.
+
+    Attributes:
+        changes: what a decoder hands over.
+        patches: the same for vLLM's ``load_checkpoint_weight_patches``.
+        tensors: the whole new checkpoint, in memory.
+        folder: the whole new checkpoint, on disk and in the page cache.
+    """
+
+    changes: Changes
+    patches: list[Any]
+    tensors: dict[str, torch.Tensor]
+    folder: Path
+
+    @property
+    def changed(self) -> int:
+        return self.changes.changed
+
+    @property
+    def files(self) -> list[str]:
+        return [str(path) for path in sorted(self.folder.glob("*.safetensors"))]
+
+
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, copied to memory, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def table_of(tensors: dict[str, torch.Tensor]) -> TensorTable:
+    """The run's tensor table."""
+    return TensorTable(TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in tensors.items())
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """(numel,) uint16 view of a bfloat16 tensor."""
+    return tensor.view(-1).view(torch.int16).numpy().view(np.uint16)
+
+
+def make_version(table: TensorTable, old: Path, density: float, folder: Path) -> NewVersion:
+    """Change each element with probability ``density``; write the new checkpoint to ``folder``."""
+    random = np.random.default_rng(0)
+    tensors = read_checkpoint(old)
+    ids, positions, distances, patches = [], [], [], []
+    fingerprints: dict[int, Fingerprint] = {}
+    for tensor, spec in enumerate(table):
+        where = _draw_positions(random, spec.numel, density)
+        if not where.size:
+            continue
+        steps = _draw_distances(random, where.size)
+        bits = bits_of(tensors[spec.name])
+        before = bits[where]
+        apply_distances(ELEMENT, bits, where, steps)
+        fingerprints[tensor] = fingerprint_change(spec.name, where, before, bits[where])
+        ids.append(tensor)
+        positions.append(where)
+        distances.append(steps)
+        patches.append(_peer_patch(spec, where, bits[where]))
+    counts = np.array([where.size for where in positions], np.int64)
+    sparse = Sparse(
+        "BF16", np.array(ids, np.uint32), counts, np.concatenate(positions), np.concatenate(distances), relative=True
+    )
+    folder.mkdir()
+    os.link(old / "config.json", folder / "config.json")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return NewVersion(Changes([sparse], [], fingerprints), patches, tensors, folder)
+
+
+def _draw_positions(random: np.random.Generator, numel: int, density: float) -> np.ndarray:
+    room = int(numel * density + 10 * (numel * density) ** 0.5 + 10)
+    found = np.cumsum(random.geometric(density, room)) - 1
+    return found[found < numel]
+
+
+def _draw_distances(random: np.random.Generator, count: int) -> np.ndarray:
+    size = np.where(random.random(count) < NEXT_SHARE, 1, random.integers(2, FARTHEST + 1, count))
+    return (size * random.choice([-1, 1], count)).astype(np.int16).view(np.uint16)
+
+
+def _peer_patch(spec: TensorSpec, positions: np.ndarray, bits: np.ndarray) -> Any:
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import CheckpointWeightPatch
+
+    return CheckpointWeightPatch(
+        name=spec.name,
+        shape=spec.shape,
+        dtype=torch.bfloat16,
+        values=torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16),
+        indices=torch.from_numpy(positions.astype(np.int32)),
+    )

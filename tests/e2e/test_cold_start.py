@@ -1,0 +1,158 @@
+"""Start straight from the bucket: ``load_format="delta_sync"`` against a fresh load of the exported checkpoint.
+
+Each case runs in a process of its own, as ``python -m tests.e2e.test_cold_start FOLDER CASE``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e import servers
+from tests.e2e.fresh import digests, generate, make_engine, worker_model
+from tests.tiny import make_model, save_checkpoint, train_steps
+
+pytestmark = pytest.mark.e2e
+
+VERSIONS = 3
+WEIGHTS = "model.safetensors"
+Tensors = dict[str, torch.Tensor]
+
+
+def without_weights(checkpoint: Path, folder: Path) -> Path:
+    """A model folder with config and tokenizer only."""
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        if file.name != WEIGHTS:
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def anchor(root: Path) -> tuple[Path, Path]:
+    """A run that starts from an anchor: (folder without weights, exported checkpoint of the head)."""
+    from trainer_side import Publisher
+
+    model = make_model("qwen3", seed=5)
+    model.config.dtype = torch.bfloat16
+    steps = train_steps(model, lr=3e-5)
+    with Publisher(model, bucket=str(root / "run")) as publisher:
+        for step in range(1, VERSIONS):
+            next(steps)
+            publisher.publish(step=step, wait=True)
+    exported = save_checkpoint(model, root / "exported")
+    return without_weights(exported, root / "bare"), exported
+
+
+def reference(root: Path) -> tuple[Path, Path]:
+    """A run by reference whose base was moved away since, into the model folder that vLLM is given."""
+    from trainer_side import Publisher
+
+    model = make_model("llama", seed=5)
+    base = save_checkpoint(model, root / "base")
+    steps = train_steps(model, lr=3e-5)
+    with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
+        for step in range(1, VERSIONS):
+            next(steps)
+            publisher.publish(step=step, wait=True)
+    return base.rename(root / "moved"), save_checkpoint(model, root / "exported")
+
+
+def own_head(root: Path) -> tuple[Path, Path]:
+    """A run with an output head of its own though config.json says tied; the base lies where the run says."""
+    from trainer_side import Publisher
+
+    base = save_checkpoint(make_model("qwen3", seed=5), root / "base")
+    tensors = load_file(base / WEIGHTS)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, base / WEIGHTS, metadata={"format": "pt"})
+    bare = without_weights(base, root / "bare")
+    exported = without_weights(base, root / "exported")
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors.items()
+
+    with Publisher(weights, bucket=str(root / "run"), base=base) as publisher:
+        for step in range(1, VERSIONS):
+            tensors["lm_head.weight"].view(torch.int16)[step::7] += 1
+            publisher.publish(step=step, wait=True)
+    save_file(tensors, exported / WEIGHTS, metadata={"format": "pt"})
+    return bare, exported
+
+
+CASES: dict[str, Callable[[Path], tuple[Path, Path]]] = {
+    "anchor": anchor,
+    "reference": reference,
+    "own_head": own_head,
+}
+
+
+def main(root: Path, case: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["DELTA_SYNC_BUCKET"] = str(root / "run")
+    from vllm import LLM
+
+    from vllm_delta_sync import open_run
+    from vllm_delta_sync.engine import WORKER_EXTENSION
+
+    folder, exported = CASES[case](root)
+    cold = LLM(
+        str(folder),
+        load_format="delta_sync",
+        worker_extension_cls=WORKER_EXTENSION,
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=16,
+    )
+    loaded = worker_model(cold).delta_sync_loaded
+    head = open_run(str(root / "run")).head()
+    state = open_run(str(root / "run")).snapshot(base=folder if case == "reference" else None)
+    fresh = make_engine(str(exported))
+    result = {
+        "kind": open_run(str(root / "run")).manifest(0).kind,
+        "folder": sorted(file.name for file in folder.iterdir()),
+        "loaded": [loaded.run, loaded.version, loaded.digest],
+        "head": [head.run, head.version, head.digest],
+        "fingerprints_equal": list(loaded.fingerprints) == [value.hex() for value in state.fingerprints],
+        "cold": {"digests": digests(worker_model(cold)), "outputs": generate(cold)},
+        "fresh": {"digests": digests(worker_model(fresh)), "outputs": generate(fresh)},
+    }
+    (root / "seen.json").write_text(json.dumps(result))
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "has_weights"),
+    [
+        ("anchor", "anchor", False),
+        pytest.param("reference", "reference", True, marks=pytest.mark.slow),
+        pytest.param("own_head", "reference", False, marks=pytest.mark.slow),
+    ],
+)
+def test_cold_start_is_a_fresh_load_of_the_head(tmp_path: Path, case: str, kind: str, has_weights: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.test_cold_start", str(tmp_path), case],
+        env={**os.environ, **servers.ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout.decode()[-4000:]
+    seen: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["kind"] == kind
+    assert (WEIGHTS in seen["folder"]) is has_weights
+    assert seen["head"][1] == VERSIONS - 1
+    assert seen["loaded"] == seen["head"]
+    assert seen["fingerprints_equal"] is True
+    assert seen["cold"]["digests"] == seen["fresh"]["digests"]
+    assert seen["cold"]["outputs"] == seen["fresh"]["outputs"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,42 @@
+"""Tensor parallelism: each rank's weights are a fresh load's, bit for bit, after every version and after going back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.parallel import VERSIONS
+from tests.e2e.servers import ENVIRONMENT
+
+pytestmark = pytest.mark.e2e
+slow = pytest.mark.slow
+FAMILIES = [
+    pytest.param("qwen3_moe", id="qwen3_moe"),  # stacked experts, cut inside each
+    pytest.param("llama_one_kv_head", id="llama_one_kv_head"),  # key and value heads copied to both ranks
+    *(pytest.param(family, marks=slow, id=family) for family in ("qwen3", "llama", "qwen2", "gemma3")),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_follow_bit_for_bit(tmp_path: Path, family: str) -> None:
+    run(tmp_path, family, "2")
+    run(tmp_path, "2")
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert [each["status"]["served"]["version"] for each in seen] == [*range(VERSIONS + 1), 2]
+    assert all(len(each["status"]["ranks"]) == 2 for each in seen)
+    for each in seen[1:]:
+        assert [rank["different"] for rank in each["equal"]] == [[], []], each["status"]["served"]
+        assert all(rank["compared"] > 10 for rank in each["equal"])
+    assert all(each["verify"]["verdict"] for each in seen[1:-1])
+    first, last = seen[0]["outputs"], seen[-2]["outputs"]
+    assert last == json.loads((tmp_path / "fresh.json").read_text())
+    assert last != first, "the versions do not differ enough to tell"
+
+
+def run(folder: Path, *arguments: str) -> None:
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PLUGINS": "delta_sync"}
+    command = [sys.executable, "-m", "tests.e2e.parallel", str(folder), *arguments]
+    subprocess.run(command, env=environment, check=True, timeout=600)

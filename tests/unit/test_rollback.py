@@ -1,0 +1,262 @@
+"""Folding, the undo log, hold and release."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forge import BAD_VERSIONS
+from tests.world import World
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.errors import BusyError, ChainError, DeltaSyncError, FingerprintError
+
+
+@pytest.fixture(params=[("packed", 1), ("raw", 1), ("packed", 2), ("raw", 2)], ids=str)
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    codec, ranks = request.param
+    return World(tmp_path, codec=codec, ranks=ranks)
+
+
+def expect_bits(world: World, expected: list[torch.Tensor]) -> None:
+    for now, before in zip(world.bits(), expected, strict=True):
+        assert torch.equal(now, before)
+
+
+def follow(world: World, last: int) -> list[list[torch.Tensor]]:
+    """Publish and follow versions 1 … last one by one; what every version's bits are."""
+    world.receiver.advance()
+    seen = [world.bits()]
+    for step in range(1, last + 1):
+        world.train(step)
+        world.receiver.advance()
+        seen.append(world.bits())
+    return seen
+
+
+def test_versions_that_came_meanwhile_are_one_commit(world: World) -> None:
+    world.receiver.advance()
+    for step in range(1, 8):
+        world.train(step)
+    world.receiver.advance()
+    assert world.receiver.served_version == 7
+    assert world.port.log.count("pause") == 1
+    assert world.receiver.status()["recent"][-1]["versions"] == 7
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+
+
+def test_fold_keeps_within_its_memory(world: World) -> None:
+    world.follow(stage_bytes=0)
+    world.receiver.advance()
+    for step in range(1, 4):
+        world.train(step)
+    world.receiver.advance()
+    assert world.port.log.count("pause") == 3
+    world.expect_exact()
+
+
+def test_good_versions_before_a_bad_one_are_served(world: World) -> None:
+    world.receiver.advance()
+    for step in range(1, 5):
+        world.train(step)
+    bad = next(bad for bad in BAD_VERSIONS if bad.name == "truncated object")
+    forgery = bad.write(Path(world.url))
+    with pytest.raises(DeltaSyncError):
+        world.receiver.advance()
+    assert world.receiver.served_version == 4
+    forgery.remove()
+    world.train(5)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_any_version_of_the_log_can_be_gone_back_to(world: World) -> None:
+    seen = follow(world, 5)
+    assert world.receiver.status()["undo"] == [4, 3, 2, 1, 0]
+    shutil.rmtree(world.url)  # without the network
+    for version in (4, 2, 0):
+        pauses = world.port.log.count("pause")
+        world.receiver.rollback(version)
+        assert world.port.log.count("pause") == pauses + 1
+        assert world.receiver.served_version == version
+        assert world.port.log[-3:] == [f"label {version}", "resume", "trim"]
+        expect_bits(world, seen[version])
+        assert world.receiver.verify()["verdict"]
+    assert world.receiver.status()["undo"] == []
+
+
+def test_rollback_holds_until_release(world: World) -> None:
+    follow(world, 3)
+    world.receiver.rollback(1)
+    status = world.receiver.status()
+    assert (status["state"], status["holding"], status["lag"]) == ("held", True, 2)
+    with pytest.raises(BusyError, match="release"):
+        world.receiver.advance()
+    world.train(4)
+    world.receiver.release()
+    world.receiver.advance()
+    assert world.receiver.status()["state"] == "idle"
+    assert world.receiver.served_version == 4
+    world.expect_exact()
+    # The commits that were taken back are gone; the new one, of three versions, can be.
+    assert world.receiver.status()["undo"] == [1, 0]
+
+
+def test_hold_keeps_what_is_served(world: World) -> None:
+    seen = follow(world, 1)
+    world.receiver.hold()
+    world.train(2)
+    with pytest.raises(BusyError):
+        world.receiver.advance()
+    expect_bits(world, seen[1])
+    world.receiver.advance(2)
+    assert world.receiver.status()["state"] == "held"
+    world.expect_exact()
+
+
+def test_versions_outside_the_log_are_refused_by_name(world: World) -> None:
+    world.receiver.advance()
+    for step in range(1, 4):
+        world.train(step)
+    world.receiver.advance()
+    before = world.bits()
+    with pytest.raises(ChainError, match="holds 0"):
+        world.receiver.rollback(2)
+    with pytest.raises(ChainError):
+        world.receiver.rollback(9)
+    expect_bits(world, before)
+    assert world.receiver.status()["holding"] is False
+    world.receiver.rollback(0)
+    assert world.receiver.served_version == 0
+
+
+def test_log_keeps_within_its_memory(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    one = max(answer["undo_bytes"] for answer in world.port.call("describe", {}))
+    world.follow(undo_bytes=int(2.5 * one))
+    follow(world, 6)
+    assert 1 <= len(world.receiver.status()["undo"]) <= 3
+    assert all(answer["undo_bytes"] <= 2.5 * one for answer in world.port.call("describe", {}))
+    world.follow(undo_bytes=0)
+    world.receiver.advance()
+    world.train(7)
+    world.receiver.advance()
+    assert world.receiver.status()["undo"] == []
+    world.expect_exact()
+
+
+def test_weights_changed_from_outside_are_not_gone_back_from(world: World) -> None:
+    follow(world, 2)
+    world.models[0].qkv.data.mul_(3.0)
+    before = world.bits()
+    with pytest.raises(FingerprintError):
+        world.receiver.rollback(1)
+    expect_bits(world, before)
+    assert world.receiver.status()["served"] is None
+    assert world.receiver.status()["state"] == "refused"
+
+
+def test_whole_tensors_are_gone_back_from(world: World) -> None:
+    seen = follow(world, 1)
+    for tensor in world.tensors.values():
+        tensor.mul_(-3.0)
+    world.train(2)
+    world.receiver.advance()
+    world.expect_exact()
+    world.receiver.rollback(1)
+    expect_bits(world, seen[1])
+    assert world.receiver.verify()["verdict"]
+
+
+def test_second_receiver_finds_what_the_ranks_hold(world: World) -> None:
+    """A controller that starts again beside living ranks takes over at the version they hold."""
+    follow(world, 3)
+    world.train(4)
+    second = Receiver(world.port, Settings(bucket=world.url))
+    second.advance(3)
+    assert second.status()["commits"] == 0
+    second.advance()
+    assert second.served_version == 4
+    world.expect_exact()
+
+
+def test_whoever_touched_the_weights_is_checked(world: World) -> None:
+    follow(world, 1)
+    for rank in world.port.ranks:
+        rank.touched = "update_weights"
+    world.train(2)
+    world.receiver.advance()
+    world.expect_exact()
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.models[0].norm.data.view(torch.int16)[0] ^= 1
+    world.port.ranks[0].touched = "update_weights"
+    with pytest.raises(FingerprintError, match="changed from outside \\(update_weights\\)"):
+        world.receiver.advance()
+    assert world.receiver.status()["served"] is None
+
+
+def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
+    follow(world, 3)
+    for model in world.models:
+        model.norm.data.mul_(2.0)
+        model.qkv.data[3:5].fill_(7.0)
+    world.train(4)
+    with pytest.raises(FingerprintError):
+        world.receiver.advance()
+    assert (world.receiver.status()["served"], world.receiver.status()["state"]) == (None, "refused")
+    world.receiver.advance()
+    status = world.receiver.status()
+    assert (status["served"]["version"], status["state"], status["last_error"]) == (4, "idle", None)
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+    assert status["undo"] == [3]
+    world.receiver.rollback(3)
+    world.train(5)
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_repair_that_cannot_be_made_leaves_the_weights_and_is_tried_again(world: World, tmp_path: Path) -> None:
+    follow(world, 1)
+    world.models[-1].norm.data.mul_(2.0)
+    assert not world.receiver.verify()["verdict"]
+    hidden = (tmp_path / "base").rename(tmp_path / "hidden")
+    world.expect_fails("not_found")
+    assert world.receiver.status()["served"] is None
+    hidden.rename(tmp_path / "base")
+    world.receiver.advance()
+    assert world.receiver.served_version == 1
+    world.expect_exact()
+
+
+def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    pause = world.port.pause
+
+    def touch() -> None:
+        pause()
+        world.port.ranks[-1].touched = "update_weights"
+
+    world.port.pause = touch  # type: ignore[method-assign]
+    world.expect_fails("engine")
+    world.port.pause = pause  # type: ignore[method-assign]
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_sleeping_engine_is_left_alone(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    for rank in world.port.ranks:
+        rank.asleep = True
+    world.expect_fails("busy")
+    for rank in world.port.ranks:
+        rank.asleep = False
+    world.receiver.advance()
+    world.expect_exact()

@@ -1,0 +1,151 @@
+"""``--load-format delta_sync``: start from the bucket, with a model folder of config and tokenizer only."""
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.config import load_settings
+from vllm_delta_sync.engine.rebuild import drain, newest, rebuild
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    SettingsError,
+    TensorMismatchError,
+)
+from vllm_delta_sync.wire.manifest import Manifest
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+LOAD_FORMAT = "delta_sync"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was handed to a model's ``load_weights``; left on the model as ``delta_sync_loaded``.
+
+    Attributes:
+        run: run id. version: version number. digest: SHA-256 of its manifest.
+        fingerprints: hex, one per tensor of the run's table, in its order.
+    """
+
+    run: str
+    version: int
+    digest: str
+    fingerprints: tuple[str, ...]
+
+
+def register() -> None:
+    """Make the format known to vLLM, once per process."""
+    from vllm.model_executor import model_loader
+
+    if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not DeltaSyncLoader:
+        register_model_loader(LOAD_FORMAT)(DeltaSyncLoader)
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's ``value`` on every rank of this engine."""
+    from vllm.distributed import get_world_group
+
+    return get_world_group().broadcast_object(value)
+
+
+def is_rank_0() -> bool:
+    """Whether this process decides for its engine."""
+    from vllm.distributed import get_world_group
+
+    return bool(get_world_group().rank_in_group == 0)
+
+
+class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
+    """Loads the newest good version of the run that ``DELTA_SYNC_BUCKET`` names."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        if load_config.model_loader_extra_config:
+            raise SettingsError(
+                f"model_loader_extra_config is {str(load_config.model_loader_extra_config)[:80]!r}: load format "
+                f"{LOAD_FORMAT!r} takes none; set DELTA_SYNC_BUCKET"
+            )
+
+    @cached_property
+    def run(self) -> Run:
+        """The run to load from.
+
+        Raises:
+            SettingsError: no bucket is set. NotFoundError: there is no run.
+        """
+        return open_run(load_settings().bucket)
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing: objects are read as they are needed."""
+
+    def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        """As vLLM does it, with the run's own output head if it has one."""
+        self._untie(model_config)
+        return super().create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+    def _untie(self, model_config: Any) -> None:
+        # vLLM builds a head of its own where config.json says tied and the checkpoint has one all the same. It looks
+        # for that in the model folder, which has no weights here; vLLM ties again if the two turn out to be equal.
+        own_head = any(spec.name.endswith("lm_head.weight") for spec in self.run.table)
+        if own_head and getattr(model_config.hf_config, "tie_word_embeddings", False):
+            model_config.hf_config.tie_word_embeddings = False
+            model_config.hf_config.get_text_config().tie_word_embeddings = False
+            model_config.word_embeddings_untied_by_checkpoint = True
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Rebuild the version, hand every tensor to the model's own ``load_weights``, and leave a ``Loaded`` on it.
+
+        Raises:
+            DeltaSyncError: see ``newest`` and ``rebuild``.
+            TensorMismatchError: the run's tensors leave some of the model's parameters unset.
+            EngineError, ChainError: ranks cannot agree on a version.
+        """
+        began = time.perf_counter()
+        held, state = rebuild(self.run, self._agree(), model_config.model)
+        if from_rank_0(held.version) != held.version:
+            raise EngineError(f"this rank could rebuild version {held.version} and rank 0 another one; start again")
+        fingerprints = tuple(value.hex() for value in state.fingerprints)
+        names = model.load_weights(drain(self.run, state))
+        if names is not None and model_config.quantization is None:
+            self._check_all_set(model, set(names))
+        model.delta_sync_loaded = Loaded(held.run, held.version, held.digest, fingerprints)
+        del state
+        gc.collect()
+        logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)
+
+    def _agree(self) -> Manifest:
+        """The version that all ranks load: the head may move while they look."""
+        if not is_rank_0():
+            chosen = from_rank_0(None)
+            if chosen is None:
+                raise EngineError("rank 0 found no version to load; its own error says why")
+            manifest = self.run.manifest(chosen[0])
+            if manifest.digest != chosen[1]:
+                raise ChainError(f"version {chosen[0]} is {manifest.digest} here and {chosen[1]} on rank 0")
+            return manifest
+        try:
+            manifest = newest(self.run)
+        except DeltaSyncError:
+            from_rank_0(None)
+            raise
+        from_rank_0((manifest.version, manifest.digest))
+        return manifest
+
+    def _check_all_set(self, model: Any, names: set[str]) -> None:
+        try:
+            DefaultModelLoader(self.load_config).track_weights_loading(model, names)
+        except ValueError as error:
+            raise TensorMismatchError(
+                f"run {self.run.info.run} does not have every weight of this model; is config.json that of the run? "
+                f"{error}"
+            ) from error

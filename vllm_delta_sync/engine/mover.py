@@ -1,0 +1,228 @@
+"""Moves an engine from version to version: stages, commits, goes back, repairs; and finds out who else moved it."""
+
+import logging
+from typing import Any
+
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.history import FOLDED_VERSIONS, History
+from vllm_delta_sync.engine.ranks import Ranks
+from vllm_delta_sync.engine.rotation import Rotation
+from vllm_delta_sync.engine.status import Board, State
+from vllm_delta_sync.engine.transaction import Answer, EnginePort, Mismatch, PauseExpiredError, Transaction
+from vllm_delta_sync.errors import (
+    BusyError,
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    MemoryLimitError,
+    ModelError,
+    WeightsLostError,
+)
+from vllm_delta_sync.wire.manifest import Manifest
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+
+class Mover:
+    """Everything that changes weights.
+
+    Attributes:
+        rotation: which tensors to look at beside each staging.
+        damaged: what was served when the weights were found to be changed from outside; None once repaired.
+    """
+
+    def __init__(self, port: EnginePort, settings: Settings, board: Board, history: History, ranks: Ranks) -> None:
+        self._port = port
+        self._settings = settings
+        self._board = board
+        self._history = history
+        self._ranks = ranks
+        self.rotation = Rotation([], 0)
+        self.damaged: Manifest | None = None
+
+    @property
+    def _served_version(self) -> int | None:
+        served = self._board.served
+        return None if served is None else served.version
+
+    def rescan(self, served: Manifest) -> Answer:
+        before: State = self._board.state
+        self._board.set(state="verifying")
+        try:
+            measured, mismatched = self._ranks.scan(list(range(len(self._history.run.table))))
+        finally:
+            self._board.set(state=before)
+        found = "" if measured is None else measured.hex()
+        return {
+            "verdict": found == served.fingerprint and not mismatched,
+            "version": served.version,
+            "fingerprint": found,
+            "expected": served.fingerprint,
+            "mismatched": mismatched,
+        }
+
+    def distrust(self, error: DeltaSyncError) -> None:
+        """The weights are no version any more: say so in status and spans until they are proven again."""
+        if isinstance(error, FingerprintError) and self._board.served is not None:
+            self.damaged = self._board.served
+        self._board.set(served=None, undo=[])
+        self._board.show_error(error, "refused")
+        self._port.label(None)
+
+    def repair(self, target: Manifest) -> None:
+        """Make the weights the version again that was served before somebody changed them, and prove it."""
+        self._board.set(state="repairing")
+        timings = self._ranks.repair(target)["ms"]
+        transaction = Transaction(self._port, target.version, None, matches=self._ranks.matches)
+        transaction.commit()
+        timings = timings | transaction.resume()
+        outcome = self.rescan(target)
+        if not outcome["verdict"]:
+            self.damaged = None
+            error = not_served(target, outcome["mismatched"])
+            self.distrust(error)
+            raise error
+        self.damaged = None
+        self._board.set(served=target)
+        self._trim()
+        logger.warning(
+            "weights are version %d again: %s",
+            target.version,
+            ", ".join(f"{name} {value:.1f} ms" for name, value in timings.items()),
+        )
+
+    def check_touched(self) -> None:
+        """If somebody else wrote, or may have written, weights, find out whether they are still what is served."""
+        ranks = self._ranks.describe()
+        if any(answer["asleep"] for answer in ranks):
+            raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
+        reasons = sorted({answer["touched"] for answer in ranks if answer["touched"] is not None})
+        served = self._board.served
+        if not reasons or served is None:
+            return
+        outcome = self.rescan(served)
+        if not outcome["verdict"]:
+            error = not_served(served, outcome["mismatched"])
+            changed = FingerprintError(f"{error.message}: changed from outside ({', '.join(reasons)})")
+            self.distrust(changed)
+            raise changed
+        logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
+        self._port.call("trust", {})
+
+    def step(self, served: Manifest, target: int) -> None:
+        """Stage and commit as many versions at once as fit."""
+        manifests = self._history.window(served, target, self._settings.stage_bytes)
+        while True:
+            try:
+                staged = self.stage(served, manifests)
+                break
+            except ModelError as error:
+                self.distrust(error)
+                raise
+            except (BusyError, WeightsLostError):
+                raise
+            except DeltaSyncError as error:
+                # The versions before the bad one are good, and less may fit where more did not.
+                if len(manifests) == 1 or (isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)):
+                    raise
+                manifests = manifests[: len(manifests) // 2]
+        self.commit(manifests, staged)
+
+    def stage(self, served: Manifest | None, manifests: list[Manifest]) -> dict[str, float]:
+        """Stage versions on all ranks; the slowest rank's timings."""
+        self._board.set(state="staging")
+        rescan = [] if served is None else self.rotation.next()
+        staged, differing = self._ranks.stage(manifests, served, rescan)
+        if differing and served is not None:
+            error = not_served(served, differing)
+            self.distrust(error)
+            raise error
+        timings: dict[str, float] = staged["ms"]
+        return timings
+
+    def commit(self, manifests: list[Manifest], timings: dict[str, float]) -> None:
+        self._board.set(state="committing")
+        target, served = manifests[-1], self._board.served
+        transaction = self._transaction(target.version, matches=self._ranks.matches)
+        try:
+            transaction.commit()
+        except Mismatch as error:
+            self._judge(manifests, error)
+            return
+        if served is not None:
+            self._history.behind[served.version] = served
+        timings = timings | self._go_on(transaction, target, served)
+        self._history.fold = FOLDED_VERSIONS
+        self._trim()
+        self._board.committed(target, manifests, timings)
+        logger.info(
+            "version %d (step %d) served: %s%.2f %% changed, %.1f kB; %s",
+            target.version,
+            target.step,
+            f"{len(manifests)} versions in one commit, " if len(manifests) > 1 else "",
+            100 * sum(manifest.changed for manifest in manifests) / max(1, target.total),
+            sum(manifest.payload_bytes for manifest in manifests) / 1e3,
+            ", ".join(f"{name} {value:.1f} ms" for name, value in timings.items()),
+        )
+
+    def _transaction(self, target: int, **options: Any) -> Transaction:
+        return Transaction(self._port, target, self._served_version, **options)
+
+    def _go_on(self, transaction: Transaction, target: Manifest, before: Manifest | None) -> dict[str, float]:
+        """Let generation go on with a new version; the timings."""
+        self._board.set(served=target)
+        try:
+            return transaction.resume()
+        except PauseExpiredError:
+            self._board.set(served=before)
+            raise
+
+    def _trim(self) -> None:
+        """Only once generation goes on: until then, the undo data is the way back."""
+        answers = self._port.call("trim", {"undo_bytes": self._settings.undo_bytes})
+        common = set.intersection(*(set(answer["undo"]) for answer in answers))
+        behind = self._history.behind
+        kept = [version for version in answers[0]["undo"] if version in common and version in behind]
+        self._history.behind = {version: behind[version] for version in kept}
+        self._board.set(undo=kept)
+
+    def _judge(self, manifests: list[Manifest], error: Mismatch) -> None:
+        """A commit was taken back: was the version wrong, or the weights held? A rescan tells."""
+        served = self._board.served
+        if served is not None and self.rescan(served)["verdict"]:
+            if len(manifests) > 1:
+                # One of them is wrong; taken one by one, the good ones before it are served.
+                self._history.fold = 1
+                return
+            wrong = f"{error.message}: it was made against other weights than version {served.version}"
+            self._history.reject(manifests[-1], wrong)
+            raise FingerprintError(wrong) from error
+        changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
+        self.distrust(changed)
+        raise changed from error
+
+    def go_back(self, version: int, served: Manifest) -> None:
+        target = self._history.behind.get(version)
+        if target is None or any(version not in answer["undo"] for answer in self._ranks.describe()):
+            known = ", ".join(map(str, self._board.undo)) or "none"
+            raise ChainError(
+                f"version {version} cannot be gone back to; the undo log holds {known}. Versions that were folded into "
+                "one commit, or fell out of undo_bytes, are not in it"
+            )
+        self._board.set(state="committing")
+        transaction = self._transaction(version, method="revert")
+        try:
+            transaction.commit()
+        except FingerprintError as error:
+            self.distrust(error)
+            raise
+        timings = self._go_on(transaction, target, served)
+        self._trim()
+        logger.info("went back from version %d to %d: pause %.1f ms", served.version, version, timings["pause"])
+
+
+def not_served(served: Manifest, names: list[str]) -> FingerprintError:
+    shown = ", ".join(names[:3]) or "the sum"
+    return FingerprintError(f"served weights are not version {served.version}: {shown} differ")

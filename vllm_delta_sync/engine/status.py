@@ -1,0 +1,127 @@
+"""What a receiver shows of itself: written by its one thread, read by any."""
+
+import threading
+from collections import deque
+from typing import Any, Literal
+
+from vllm_delta_sync.engine.transaction import Answer
+from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.wire.manifest import Manifest
+
+State = Literal[
+    "waiting_for_run",
+    "proving",
+    "refused",
+    "idle",
+    "held",
+    "staging",
+    "committing",
+    "verifying",
+    "repairing",
+    "lost",
+]
+STATES: dict[State, str] = {
+    "waiting_for_run": "the bucket holds no run yet, or cannot be read; see last_error",
+    "proving": "tracing the model's loader and comparing its weights with the run's",
+    "refused": "this model cannot follow this run, or its weights are no version any more; see last_error",
+    "idle": "serving; nothing under way",
+    "held": "serving one version and not following, until POST /delta_sync/release",
+    "staging": "fetching, verifying, decoding and routing versions, beside generation",
+    "committing": "the engine is paused and weights are being patched",
+    "verifying": "rescanning all weights against what the history declares",
+    "repairing": "weights were changed from outside; the version served before is being rebuilt from the bucket",
+    "lost": "a commit could neither be finished nor taken back, or generation does not resume: the engine is ended, "
+    "start the server again",
+}
+RECENT_COMMITS = 64
+
+
+class Board:
+    """Everything in ``GET /delta_sync/status``.
+
+    Attributes:
+        served: the version that answers now; None until the weights are proven to be one. head: newest known.
+        holding: whether new versions are left alone.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._lock = threading.Lock()
+        self._policy = policy
+        self._recent: deque[Answer] = deque(maxlen=RECENT_COMMITS)
+        self.run: str | None = None
+        self.state: State = "waiting_for_run"
+        self.error: dict[str, str] | None = None
+        self.served: Manifest | None = None
+        self.head: Manifest | None = None
+        self.holding = False
+        self.ranks: list[Answer] = []
+        self.undo: list[int] = []
+        self.timings: dict[str, float] = {}
+        self.commits = 0
+
+    def set(self, **values: Any) -> None:
+        """Change attributes at once, so that nobody reads half of it."""
+        with self._lock:
+            for name, value in values.items():
+                if not hasattr(self, name):
+                    raise AttributeError(name)
+                setattr(self, name, value)
+
+    def rest(self, **values: Any) -> None:
+        """Nothing is under way any more."""
+        state: State = "waiting_for_run"
+        if self.served is not None:
+            state = "held" if self.holding else "idle"
+        self.set(state=state, **values)
+
+    def show_error(self, error: DeltaSyncError, state: State | None = None) -> None:
+        """Show an error until something succeeds. ``refused`` and ``lost`` stay as they are."""
+        shown = {"kind": error.kind, "message": error.message}
+        if state is not None:
+            self.set(state=state, error=shown)
+        elif self.state in ("refused", "lost"):
+            self.set(error=shown)
+        else:
+            self.rest(error=shown)
+
+    def committed(self, target: Manifest, folded: list[Manifest], timings: dict[str, float]) -> None:
+        """Record a commit of one or more versions."""
+        rounded = {name: round(value, 3) for name, value in timings.items()}
+        entry = {
+            "version": target.version,
+            "step": target.step,
+            "versions": len(folded),
+            "changed": sum(manifest.changed for manifest in folded),
+            "payload_bytes": sum(manifest.payload_bytes for manifest in folded),
+            "timings_ms": rounded,
+        }
+        with self._lock:
+            self.timings = rounded
+            self.commits += 1
+            self._recent.append(entry)
+
+    def document(self) -> Answer:
+        """The body of ``GET /delta_sync/status``."""
+        with self._lock:
+            lag = None if self.served is None or self.head is None else self.head.version - self.served.version
+            return {
+                "run": self.run,
+                "served": _point(self.served),
+                "head": _point(self.head),
+                "lag": lag,
+                "state": self.state,
+                "last_error": self.error,
+                "policy": self._policy,
+                "holding": self.holding,
+                "undo": list(self.undo),
+                "ranks": list(self.ranks),
+                "timings_ms": dict(self.timings),
+                "commits": self.commits,
+                "recent": list(self._recent),
+            }
+
+
+def _point(manifest: Manifest | None) -> Answer | None:
+    if manifest is None:
+        return None
+    return {"version": manifest.version, "step": manifest.step, "fingerprint": manifest.fingerprint}

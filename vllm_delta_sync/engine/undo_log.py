@@ -1,0 +1,90 @@
+"""The way back: applied patches, within a bound of memory, and those just taken back."""
+
+from dataclasses import dataclass
+
+from vllm_delta_sync.engine.commit import Measured
+from vllm_delta_sync.engine.patch import StagedPatch
+from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+
+
+@dataclass
+class Applied:
+    """A patch that was committed, what its commit measured, and what was held before."""
+
+    patch: StagedPatch
+    measured: Measured
+    fingerprints: list[Fingerprint]
+    version: int | None
+
+    def expected(self, backwards: bool) -> Measured:
+        """What applying the patch again, or taking it back, must measure."""
+        if not backwards:
+            return self.measured
+        return {group: Fingerprint() - value for group, value in self.measured.items()}
+
+
+@dataclass
+class Path:
+    """Commits to take back, newest first, or to apply again, oldest first."""
+
+    steps: list[Applied]
+    backwards: bool
+
+
+class UndoLog:
+    """Commits that can be taken back, and those that were and can be applied again."""
+
+    def __init__(self) -> None:
+        self._applied: list[Applied] = []
+        self._undone: list[Applied] = []
+
+    @property
+    def versions(self) -> list[int | None]:
+        """Versions that can be gone back to, newest first; None stands for weights that were no version."""
+        return [applied.version for applied in reversed(self._applied)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return sum(applied.patch.nbytes for applied in (*self._applied, *self._undone))
+
+    def push(self, applied: Applied) -> None:
+        """Add the newest commit. What was taken back before belongs to another history then."""
+        self._undone.clear()
+        self._applied.append(applied)
+
+    def path(self, version: int | None, held: int | None) -> Path:
+        """How to get from ``held`` to ``version``.
+
+        Raises:
+            EngineError: the log does not reach there.
+        """
+        ahead = [applied.patch.version for applied in reversed(self._undone)]
+        if version in ahead:
+            return Path(list(reversed(self._undone))[: ahead.index(version) + 1], backwards=False)
+        if version in self.versions:
+            return Path(list(reversed(self._applied))[: self.versions.index(version) + 1], backwards=True)
+        known = ", ".join(str(known) for known in self.versions if known is not None)
+        raise EngineError(
+            f"version {version} is not in this rank's undo log, which holds {known or 'none'}; version {held} is kept. "
+            "Versions that were folded into one commit, or fell out of undo_bytes, cannot be gone back to"
+        )
+
+    def walk(self, path: Path) -> None:
+        """Note that a path was gone."""
+        source, target = (self._applied, self._undone) if path.backwards else (self._undone, self._applied)
+        for _ in path.steps:
+            target.append(source.pop())
+
+    def trim(self, limit: int) -> None:
+        """Forget the oldest commits until at most ``limit`` bytes are held, and all before weights that were no
+        version."""
+        self._undone.clear()
+        while self._applied and (self.nbytes > limit or self._applied[0].version is None):
+            del self._applied[0]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._applied.clear()
+        self._undone.clear()
