@@ -8,9 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PAUSED_SHARE = 1.05
 """A run that took more wall time than this many times its processor time shared its core with somebody."""
+EVICTING_BYTES = 1 << 26
+"""More than the last-level cache that one core has for itself."""
 
 
 @dataclass
@@ -53,12 +57,15 @@ class Method:
 
 def time_all(methods: list[Method], restore: Callable[[], object], least: int, most: int) -> None:
     """Run methods in turns, ``least`` times each, and on to ``most`` times while one was always disturbed."""
+    # Written between runs, so that each finds the processor's caches without what the last one left in them.
+    scratch = np.zeros(EVICTING_BYTES, np.uint8)
     for turn in range(most):
         for method in methods:
             if turn >= least and method.is_settled:
                 continue
             restore()
             method.prepare()
+            scratch += 1
             used, began = time.thread_time(), time.perf_counter()
             method.run()
             method.walls.append(time.perf_counter() - began)

@@ -3,13 +3,14 @@
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numba
 import numpy as np
 import torch
+from vllm.model_executor.model_loader.checkpoint_weight_patch import load_checkpoint_weight_patches
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
 from benchmarks.apply_change import NewVersion, bits_of, make_version, read_checkpoint, table_of
 from benchmarks.apply_measure import Method, load_average, peak_extra_bytes, time_all
@@ -19,19 +20,33 @@ from vllm_delta_sync.engine.commit import commit
 from vllm_delta_sync.engine.patch import StagedPatch, stage
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.trace import trace_routes
+from vllm_delta_sync.wire import kernels
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
 
 BENCH = "apply"
 DENSITIES = {"0.1%": 0.001, "1%": 0.01, "5%": 0.05, "10%": 0.1}
 QUICK_DENSITIES = {"1%": 0.01}
 PATCHES, UNCHECKED = "load_checkpoint_weight_patches", "load_checkpoint_weight_patches, duplicates unchecked"
-SCATTER, ONE_ARRAY = "bare_scatter", "bare_scatter into one array"
+SCATTER, ONE_ARRAY, PREFETCHING = "bare_scatter", "bare_scatter into one array", "bare_scatter, prefetching"
+BARE = (SCATTER, ONE_ARRAY, PREFETCHING)
+AHEAD = 128
+"""Elements that the prefetching scatter looks ahead: the best of 64, 128 and 256."""
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def scatter(bits: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
     for i in range(positions.size):
         bits[positions[i]] = values[i]
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def scatter_prefetching(bits: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
+    near = max(0, positions.size - AHEAD)
+    for i in range(near):
+        kernels.prefetch(bits, np.uint64(positions[i + AHEAD]))
+        bits[np.uint64(positions[i])] = values[i]
+    for i in range(near, positions.size):
+        bits[np.uint64(positions[i])] = values[i]
 
 
 class Subject:
@@ -48,13 +63,20 @@ class Subject:
         self.table = table_of(tensors)
         self.held = [fingerprint_tensor(spec.name, bits_of(tensors[spec.name])) for spec in self.table]
         self.routes = trace_routes(self.model, self.table)
-        self._start = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    @property
+    def files(self) -> list[str]:
+        """Where the old weights are."""
+        return [str(path) for path in sorted(self.folder.glob("*.safetensors"))]
+
+    def restore(self) -> None:
+        """Put the old weights back."""
+        self.load(safetensors_weights_iterator(self.files, False))
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put the old weights back; this also leaves none of the patch in the processor's caches."""
-        for parameter, start in zip(self.model.parameters(), self._start, strict=True):
-            parameter.copy_(start)
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The model's own loader, weights in the checkpoint's names."""
+        self.model.load_weights(weights)
 
 
 def measure(subject: Subject, density: float, case: str, turns: tuple[int, int]) -> list[Row]:
@@ -65,9 +87,13 @@ def measure(subject: Subject, density: float, case: str, turns: tuple[int, int])
     patch = stage(1, new.changes, subject.routes, subject.held)
     methods = _methods(subject, new, patch)
     extra = {method.name: _check(method, subject, expected) for method in methods}
-    methods += [_scatter_into_one(subject, patch)]
     time_all(methods, subject.restore, *turns)
     subject.restore()
+    # The model's size in one more array: not beside the new checkpoint.
+    new.tensors.clear()
+    new.patches.clear()
+    methods += [_scatter_into_one(subject, patch)]
+    time_all(methods[-1:], subject.restore, *turns)
     shutil.rmtree(new.folder)
     rows = _absolute_rows(case, methods, extra, new.changed)
     found = {method.name: method for method in methods}
@@ -81,18 +107,16 @@ def measure(subject: Subject, density: float, case: str, turns: tuple[int, int])
         row(BENCH, case, "ratio", found[peer].seconds / ours, "x", peer)
         for peer in (PATCHES, UNCHECKED, "load_weights", "load from file")
     ]
-    return rows + [row(BENCH, case, "ratio", ours / found[peer].seconds, "x", peer) for peer in (SCATTER, ONE_ARRAY)]
+    return rows + [row(BENCH, case, "ratio", ours / found[peer].seconds, "x", peer) for peer in BARE]
 
 
 def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Method]:
     """Ours and the peers. The model is at the old version, and is left there."""
-    from vllm.model_executor.model_loader.checkpoint_weight_patch import load_checkpoint_weight_patches
-    from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
-
     model, routes = subject.model, subject.routes
     group = new.changes.sparse[0]
     ours = group.positions.nbytes + group.data.nbytes
     peers = sum(item.values.nbytes + item.indices.nbytes for item in new.patches)
+    bare = sum(sparse.positions.nbytes + sparse.data.nbytes for sparse in patch.sparse)
     checkpoint = sum(tensor.nbytes for tensor in new.tensors.values())
 
     def run_stage() -> StagedPatch:
@@ -101,10 +125,6 @@ def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Meth
     def run_commit() -> None:
         if sum(commit(patch, routes).values(), Fingerprint()) != patch.declared:
             raise SystemExit("the commit did not change the weights as declared")
-
-    def load_all(weights: Any) -> None:
-        with torch.no_grad():
-            model.load_weights(weights)
 
     return [
         Method("commit", run_commit, ours, whole=lambda: commit(run_stage(), routes)),
@@ -116,13 +136,14 @@ def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Meth
             lambda: load_checkpoint_weight_patches(model, new.patches, validate_unique_indices=False),
             peers,
         ),
-        Method("load_weights", lambda: load_all(new.tensors.items()), checkpoint),
-        Method("load from file", lambda: load_all(safetensors_weights_iterator(new.files, False)), 0),
-        Method(SCATTER, _bare_scatter(patch, routes), sum(s.positions.nbytes + s.data.nbytes for s in patch.sparse)),
+        Method("load_weights", lambda: subject.load(new.tensors.items()), checkpoint),
+        Method("load from file", lambda: subject.load(safetensors_weights_iterator(new.files, False)), 0),
+        Method(SCATTER, _bare_scatter(scatter, patch, routes), bare),
+        Method(PREFETCHING, _bare_scatter(scatter_prefetching, patch, routes), bare),
     ]
 
 
-def _bare_scatter(patch: StagedPatch, routes: RouteMap) -> Callable[[], None]:
+def _bare_scatter(loop: Callable[..., None], patch: StagedPatch, routes: RouteMap) -> Callable[[], None]:
     commit(patch, routes)
     steps = []
     for sparse in patch.sparse:
@@ -132,7 +153,7 @@ def _bare_scatter(patch: StagedPatch, routes: RouteMap) -> Callable[[], None]:
 
     def run() -> None:
         for bits, positions, values in steps:
-            scatter(bits, positions, values)
+            loop(bits, positions, values)
 
     return run
 

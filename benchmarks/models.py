@@ -1,6 +1,6 @@
 """Real vLLM model objects on the CPU, with random weights: no engine, no KV cache, weights where our plugin keeps them.
 
-Run ``pinned_environment`` into the environment before vLLM is imported.
+The process that imports vLLM is started with ``pinned_environment()``.
 """
 
 import os

@@ -48,6 +48,12 @@ SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("poll_seconds", "SECONDS", "how often to look into the bucket when no notice comes"),
     ("pause_mode", "MODE", "requests in flight at a commit: keep (go on), wait (finish first) or abort"),
     ("prefix_cache", "MODE", "KV cache at a commit: reset, or keep entries of the older weights"),
+    ("pause_seconds", "SECONDS", "longest that generation stands still; after that a hung commit ends the engine"),
+    ("stage_bytes", "BYTES", "memory of each rank for versions that are folded into one commit"),
+    ("undo_bytes", "BYTES", "memory of each rank for commits that a rollback can take back"),
+    ("rescan_bytes", "BYTES", "weights to compare beside each staging, all in turn; 0: none"),
+    ("cache_dir", "DIR", "where the ranks of a node share what they fetch"),
+    ("cache_bytes", "BYTES", "how much may lie there"),
     ("admin_token_file", "PATH", "file with the token that state-changing routes then ask for"),
     ("policy", "POLICY", "follow every new version, or manual: only when POST /delta_sync/sync says so"),
 )

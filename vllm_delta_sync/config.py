@@ -118,10 +118,8 @@ class Settings(BaseModel):
             return None
         try:
             token = self.admin_token_file.read_text().strip()
-        except OSError as error:
-            raise SettingsError(
-                f"admin_token_file {str(self.admin_token_file)!r} cannot be read: {error.strerror}"
-            ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"admin_token_file {str(self.admin_token_file)!r} cannot be read: {error}") from error
         if not token:
             raise SettingsError(f"admin_token_file {str(self.admin_token_file)!r} is empty; put a token in it")
         return token
@@ -158,7 +156,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{CONFIG_VARIABLE}={path!r} cannot be read as TOML: {error}") from error
 
 

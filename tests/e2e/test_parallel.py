@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 slow = pytest.mark.slow
 FAMILIES = [
     pytest.param("qwen3_moe", id="qwen3_moe"),  # stacked experts, cut inside each
-    pytest.param("llama_one_kv_head", id="llama_one_kv_head"),  # key and value heads copied to both ranks
+    pytest.param("llama_one_kv_head", marks=slow, id="llama_one_kv_head"),  # key and value heads copied to both ranks
     *(pytest.param(family, marks=slow, id=family) for family in ("qwen3", "llama", "qwen2", "gemma3")),
 ]
 

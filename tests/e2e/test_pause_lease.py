@@ -1,6 +1,5 @@
 """A controller that is lost between pause and resume, in a real server: the engine core's watchdog ends the pause."""
 
-import os
 import re
 import signal
 import threading
@@ -15,24 +14,16 @@ import pytest
 
 from tests.e2e.fresh import PROMPTS
 from tests.e2e.servers import Server, delta_sync_serve, serving
+from tests.faults.inject import Faults
 from tests.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 
-SITE = Path(__file__).parent.parent / "faults" / "site"
 LEASE_S = 3.0
 TOKENS = 230
 pytestmark = pytest.mark.e2e
 
 
-def fault(tmp_path: Path, at: str, do: str) -> dict[str, str]:
-    """Environment of a server to which this happens once, and whose pauses are short."""
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")])),
-        "DELTA_SYNC_PAUSE_SECONDS": str(LEASE_S),
-        "FAULT_AT": at,
-        "FAULT_DO": do,
-        "FAULT_ONCE_FILE": str(tmp_path / "fault-happened"),
-    }
+SHORT = {"DELTA_SYNC_PAUSE_SECONDS": str(LEASE_S)}
 
 
 def wait_for_log(server: Server, text: str, timeout: float = 60) -> str:
@@ -66,7 +57,7 @@ def request_in_flight(server: Server) -> Iterator[list[Any]]:
         thread.join(120)
 
 
-@pytest.mark.parametrize("do", ["stop", "hang"])
+@pytest.mark.parametrize("do", ["stop", pytest.param("hang", marks=pytest.mark.slow)])
 def test_generation_goes_on_when_the_controller_is_lost(tmp_path: Path, do: str) -> None:
     """Between commit and resume: the process of the API server stands still, or its controller thread alone hangs.
 
@@ -76,7 +67,9 @@ def test_generation_goes_on_when_the_controller_is_lost(tmp_path: Path, do: str)
     base = save_checkpoint(model, tmp_path / "base")
     url = str(tmp_path / "run")
     steps = train_steps(model, lr=3e-5)
-    environment = fault(tmp_path, "controller.after_commit", do)
+    faults = Faults(tmp_path)
+    faults.arm("controller.after_commit", do)
+    environment = {**faults.environment, **SHORT}
     command = delta_sync_serve(base, "--bucket", url, "--poll-seconds", "0.2")
     with Publisher(model, bucket=url, base=base) as publisher:
         with serving(base, tmp_path / "server.log", command, environment) as server:
@@ -113,16 +106,15 @@ def spans_of(server: Server) -> list[dict[str, Any]]:
     return spans
 
 
+@pytest.mark.slow
 def test_pauses_of_others_stay_what_they_are(tmp_path: Path) -> None:
     """vLLM's own /pause before a commit holds after it; one that comes during a commit waits for its end."""
     model = make_model("qwen3")
     base = save_checkpoint(model, tmp_path / "base")
     url = str(tmp_path / "run")
     steps = train_steps(model, lr=3e-5)
-    environment = fault(tmp_path, "controller.after_commit", "hang")
-    environment["VLLM_SERVER_DEV_MODE"] = "1"
-    armed = Path(environment["FAULT_ONCE_FILE"])
-    armed.touch()
+    faults = Faults(tmp_path)
+    environment = {**faults.environment, **SHORT, "VLLM_SERVER_DEV_MODE": "1"}
     command = delta_sync_serve(base, "--bucket", url, "--poll-seconds", "0.2")
     with Publisher(model, bucket=url, base=base) as publisher:
         with serving(base, tmp_path / "server.log", command, environment) as server:
@@ -132,7 +124,7 @@ def test_pauses_of_others_stay_what_they_are(tmp_path: Path) -> None:
             publisher.publish(step=1, wait=True)
             server.wait_served(1)
             check_paused_until_resumed(server, 1)
-            armed.unlink()
+            faults.arm("controller.after_commit", "hang")
             next(steps)
             publisher.publish(step=2, wait=True)
             wait_for_log(server, "fault: hang at controller.after_commit")
@@ -149,12 +141,15 @@ def check_paused_until_resumed(server: Server, version: int) -> None:
     assert [span["version"] for span in spans_of(server)] == [version]
 
 
+@pytest.mark.slow
 def test_rank_that_hangs_in_a_commit_ends_the_server(tmp_path: Path) -> None:
     """Its controller is lost too, and nobody can tell what it holds: all processes end, and leave nothing behind."""
     model = make_model("qwen3")
     base = save_checkpoint(model, tmp_path / "base")
     url = str(tmp_path / "run")
-    environment = fault(tmp_path, "rank.after_scatter", "hang")
+    faults = Faults(tmp_path)
+    faults.arm("rank.after_scatter", "hang")
+    environment = {**faults.environment, **SHORT}
     command = delta_sync_serve(base, "--bucket", url, "--poll-seconds", "0.2")
     with Publisher(model, bucket=url, base=base) as publisher:
         with serving(base, tmp_path / "server.log", command, environment) as server:

@@ -21,6 +21,7 @@ from tests.unit.test_chain import SMALL, reference_run, save_base
 from vllm_delta_sync import __version__, cli
 from vllm_delta_sync.cli import split_serve
 from vllm_delta_sync.cli_text import clean, percent, shape, size, times
+from vllm_delta_sync.config import Settings
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.wire.container import write_container
 
@@ -346,3 +347,7 @@ def test_text() -> None:
     assert (times(100, 3), times(100, 0)) == ("33.3x", "-")
     assert (shape([2, 3]), shape([])) == ("2x3", "scalar")
     assert clean("a\x1b\n\u202eé") == "a\\x1b\\n\\u202eé"
+
+
+def test_every_setting_is_a_flag_of_serve() -> None:
+    assert {field for field, _, _ in cli.SERVE_FLAGS} == set(Settings.model_fields)

@@ -91,7 +91,7 @@ def test_loops_that_work_in_pieces_leave_nothing_out(name: str, count: int) -> N
     random = np.random.default_rng(count)
     old = random.integers(0, 256, (3 * count, element.itemsize), dtype=np.uint8).view(element.uint)[:, 0]
     new = old.copy()
-    new[1::3] ^= element.uint(1)
+    new[1::3] ^= 1
     positions, distances, change = wire_bits.diff("w", element, old.copy(), new)
     assert positions.size == count
     premix = np.empty(count, np.uint64)

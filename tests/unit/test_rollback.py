@@ -47,6 +47,19 @@ def test_versions_that_came_meanwhile_are_one_commit(world: World) -> None:
     assert world.receiver.verify()["verdict"]
 
 
+def test_whole_tensors_fold_with_what_comes_after(world: World) -> None:
+    world.receiver.advance()
+    for step in range(1, 6):
+        if step in (2, 4):
+            for name in ("q.weight", "k.weight", "out.weight"):
+                world.tensors[name].mul_(-3.0)
+        world.train(step)
+    world.receiver.advance()
+    assert world.port.log.count("pause") == 1
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+
+
 def test_fold_keeps_within_its_memory(world: World) -> None:
     world.follow(stage_bytes=0)
     world.receiver.advance()
@@ -187,13 +200,13 @@ def test_second_receiver_finds_what_the_ranks_hold(world: World) -> None:
 def test_whoever_touched_the_weights_is_checked(world: World) -> None:
     follow(world, 1)
     for rank in world.port.ranks:
-        rank.touched = "update_weights"
+        rank.touch("update_weights")
     world.train(2)
     world.receiver.advance()
     world.expect_exact()
     assert all(rank.touched is None for rank in world.port.ranks)
     world.models[0].norm.data.view(torch.int16)[0] ^= 1
-    world.port.ranks[0].touched = "update_weights"
+    world.port.ranks[0].touch("update_weights")
     with pytest.raises(FingerprintError, match="changed from outside \\(update_weights\\)"):
         world.receiver.advance()
     assert world.receiver.status()["served"] is None
@@ -221,6 +234,16 @@ def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
     world.expect_exact()
 
 
+def test_held_version_is_repaired_and_stays_held(world: World) -> None:
+    seen = follow(world, 2)
+    world.receiver.rollback(1)
+    world.models[0].norm.data.mul_(2.0)
+    assert not world.receiver.verify()["verdict"]
+    world.receiver.mend()
+    assert (world.receiver.served_version, world.receiver.status()["state"]) == (1, "held")
+    expect_bits(world, seen[1])
+
+
 def test_repair_that_cannot_be_made_leaves_the_weights_and_is_tried_again(world: World, tmp_path: Path) -> None:
     follow(world, 1)
     world.models[-1].norm.data.mul_(2.0)
@@ -241,7 +264,7 @@ def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> Non
 
     def touch() -> None:
         pause()
-        world.port.ranks[-1].touched = "update_weights"
+        world.port.ranks[-1].touch("update_weights")
 
     world.port.pause = touch  # type: ignore[method-assign]
     world.expect_fails("engine")

@@ -26,10 +26,11 @@ Measured = dict[int, Fingerprint]
 def commit(patch: StagedPatch, routes: RouteMap, backwards: bool = False) -> Measured:
     """Apply a patch in place, or take it back.
 
-    Whatever stops it, an interrupt included, every bit is as before, unless WeightsLostError says otherwise.
+    Whatever stops it, an interrupt included, ``patch.applied`` says how things stand: all of it or nothing, unless
+    WeightsLostError is raised.
 
     Returns:
-        per group of ranks, the change of fingerprint over ``patch.sparse``.
+        per group of ranks, the change of fingerprint over ``patch.sparse``; also in ``patch.measured``.
 
     Raises:
         WeightsLostError: it failed midway, and going back failed too.
@@ -45,8 +46,10 @@ def commit(patch: StagedPatch, routes: RouteMap, backwards: bool = False) -> Mea
                 change = apply_sparse(step, routes.destinations[step.destination], backwards)
                 measured[step.group] = measured.get(step.group, Fingerprint()) + change
             done.append(step)
+        patch.measured, patch.applied = measured, not backwards
     except BaseException as error:  # an interrupt too must not leave half a version
         _take_back(done, routes, patch.version, backwards, error)
+        patch.applied = backwards
         raise
     return measured
 
@@ -60,7 +63,7 @@ def _take_back(
                 _exchange_tensor(step, routes)
             else:
                 apply_sparse(step, routes.destinations[step.destination], not backwards)
-    except Exception as error:  # whatever stops it, the weights are then unknown
+    except BaseException as error:  # whatever stops it, an interrupt too, the weights are then unknown
         raise WeightsLostError(
             f"taking back version {version} failed midway ({type(error).__name__}: {error}) after {cause}; start the "
             "server again"
@@ -106,6 +109,10 @@ def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable
     """Exchange what a view and a buffer of its shape hold, some rows at a time."""
     if view.dim() == 0:
         view, buffer = view.view(1), buffer.view(1)
+    if view.dim() > 1 and view[0].numel() > HASH_ELEMENTS:
+        for row in range(view.shape[0]):
+            _exchange_rows(view[row], buffer[row], done)
+        return
     rows = max(1, HASH_ELEMENTS * view.shape[0] // max(1, view.numel()))
     for start in range(0, view.shape[0], rows):
         there, here = view[start : start + rows], buffer[start : start + rows]

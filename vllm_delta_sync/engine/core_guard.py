@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
+from vllm_delta_sync.engine import rank_calls
 from vllm_delta_sync.engine.compat import NO_VERSION, wrap_method
 from vllm_delta_sync.engine.lease import Answer, Guard
 from vllm_delta_sync.errors import EngineError
@@ -79,6 +80,9 @@ def install() -> None:
     def delta_sync_renew(self: Any, lease_s: float) -> Any:
         return _guard(self).renew(lease_s)
 
+    def delta_sync_ask(self: Any, method: str, arguments: Any) -> Any:
+        return _guard(self).ask(method, arguments)
+
     def delta_sync_paused_call(self: Any, method: str, arguments: Any, timeout_s: float) -> Any:
         return _guard(self).call(method, arguments, timeout_s)
 
@@ -88,7 +92,7 @@ def install() -> None:
     def delta_sync_end(self: Any, reason: str) -> Any:
         _guard(self).end(reason)
 
-    calls = (delta_sync_pause, delta_sync_resume, delta_sync_renew)
+    calls = (delta_sync_pause, delta_sync_resume, delta_sync_renew, delta_sync_ask)
     for method in (*calls, delta_sync_paused_call, delta_sync_paused_label, delta_sync_end):
         setattr(process, method.__name__, method)
     for name in ("pause_scheduler", "resume_scheduler"):
@@ -156,11 +160,24 @@ async def renew(client: Any, lease_s: float) -> Answer:
     return answer
 
 
+async def call(client: Any, method: str, arguments: Answer) -> list[Answer]:
+    """``delta_sync_call`` on every rank.
+
+    No timeout inside the engine: it would take a late answer for that of the next call.
+    """
+    answers: list[Answer]
+    if missing_names():
+        number = rank_calls.next_number()
+        answers = await client.collective_rpc(rank_calls.METHOD, args=(method, arguments, number))
+        return rank_calls.checked(answers, number)
+    answers = await client.engine_core.call_utility_async("delta_sync_ask", method, arguments)
+    return answers
+
+
 async def call_paused(client: Any, method: str, arguments: Answer, timeout_s: float) -> Answer:
     """Guard.call, in the engine core: for ``commit`` and ``revert``, which must not reach an engine that runs."""
     if missing_names():
-        answers = await client.collective_rpc("delta_sync_call", timeout=timeout_s, args=(method, arguments))
-        return {"expired": False, "answers": answers}
+        return {"expired": False, "answers": await call(client, method, arguments)}
     answer: Answer = await client.engine_core.call_utility_async("delta_sync_paused_call", method, arguments, timeout_s)
     return answer
 

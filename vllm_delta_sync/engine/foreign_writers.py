@@ -25,8 +25,9 @@ WAKE = "wake_up"
 class Watched(Protocol):
     """What is told; see RankReceiver."""
 
-    touched: str | None
     asleep: bool
+
+    def touch(self, who: str) -> None: ...
 
 
 def watch(worker: Any, model: Any, receiver: Watched) -> None:
@@ -38,7 +39,7 @@ def watch(worker: Any, model: Any, receiver: Watched) -> None:
 
     def touch(name: str) -> Callable[[], None]:
         def note() -> None:
-            receiver.touched = name
+            receiver.touch(name)
 
         return note
 
@@ -63,7 +64,8 @@ def _wrap_wake(worker: Any, receiver: Watched) -> None:
         result = original(tags)
         if tags is None or "weights" in tags:
             # Only now: until then weights are not where they were, and level 2 brings back others.
-            receiver.touched, receiver.asleep = WAKE, False
+            receiver.touch(WAKE)
+            receiver.asleep = False
         return result
 
     setattr(worker, WAKE, wake)

@@ -15,9 +15,8 @@ class History:
     """The run at a URL, as far as it is known.
 
     Attributes:
-        head: newest good version. behind: manifests of the versions in the undo log, so that going back needs no
-            network.
-        fold: most versions in one commit.
+        head: newest good version.
+        behind: manifests of the versions in the undo log, so that going back needs no network.
     """
 
     def __init__(self, url: str) -> None:
@@ -25,7 +24,8 @@ class History:
         self._run: Run | None = None
         self.head: Manifest | None = None
         self.behind: dict[int, Manifest] = {}
-        self.fold = FOLDED_VERSIONS
+        self._fold = FOLDED_VERSIONS
+        self._fold_until = -1
         # Digest and message of a version that was committed and taken back: trying again would only pause again.
         self._rejected = ("", "")
 
@@ -90,13 +90,22 @@ class History:
                     raise
                 break
             room -= STAGED_BYTES * manifest.changed
-            if found and (room < 0 or manifest.kind != "delta" or len(found) >= self.fold):
+            if found and (room < 0 or manifest.kind != "delta" or len(found) >= self._fold):
                 break
             found.append(manifest)
             if manifest.kind != "delta":
                 break
             parent = manifest
         return found
+
+    def halve(self, manifests: list[Manifest]) -> None:
+        """Take fewer versions at once until those given are behind: together they did not fit the weights."""
+        self._fold, self._fold_until = max(1, len(manifests) // 2), max(self._fold_until, manifests[-1].version)
+
+    def committed(self, version: int) -> None:
+        """A version was committed."""
+        if version >= self._fold_until:
+            self._fold = FOLDED_VERSIONS
 
     def reject(self, manifest: Manifest, reason: str) -> None:
         """Do not try this version again."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_delta_sync.engine import rank_calls
 from vllm_delta_sync.engine.compat import NO_VERSION
 from vllm_delta_sync.errors import WeightsLostError
 
@@ -98,7 +99,7 @@ class Guard:
         if self._lease is None or time.monotonic() >= self._lease.deadline:
             return {"expired": True, "answers": []}
         try:
-            return {"expired": False, "answers": self._ask(method, arguments, timeout_s)}
+            return {"expired": False, "answers": self.ask(method, arguments, timeout_s)}
         except Exception as error:  # a rank that is late would be heard as the answer to the next question
             self._lease.failure = f"{method} has no outcome: {type(error).__name__}: {error}"
             raise
@@ -189,22 +190,20 @@ class Guard:
         self._lease.deferred.append(run)
         return future
 
-    def _ask(self, method: str, arguments: Answer, timeout_s: float) -> list[Answer]:
-        answers: list[Answer] = self._engine.model_executor.collective_rpc(
-            "delta_sync_call", timeout=timeout_s, args=(method, arguments)
-        )
-        return answers
+    def ask(self, method: str, arguments: Answer, timeout_s: float | None = None) -> list[Answer]:
+        """``delta_sync_call`` on every rank, paused or not."""
+        return rank_calls.ask(self._engine.model_executor, method, arguments, timeout_s)
 
     def _settle(self, failure: str | None) -> Answer:
         """Bring all ranks to one complete version and label it. Raises WeightsLostError, or what the engine raises."""
         if failure is not None:
             raise WeightsLostError(failure)
-        found = self._ask("describe", {}, RANK_CALL_SECONDS)
+        found = self.ask("describe", {}, RANK_CALL_SECONDS)
         version = common_version(found)
         together = is_settled(found, version)
         if not together:
-            self._ask("revert", {"version": version}, RANK_CALL_SECONDS)
-            held = self._ask("describe", {}, RANK_CALL_SECONDS)
+            self.ask("revert", {"version": version}, RANK_CALL_SECONDS)
+            held = self.ask("describe", {}, RANK_CALL_SECONDS)
             if not is_settled(held, version):
                 raise WeightsLostError(f"ranks were to go back to version {version} and hold {held}")
         self._engine.set_weight_version(NO_VERSION if version is None else str(version))

@@ -4,11 +4,19 @@ import logging
 from typing import Any
 
 from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.history import FOLDED_VERSIONS, History
+from vllm_delta_sync.engine.history import History
 from vllm_delta_sync.engine.ranks import Ranks
 from vllm_delta_sync.engine.rotation import Rotation
 from vllm_delta_sync.engine.status import Board, State
-from vllm_delta_sync.engine.transaction import Answer, EnginePort, Mismatch, PauseExpiredError, Transaction
+from vllm_delta_sync.engine.transaction import (
+    Answer,
+    EnginePort,
+    Mismatch,
+    PauseExpiredError,
+    Transaction,
+    brief,
+    raise_if_error,
+)
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -23,6 +31,9 @@ from vllm_delta_sync.wire.manifest import Manifest
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
+
+REPAIRS = 3
+"""How often weights are repaired that are then found to be wrong still, before that is given up."""
 
 
 class Mover:
@@ -41,6 +52,7 @@ class Mover:
         self._ranks = ranks
         self.rotation = Rotation([], 0)
         self.damaged: Manifest | None = None
+        self._repairs = 0
 
     @property
     def _served_version(self) -> int | None:
@@ -66,8 +78,8 @@ class Mover:
     def distrust(self, error: DeltaSyncError) -> None:
         """The weights are no version any more: say so in status and spans until they are proven again."""
         if isinstance(error, FingerprintError) and self._board.served is not None:
-            self.damaged = self._board.served
-        self._board.set(served=None, undo=[])
+            self.damaged, self._repairs = self._board.served, 0
+        self._board.set(served=None, undo=[], broken=True)
         self._board.show_error(error, "refused")
         self._port.label(None)
 
@@ -75,17 +87,19 @@ class Mover:
         """Make the weights the version again that was served before somebody changed them, and prove it."""
         self._board.set(state="repairing")
         timings = self._ranks.repair(target)["ms"]
-        transaction = Transaction(self._port, target.version, None, matches=self._ranks.matches)
+        # Outputs must not claim the version before it is proven.
+        transaction = Transaction(self._port, target.version, None, matches=self._ranks.matches, label=None)
         transaction.commit()
         timings = timings | transaction.resume()
         outcome = self.rescan(target)
         if not outcome["verdict"]:
-            self.damaged = None
-            error = not_served(target, outcome["mismatched"])
-            self.distrust(error)
-            raise error
+            self._repairs += 1
+            if self._repairs >= REPAIRS:
+                self.damaged = None
+            raise not_served(target, outcome["mismatched"])
+        self._port.label(target.version)
         self.damaged = None
-        self._board.set(served=target)
+        self._board.set(served=target, broken=False)
         self._trim()
         logger.warning(
             "weights are version %d again: %s",
@@ -100,7 +114,10 @@ class Mover:
             raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
         reasons = sorted({answer["touched"] for answer in ranks if answer["touched"] is not None})
         served = self._board.served
-        if not reasons or served is None:
+        if served is None:
+            return
+        if not reasons:
+            self._check_notes(ranks, served)
             return
         outcome = self.rescan(served)
         if not outcome["verdict"]:
@@ -109,7 +126,15 @@ class Mover:
             self.distrust(changed)
             raise changed
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
-        self._port.call("trust", {})
+        for answer in self._port.call("trust", {"touches": [answer["touches"] for answer in ranks]}):
+            raise_if_error(answer)
+
+    def _check_notes(self, ranks: list[Answer], served: Manifest) -> None:
+        """What ranks hold is what is served; and the last commit is confirmed, if that call was lost."""
+        if any(answer["version"] != served.version or not answer["intact"] for answer in ranks):
+            raise WeightsLostError(f"version {served.version} should be served, but {brief(ranks)}")
+        if not all(answer["confirmed"] for answer in ranks):
+            self._trim()
 
     def step(self, served: Manifest, target: int) -> None:
         """Stage and commit as many versions at once as fit."""
@@ -124,6 +149,9 @@ class Mover:
             except (BusyError, WeightsLostError):
                 raise
             except DeltaSyncError as error:
+                if self._board.served is None:
+                    # Not a bad version: the weights are not what they should be.
+                    raise
                 # The versions before the bad one are good, and less may fit where more did not.
                 if len(manifests) == 1 or (isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)):
                     raise
@@ -154,14 +182,14 @@ class Mover:
         if served is not None:
             self._history.behind[served.version] = served
         timings = timings | self._go_on(transaction, target, served)
-        self._history.fold = FOLDED_VERSIONS
+        self._history.committed(target.version)
         self._trim()
         self._board.committed(target, manifests, timings)
         logger.info(
-            "version %d (step %d) served: %s%.2f %% changed, %.1f kB; %s",
+            "version %d (step %d) served: %s%.2f %% of the weights, %.1f kB; %s",
             target.version,
             target.step,
-            f"{len(manifests)} versions in one commit, " if len(manifests) > 1 else "",
+            f"{len(manifests)} versions in one commit, which changed " if len(manifests) > 1 else "changed ",
             100 * sum(manifest.changed for manifest in manifests) / max(1, target.total),
             sum(manifest.payload_bytes for manifest in manifests) / 1e3,
             ", ".join(f"{name} {value:.1f} ms" for name, value in timings.items()),
@@ -172,7 +200,7 @@ class Mover:
 
     def _go_on(self, transaction: Transaction, target: Manifest, before: Manifest | None) -> dict[str, float]:
         """Let generation go on with a new version; the timings."""
-        self._board.set(served=target)
+        self._board.set(served=target, broken=False)
         try:
             return transaction.resume()
         except PauseExpiredError:
@@ -180,8 +208,17 @@ class Mover:
             raise
 
     def _trim(self) -> None:
-        """Only once generation goes on: until then, the undo data is the way back."""
-        answers = self._port.call("trim", {"undo_bytes": self._settings.undo_bytes})
+        """Confirm the last commit. Only once generation goes on: until then, the undo data is the way back.
+
+        If that fails, nothing is lost: the next look at the ranks does it again.
+        """
+        try:
+            answers = self._port.call("trim", {"undo_bytes": self._settings.undo_bytes})
+            for answer in answers:
+                raise_if_error(answer)
+        except DeltaSyncError as error:
+            logger.warning("the undo log could not be looked at: %s", error.message)
+            return
         common = set.intersection(*(set(answer["undo"]) for answer in answers))
         behind = self._history.behind
         kept = [version for version in answers[0]["undo"] if version in common and version in behind]
@@ -193,8 +230,8 @@ class Mover:
         served = self._board.served
         if served is not None and self.rescan(served)["verdict"]:
             if len(manifests) > 1:
-                # One of them is wrong; taken one by one, the good ones before it are served.
-                self._history.fold = 1
+                # One of them is wrong; the good ones before it are served, in smaller steps.
+                self._history.halve(manifests)
                 return
             wrong = f"{error.message}: it was made against other weights than version {served.version}"
             self._history.reject(manifests[-1], wrong)
@@ -219,6 +256,7 @@ class Mover:
             self.distrust(error)
             raise
         timings = self._go_on(transaction, target, served)
+        self._board.set(holding=True, undo=[known for known in self._board.undo if known < version])
         self._trim()
         logger.info("went back from version %d to %d: pause %.1f ms", served.version, version, timings["pause"])
 

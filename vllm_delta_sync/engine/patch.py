@@ -23,6 +23,7 @@ from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor, te
 
 Words = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int32] | Indices
+Piece = tuple[Positions, Bits, Words]
 
 NARROW_ELEMENTS = 1 << 31
 """Destinations of fewer elements are addressed by int32: half the memory, and half of what a commit reads."""
@@ -77,6 +78,7 @@ class StagedPatch:
     Attributes:
         declared: change of fingerprint over ``sparse``, over all ranks, each element once.
         fingerprints: per tensor id of the run: what it has after the commit, loaded by this rank or not.
+        applied: whether the weights hold it. measured: what the last commit of it measured, per group of ranks.
     """
 
     version: int
@@ -84,6 +86,8 @@ class StagedPatch:
     declared: Fingerprint
     dense: list[DensePatch]
     fingerprints: list[Fingerprint] = field(repr=False)
+    applied: bool = False
+    measured: dict[int, Fingerprint] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -107,16 +111,52 @@ def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerpri
     for full in changes.full:
         _check_full(full, routes, after, changes)
     dense = [_stage_dense(full, routes) for full in changes.full if routes.routes[full.id]]
-    sparse: list[SparsePatch] = []
-    declared = Fingerprint()
-    for group in changes.sparse:
-        sparse += _stage_sparse(group, routes)
-    # A set: a tensor may have relative and absolute elements, which are two groups.
-    for tensor in {tensor for group in changes.sparse for tensor in group.ids.tolist()}:
-        if routes.loaded[tensor]:
-            declared += changes.fingerprints[tensor]
+    sparse = [patch for group in changes.sparse for patch in _stage_sparse(group, routes)]
+    in_full = {full.id for full in changes.full}
+    # From what is declared, not from what is carried: a rank may have dropped the elements that it does not hold.
+    scattered = [
+        change for tensor, change in changes.fingerprints.items() if tensor not in in_full and routes.loaded[tensor]
+    ]
+    declared = sum(scattered, Fingerprint())
     upload(sparse, routes)
     return StagedPatch(version, sparse, declared, dense, after)
+
+
+def local_part(changes: Changes, routes: RouteMap, keep: set[int]) -> Changes:
+    """Changes without the scattered elements that this rank does not hold: what it keeps of versions to be folded.
+
+    Tensors in full are kept, since they are hashed whole. Fingerprints are those of all ranks.
+
+    Args:
+        keep: tensor ids of which everything is kept: those that an earlier version of the fold sent in full.
+    """
+    groups = [_local_group(group, routes, keep) for group in changes.sparse]
+    return Changes([group for group in groups if group.positions.size], changes.full, changes.fingerprints)
+
+
+def _local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
+    kept: list[tuple[int, Indices, Bits]] = []
+    for tensor, positions, data in group.tensors():
+        found = routes.routes[tensor]
+        if tensor in keep or sum(route.source.numel for route in found) == routes.table[tensor].numel:
+            kept.append((tensor, positions, data))
+            continue
+        inside = np.zeros(positions.size, bool)
+        for route in found:
+            inside |= route.map(positions)[1]
+        if inside.any():
+            kept.append((tensor, positions[inside], data[inside]))
+    if sum(part[1].size for part in kept) == group.positions.size:
+        return group
+    empty = (np.empty(0, np.int64), np.empty(0, group.data.dtype))
+    return Sparse(
+        group.dtype,
+        np.array([part[0] for part in kept], np.uint32),
+        np.array([part[1].size for part in kept], np.int64),
+        np.concatenate([part[1] for part in kept] or [empty[0]]),
+        np.concatenate([part[2] for part in kept] or [empty[1]]),
+        group.relative,
+    )
 
 
 def upload(patches: list[SparsePatch], routes: RouteMap) -> None:
@@ -169,29 +209,25 @@ def _stage_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
     seeds = np.array([tensor_seed(name) for name in names], np.uint64)
     premix = np.empty(group.positions.size, np.uint64)
     kernels.premix_positions(group.positions, seeds, group.counts, premix)
-    pieces: dict[tuple[int, int], list[tuple[Indices, Bits, Words]]] = defaultdict(list)
+    pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     cursor = 0
     for tensor, positions, data in group.tensors():
         words = premix[cursor : cursor + positions.size]
         cursor += positions.size
         for route, holders in zip(routes.routes[tensor], routes.groups[tensor], strict=True):
-            target, inside = route.map(positions)
+            mapped, inside = route.map(positions)
+            extent = routes.destinations[route.destination].flat.numel()
+            target: Positions = mapped.astype(np.int32) if extent < NARROW_ELEMENTS else mapped
             part = (target, data, words) if inside.all() else (target[inside], data[inside], words[inside])
             if part[0].size:
                 pieces[route.destination, holders].append(part)
-    return [
-        _merge(destination, holders, group, parts, routes.destinations[destination].flat.numel())
-        for (destination, holders), parts in sorted(pieces.items())
-    ]
+    # Taken out one by one, so that pieces and patches are not all held at once.
+    return [_merge(*key, group, pieces.pop(key)) for key in sorted(pieces)]
 
 
-def _merge(
-    destination: int, holders: int, group: Sparse, parts: list[tuple[Indices, Bits, Words]], extent: int
-) -> SparsePatch:
+def _merge(destination: int, holders: int, group: Sparse, parts: list[Piece]) -> SparsePatch:
     parts.sort(key=lambda part: int(part[0][0]))
     positions: Positions = np.concatenate([part[0] for part in parts])
-    if extent < NARROW_ELEMENTS:
-        positions = positions.astype(np.int32)
     data = np.concatenate([part[1] for part in parts])
     premix = np.concatenate([part[2] for part in parts])
     if np.any(positions[1:] <= positions[:-1]):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import compat, core_guard
+from vllm_delta_sync.engine import compat, core_guard, rank_calls
 from vllm_delta_sync.engine.transaction import Answer
 from vllm_delta_sync.errors import EngineError, WeightsLostError
 
@@ -47,8 +47,7 @@ class ServerPort:
         """
         answers: list[Answer]
         if method not in PAUSED:
-            # No timeout inside the engine: it would take a late answer for that of the next call.
-            answers = self._run(self._client.collective_rpc("delta_sync_call", args=(method, arguments)))
+            answers = self._run(core_guard.call(self._client, method, arguments))
             return answers
         try:
             outcome = self._run(
@@ -102,9 +101,10 @@ class OfflinePort:
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
         """See EnginePort."""
+        number = rank_calls.next_number()
         with _engine_errors():
-            answers: list[Answer] = self._llm.collective_rpc("delta_sync_call", args=(method, arguments))
-        return answers
+            answers = self._llm.collective_rpc(rank_calls.METHOD, args=(method, arguments, number))
+        return rank_calls.checked(answers, number)
 
     def pause(self) -> None:
         """Nothing runs between two ``generate`` calls. Raises EngineError if something does."""

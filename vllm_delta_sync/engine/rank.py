@@ -5,26 +5,25 @@ long remote call would block the engine; everything else is short and runs on th
 ``revert`` ask for a paused engine.
 """
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.chain import Run, check_declared, check_follows, decode_version, open_run
+from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.engine import commit as commits
+from vllm_delta_sync.engine.interrupts import postponed
 from vllm_delta_sync.engine.ownership import region_to_plain
 from vllm_delta_sync.engine.patch import StagedPatch, stage
+from vllm_delta_sync.engine.reading import Clock, read_versions
 from vllm_delta_sync.engine.repair import stage_repair
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.trace import LoadableModel, trace_routes
 from vllm_delta_sync.engine.undo_log import Applied, UndoLog
 from vllm_delta_sync.errors import (
     BusyError,
-    ChainError,
     DeltaSyncError,
     EngineError,
     FingerprintError,
@@ -32,9 +31,8 @@ from vllm_delta_sync.errors import (
     WeightsLostError,
 )
 from vllm_delta_sync.wire import fold as folding
-from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import Manifest
 
 Answer = dict[str, Any]
 
@@ -55,6 +53,7 @@ class RankReceiver:
         confirmed: False from a commit until the controller has found it right on all ranks.
         intact: False once a commit could neither be finished nor taken back.
         touched: who else wrote, or may have written, weights since they were last proven; None if nobody.
+        touches: how often anybody did.
         asleep: True while weights are not in memory.
     """
 
@@ -69,7 +68,9 @@ class RankReceiver:
         self.intact = True
         self.confirmed = True
         self.touched: str | None = None
+        self.touches = 0
         self.asleep = False
+        self._noted: Answer | None = None
         self._cache: ObjectCache | None = None
         self._staged: StagedPatch | None = None
         self._log = UndoLog()
@@ -128,6 +129,8 @@ class RankReceiver:
         run = open_run(url)
         noted = self._note(run.info.run)
         routes = trace_routes(self.model, run.table)
+        # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
+        self.touched = None
         traced = time.perf_counter()
         measured = [[value.hex() for value in routes.fingerprints(position)] for position in range(len(run.table))]
         commits.warm_up({spec.element for spec in run.table})
@@ -136,8 +139,8 @@ class RankReceiver:
         self._cache = None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes)
         self.version, self.fingerprints, self._staged = None, [], None
         self._log.clear()
-        # Tracing went through the model's loader, which counts as somebody writing.
-        self.touched = None
+        # Not forgotten before the controller has made use of it.
+        self._noted = noted
         return {
             "regions": [[region_to_plain(route.source) for route in of_tensor] for of_tensor in routes.routes],
             "measured": measured,
@@ -148,6 +151,8 @@ class RankReceiver:
 
     def _note(self, run: str) -> Answer | None:
         """What this rank held when last asked, or what it was loaded with, if it is of this run."""
+        if self._noted is not None and self._noted["run"] == run:
+            return self._noted
         if self.run is not None and self.run.info.run == run and self.version is not None:
             return {"run": run, "version": self.version, "fingerprints": [value.hex() for value in self.fingerprints]}
         loaded = getattr(self.model, "delta_sync_loaded", None)
@@ -167,7 +172,7 @@ class RankReceiver:
         _, routes = self._proven()
         routes.groups, routes.loaded = groups[self.index], loaded
         self.fingerprints = [Fingerprint.from_hex(value) for value in fingerprints]
-        self.version = version
+        self.version, self.confirmed, self._noted = version, True, None
         return {}
 
     def stage(self, manifests: list[str], parent: str | None, rescan: list[int]) -> Answer:
@@ -182,32 +187,19 @@ class RankReceiver:
         self._staged = None
         targets = [Manifest.from_bytes(text.encode()) for text in manifests]
         before = None if parent is None else Manifest.from_bytes(parent.encode())
-        clock = [time.perf_counter()]
-        objects = [[self._fetch(run, ref) for ref in target.objects] for target in targets]
-        clock.append(time.perf_counter())
-        parts: list[Changes] = []
-        for target, fetched in zip(targets, objects, strict=True):
-            self._check_order(before, target, first=not parts)
-            parts.append(decode_version(target, run.table, fetched))
-            fetched.clear()
-            if target.kind == "delta" and before is not None:
-                check_declared(before, target, parts[-1])
-            before = target
-        changes = parts[0] if len(parts) == 1 else folding.fold(parts, run.table)
-        del parts
-        clock.append(time.perf_counter())
+        clock = Clock()
+        changes = read_versions(run, self._cache, targets, before, self.version, routes, clock)
         patch = stage(targets[-1].version, changes, routes, self.fingerprints)
         _check_total(targets[-1], patch)
-        clock.append(time.perf_counter())
+        clock.tick("route")
         scanned = self._gather(routes, rescan)
-        clock.append(time.perf_counter())
+        clock.tick("rescan")
         self._staged = patch
-        spans = [1e3 * (end - start) for start, end in itertools.pairwise(clock)]
         return {
             "staged": patch.version,
             "declared": patch.declared.hex(),
             "bytes": patch.nbytes,
-            "ms": dict(zip(("fetch", "decode", "route", "rescan"), spans, strict=True)),
+            "ms": clock.ms,
             **scanned,
         }
 
@@ -234,20 +226,6 @@ class RankReceiver:
             **self._gather(routes, []),
         }
 
-    def _check_order(self, before: Manifest | None, target: Manifest, first: bool) -> None:
-        if target.kind != "delta":
-            if not first:
-                raise ChainError(f"version {target.version} is of kind {target.kind!r} and cannot be folded")
-            return
-        if before is None or (first and target.base_version != self.version):
-            raise ChainError(
-                f"version {target.version} builds on version {target.base_version}, this rank holds {self.version}"
-            )
-        check_follows(before, target)
-
-    def _fetch(self, run: Run, ref: ObjectRef) -> bytes:
-        return run.fetch(ref) if self._cache is None else self._cache.get(ref, lambda: run.fetch(ref))
-
     def commit(self, version: int) -> Answer:
         """Apply the staged version in place. The engine must be paused.
 
@@ -259,12 +237,19 @@ class RankReceiver:
         if patch is None or patch.version != version:
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
         began = time.perf_counter()
-        with self._guarded():
-            measured = commits.commit(patch, routes)
-        self.confirmed = False
-        self._log.push(Applied(patch, measured, self.fingerprints, self.version))
-        self._staged = None
-        self.fingerprints, self.version = patch.fingerprints, version
+        with postponed():
+            try:
+                measured = commits.commit(patch, routes)
+            except BaseException as error:
+                self._lost_or_ours(error)
+                raise
+            finally:
+                # Also if something failed right after it: what is held must be known.
+                if patch.applied:
+                    self.confirmed = False
+                    self._log.push(Applied(patch, patch.measured, self.fingerprints, self.version))
+                    self._staged = None
+                    self.fingerprints, self.version = patch.fingerprints, version
         return {
             "measured": {group: value.hex() for group, value in measured.items()},
             "ms": 1e3 * (time.perf_counter() - began),
@@ -274,6 +259,8 @@ class RankReceiver:
         """Go back to a version, commit by commit, or forward again to one just left. The engine must be paused.
 
         Nothing happens if the version is held already.
+
+        If a step fails, the steps before it stay done: what is held then is a version, see ``describe``.
 
         Raises:
             EngineError: the undo log does not reach there. FingerprintError: the weights are not what the commits left
@@ -285,24 +272,38 @@ class RankReceiver:
             return {"version": version}
         path = self._log.path(version, self.version)
         walked: list[Applied] = []
-        with self._guarded():
+        with postponed():
             for step in path.steps:
-                measured = commits.commit(step.patch, routes, path.backwards)
+                matched = self._walk(step, routes, path.backwards)
                 walked.append(step)
-                if measured != step.expected(path.backwards):
-                    for again in reversed(walked):
-                        commits.commit(again.patch, routes, not path.backwards)
+                if not matched:
+                    try:
+                        for again in reversed(walked):
+                            self._walk(again, routes, not path.backwards)
+                    except BaseException:  # whatever stops it, the weights are no version, and not what they were
+                        self.intact = False
+                        raise
                     raise FingerprintError(
                         f"going to version {version} did not change the weights as declared: they were changed from "
                         "outside"
                     )
-        self._log.walk(path)
-        self._staged = None
-        last = path.steps[-1]
-        self.fingerprints = last.fingerprints if path.backwards else last.patch.fingerprints
-        self.version = version
-        self.confirmed = True
+            self.confirmed, self._staged = True, None
         return {"version": self.version}
+
+    def _walk(self, step: Applied, routes: RouteMap, backwards: bool) -> bool:
+        """One commit of the log, back or again; whether it measured what it must."""
+        try:
+            measured = commits.commit(step.patch, routes, backwards)
+        except BaseException as error:
+            self._lost_or_ours(error)
+            raise
+        finally:
+            # Also if something failed right after it: what is held must be known.
+            if step.patch.applied != backwards:
+                self._log.walk(backwards)
+                self.fingerprints = step.fingerprints if backwards else step.patch.fingerprints
+                self.version = step.version if backwards else step.patch.version
+        return measured == step.expected(backwards)
 
     def trim(self, undo_bytes: int) -> Answer:
         """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound."""
@@ -310,15 +311,10 @@ class RankReceiver:
         self._log.trim(undo_bytes)
         return self.describe()
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Remember if weights were lost."""
-        try:
-            yield
-        except WeightsLostError:
+    def _lost_or_ours(self, error: BaseException) -> None:
+        if isinstance(error, WeightsLostError):
             self.intact = False
-            raise
-        except MemoryError as error:
+        elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
             raise _as_ours(error) from error
 
     def describe(self) -> Answer:
@@ -331,13 +327,23 @@ class RankReceiver:
             "undo": self._log.versions,
             "undo_bytes": self._log.nbytes,
             "touched": self.touched,
+            "touches": self.touches,
             "asleep": self.asleep,
         }
 
-    def trust(self) -> Answer:
-        """Whoever touched the weights left them as they were: the controller has rescanned them."""
-        self.touched = None
+    def trust(self, touches: list[int]) -> Answer:
+        """Whoever touched the weights left them as they were: the controller has rescanned them.
+
+        Args:
+            touches: per rank, how many it knew of. Whoever came after is not trusted yet.
+        """
+        if touches[self.index] == self.touches:
+            self.touched = None
         return {}
+
+    def touch(self, who: str) -> None:
+        """Somebody else writes weights, or may."""
+        self.touched, self.touches = who, self.touches + 1
 
     def scan(self, tensors: list[int]) -> Answer:
         """Gather and hash tensors again: {"measured": {tensor id: fingerprint per route}, "held": {tensor id: what
@@ -385,6 +391,8 @@ def _check_total(target: Manifest, patch: StagedPatch) -> None:
 
 def _as_ours(error: Exception) -> DeltaSyncError:
     # torch's error for devices derives from RuntimeError, and is named so in every release.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    # On the CPU it is a plain RuntimeError.
+    full = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    if full or isinstance(error, MemoryError):
         return MemoryLimitError(f"this rank is out of memory ({error}); free some, the weights are as they were")
     return EngineError(f"unexpected {type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ it. One thread drives it; ``status`` may be called from any.
 """
 
 import logging
+from collections.abc import Callable
 
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.history import History
@@ -68,31 +69,48 @@ class Receiver:
         """The body of ``GET /delta_sync/status``."""
         return self.board.document()
 
-    def advance(self, version: int | None = None) -> None:
+    def advance(self, version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
         """Bring the engine to a version, the head if None; versions in between are folded into few commits.
+
+        Args:
+            until: asked between two commits; if True, what is left waits for the next call.
 
         Raises:
             DeltaSyncError: the first thing that failed; what is served then is ``served_version``.
         """
-        self._refuse_lost()
-        try:
-            stopped_by = self._refresh()
-        except DeltaSyncError as error:
-            self.fail(error)
-            raise
+        stopped_by = self._look()
+        if self._mover.damaged is not None:
+            with self._failing():
+                self._mover.repair(self._mover.damaged)
         target = self._target(version)
         with self._failing():
-            if self.board.served is not None:
-                self._mover.check_touched()
-            elif self._mover.damaged is not None:
-                self._mover.repair(self._mover.damaged)
-            else:
+            if self.board.served is None:
                 self._prove()
-            while self.board.served is not None and self.board.served.version < target:
+            else:
+                self._mover.check_touched()
+            if self.board.holding and version is None:
+                target = 0
+            while self.board.served is not None and self.board.served.version < target and not until():
                 self._mover.step(self.board.served, target)
             if version is None and stopped_by is not None:
                 raise stopped_by
         self.board.rest(error=None)
+
+    def mend(self) -> None:
+        """Bring weights that somebody changed back to the version served before, held or not; see ``can_repair``."""
+        self._look()
+        if self._mover.damaged is not None:
+            with self._failing():
+                self._mover.repair(self._mover.damaged)
+            self.board.rest(error=None)
+
+    def _look(self) -> DeltaSyncError | None:
+        self._refuse_lost()
+        try:
+            return self._refresh()
+        except DeltaSyncError as error:
+            self.fail(error)
+            raise
 
     def rollback(self, version: int) -> None:
         """Go back to a version in the undo log, in the time of one commit and without the bucket; then hold.
@@ -106,8 +124,19 @@ class Receiver:
             raise EngineError("no version is served yet; there is nothing to go back from")
         if version != served.version:
             with self._failing():
+                self._mover.check_touched()
                 self._mover.go_back(version, served)
         self.hold()
+
+    def check(self) -> None:
+        """Look after what is served, where no new version makes that happen: did anybody else write weights?"""
+        self._refuse_lost()
+        try:
+            with self._failing():
+                self._mover.check_touched()
+        except BusyError:
+            # Asleep: nothing is wanted of it now.
+            self.board.rest(error=None)
 
     def hold(self) -> None:
         """Keep what is served, whatever is published, until ``release``."""
@@ -138,7 +167,7 @@ class Receiver:
 
     @property
     def can_repair(self) -> bool:
-        """Whether the next ``advance`` will try to bring changed weights back to a version."""
+        """Whether weights were changed from outside and can be brought back to the version served before."""
         return self._mover.damaged is not None
 
     def fail(self, error: DeltaSyncError) -> None:
@@ -148,7 +177,10 @@ class Receiver:
         elif self.board.state != "lost":
             self.board.show_error(error, "lost")
             logger.critical("%s: %s", error.kind, error.message)
-            self.port.end(error.message)
+            try:
+                self.port.end(error.message)
+            except DeltaSyncError as second:
+                logger.critical("%s: %s", second.kind, second.message)
 
     def _failing(self) -> "_Failing":
         return _Failing(self)
@@ -162,9 +194,12 @@ class Receiver:
         head, served = self.board.head, self.served_version
         if head is None:
             raise NotFoundError(f"no version is published at {self.settings.bucket!r} yet")
-        if version is None and self.board.holding:
+        if version is None and self.board.holding and served is not None:
             raise BusyError(f"this server is held at version {served}; POST /delta_sync/release to follow again")
-        target = head.version if version is None else version
+        if version is None:
+            # What is served may be newer than the newest manifest that can still be read.
+            return max(head.version, served or 0)
+        target = version
         if target > head.version:
             raise NotFoundError(f"version {target} is not published; the head is {head.version}")
         if served is not None and target < served:
@@ -178,11 +213,13 @@ class Receiver:
             run = self.history.open()
             if before is not None:
                 logger.warning("run %s was replaced by run %s in the same place", before, run.info.run)
-            if self.board.served is not None:
-                self.port.label(None)
+            known = self.board.served is not None
             self._mover.rotation = Rotation([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
             self._mover.damaged = None
-            self.board.set(run=run.info.run, served=None, head=None, undo=[])
+            # Before the label, which may fail: what is served is no version of this run.
+            self.board.set(run=run.info.run, served=None, head=None, undo=[], broken=False)
+            if known:
+                self.port.label(None)
         if self.board.state == "waiting_for_run":
             self.board.set(state="proving" if self.board.served is None else "idle")
         stopped_by = self.history.look()
@@ -247,7 +284,7 @@ class Receiver:
     def _serve_proven(self, manifest: Manifest, fingerprints: list[Fingerprint]) -> None:
         self._ranks.adopt(manifest.version, fingerprints)
         self.port.label(manifest.version)
-        self.board.set(served=manifest)
+        self.board.set(served=manifest, broken=False)
         logger.info(
             "weights proven: %d tensors are version %d of run %s", len(fingerprints), manifest.version, manifest.run
         )

@@ -17,6 +17,7 @@ from vllm_delta_sync.notice import NoticeSubscriber
 logger = logging.getLogger("vllm.delta_sync")
 
 LONGEST_RETRY_SECONDS = 30.0
+LONGEST_REPAIR_SECONDS = 600.0
 NOTICE_WAIT_SECONDS = 0.5
 SHORTEST_LOOK_SECONDS = 0.02
 REPEAT_ERROR_SECONDS = 60.0
@@ -69,8 +70,7 @@ class ReceiverService:
         while not self._stop.is_set():
             looked = time.monotonic()
             self._serve_requests()
-            if self._settings.policy == "follow" and not self.receiver.board.holding:
-                self._advance()
+            self._look_after()
             self._wake.wait(self._delay())
             self._wake.clear()
             # However many notices come, the bucket is looked at so often and no oftener.
@@ -79,19 +79,27 @@ class ReceiverService:
     def _delay(self) -> float:
         if not self._failures:
             return self._settings.poll_seconds
-        return float(min(LONGEST_RETRY_SECONDS, self._settings.poll_seconds * 2 ** min(self._failures - 1, 10)))
+        # A repair reads the whole model.
+        longest = LONGEST_REPAIR_SECONDS if self.receiver.can_repair else LONGEST_RETRY_SECONDS
+        return float(min(longest, self._settings.poll_seconds * 2 ** min(self._failures - 1, 10)))
 
-    def _advance(self) -> None:
-        state = self.receiver.board.state
-        hopeless = state == "refused" and not self.receiver.can_repair and not self._replaced()
-        if state == "lost" or hopeless:
+    def _look_after(self) -> None:
+        receiver = self.receiver
+        state, served = receiver.board.state, receiver.served_version
+        follows = self._settings.policy == "follow"
+        if state == "lost" or (state == "refused" and not receiver.can_repair and not self._replaced()):
             return
         try:
-            self.receiver.advance()
+            if receiver.can_repair and follows:
+                receiver.mend()
+            elif follows and (served is None or not receiver.board.holding):
+                receiver.advance(until=lambda: not self._requests.empty())
+            elif served is not None:
+                receiver.check()
             self._failures = 0
         except NotFoundError as error:
             # Waiting for a publisher is no failure: keep looking at the usual pace.
-            self._failures = 0
+            self._failures = 0 if receiver.board.head is None else self._failures + 1
             self._say(error)
         except DeltaSyncError as error:
             self._failures += 1

@@ -41,7 +41,7 @@ class Board:
 
     Attributes:
         served: the version that answers now; None until the weights are proven to be one. head: newest known.
-        holding: whether new versions are left alone.
+        holding: whether new versions are left alone. broken: whether the weights were found to be no version any more.
     """
 
     def __init__(self, policy: str) -> None:
@@ -54,6 +54,7 @@ class Board:
         self.served: Manifest | None = None
         self.head: Manifest | None = None
         self.holding = False
+        self.broken = False
         self.ranks: list[Answer] = []
         self.undo: list[int] = []
         self.timings: dict[str, float] = {}
@@ -69,7 +70,7 @@ class Board:
 
     def rest(self, **values: Any) -> None:
         """Nothing is under way any more."""
-        state: State = "waiting_for_run"
+        state: State = "refused" if self.broken else "waiting_for_run"
         if self.served is not None:
             state = "held" if self.holding else "idle"
         self.set(state=state, **values)

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError, WeightsLostError, error_kinds
 
 Answer = dict[str, Any]
-RESUME_TRIES = 3
-RESUME_WAIT_S = 0.2
+TRIES = 3
+WAIT_S = 0.2
 
 
 class EnginePort(Protocol):
@@ -55,6 +55,7 @@ class Transaction:
     Args:
         method: ``commit``: the target is staged on every rank. ``revert``: every rank's undo log reaches it.
         matches: whether what the ranks measured is what the target declares.
+        label: what outputs are labelled with afterwards, if not with the target.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Transaction:
         *,
         method: Literal["commit", "revert"] = "commit",
         matches: Callable[[list[Answer]], bool] = lambda answers: True,
+        label: int | Literal["target"] | None = "target",
     ) -> None:
         self._port = port
         self._target = target
         self._held = held
         self._method = method
         self._matches = matches
+        self._label = target if label == "target" else label
         self._clock: list[float] = []
 
     def commit(self) -> None:
@@ -91,7 +94,10 @@ class Transaction:
                 raise_if_error(answer)
             if not self._matches(answers):
                 raise Mismatch(f"version {self._target} did not change the weights as declared, so it was taken back")
-            self._port.label_paused(self._target)
+            self._port.label_paused(self._label)
+        except Exception as error:
+            if not self._settle(error):
+                raise
         except BaseException as error:  # an interrupt too must not leave the engine paused
             self._settle(error)
             raise
@@ -104,15 +110,15 @@ class Transaction:
             WeightsLostError: the engine does not resume, or went on with something else.
         """
         if self._resume("generation does not resume"):
-            # The engine's own watchdog was faster. It takes back what was not confirmed yet.
-            held = self._describe()
-            if all(answer.get("intact") and answer.get("version") == self._held for answer in held):
+            # The engine's own watchdog may have been faster. It takes back what was not confirmed yet.
+            held = self._describe_surely()
+            if _all_hold(held, self._held):
                 raise PauseExpiredError(
                     f"the pause for version {self._target} expired before its controller ended it; the engine took it "
                     f"back and serves version {self._held}"
                 )
-            if not all(answer.get("intact") and answer.get("version") == self._target for answer in held):
-                raise self._lost(f"the pause expired, and ranks hold {_brief(held)}")
+            if not _all_hold(held, self._target):
+                raise self._lost(f"the pause expired, and {brief(held)}")
         self._tick()
         spans = [1e3 * (end - start) for start, end in pairwise(self._clock)]
         return {"wait": spans[0], "commit": spans[1], "resume": spans[2], "pause": sum(spans)}
@@ -123,30 +129,61 @@ class Transaction:
     def _describe(self) -> list[Answer]:
         return self._port.call("describe", {})
 
-    def _settle(self, error: BaseException) -> None:
-        """Bring every rank, the label and generation back to what they were."""
+    def _describe_surely(self) -> list[Answer]:
+        """What ranks hold, asked again if there is no answer. Raises WeightsLostError."""
+        reason = ""
+        for attempt in range(TRIES):
+            try:
+                return self._describe()
+            except DeltaSyncError as error:
+                reason = error.message
+                time.sleep(WAIT_S * attempt)
+        raise self._lost(reason)
+
+    def _settle(self, error: BaseException) -> bool:
+        """Bring every rank, the label and generation back to what they were.
+
+        Returns:
+            True if all ranks went back all the same: then the target is what is held.
+        """
         if isinstance(error, WeightsLostError):
             raise self._lost(error.message) from error
-        try:
+        reason = str(error)
+        for _ in range(2):
+            try:
+                self._put_back()
+                self._resume(reason)
+                return False
+            except WeightsLostError as second:
+                raise self._lost(f"{error}; then {second.message}") from error
+            except DeltaSyncError as second:
+                reason = f"{reason}; then {second.message}"
+            # Versions behind are proven ones; what a commit leads to is not, before it was found to match.
+            if self._method == "revert" and _all_hold(self._describe_surely(), self._target):
+                self._port.label(self._label)
+                self._resume(reason)
+                return True
+        raise self._lost(reason) from error
+
+    def _put_back(self) -> None:
+        held = self._describe()
+        if any(answer.get("version") != self._held for answer in held):
+            for answer in self._port.call("revert", {"version": self._held}):
+                raise_if_error(answer)
             held = self._describe()
-            if any(answer.get("version") != self._held for answer in held):
-                for answer in self._port.call("revert", {"version": self._held}):
-                    raise_if_error(answer)
-                held = self._describe()
-            if not all(answer.get("intact") and answer.get("version") == self._held for answer in held):
-                raise WeightsLostError(f"ranks hold {_brief(held)}")
-            self._port.label(self._held)
-        except DeltaSyncError as second:
-            raise self._lost(f"{error}; then {second.message}") from error
-        self._resume(str(error))
+        if not _all_hold(held, self._held):
+            raise WeightsLostError(brief(held))
+        self._port.label(self._held)
 
     def _resume(self, reason: str) -> bool:
-        for attempt in range(RESUME_TRIES):
+        """True if the engine may have gone on by itself."""
+        for attempt in range(TRIES):
             try:
-                return self._port.resume()
+                # What an attempt that failed did, nobody knows.
+                return self._port.resume() or attempt > 0
             except DeltaSyncError as error:
                 reason = f"{reason}; {error.message}"
-                time.sleep(RESUME_WAIT_S * attempt)
+                time.sleep(WAIT_S * attempt)
         raise self._lost(reason)
 
     def _lost(self, reason: str) -> WeightsLostError:
@@ -156,9 +193,14 @@ class Transaction:
         )
 
 
-def _brief(held: list[Answer]) -> str:
+def _all_hold(held: list[Answer], version: int | None) -> bool:
+    return all(answer.get("intact") is True and answer.get("version") == version for answer in held)
+
+
+def brief(held: list[Answer]) -> str:
+    """What ranks hold, for messages."""
     return ", ".join(
-        f"rank {rank}: version {answer.get('version')}{'' if answer.get('intact') else ' (cannot tell)'}"
+        f"rank {rank} holds version {answer.get('version')}{'' if answer.get('intact') else ' or cannot tell'}"
         for rank, answer in enumerate(held)
     )
 

@@ -7,6 +7,11 @@ from vllm_delta_sync.engine.patch import StagedPatch
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 
+FINGERPRINT_BYTES = 200
+"""What a fingerprint takes in Python, with its two integers and its place in a list."""
+ENTRIES = 256
+"""Most commits in the log, however small they are."""
+
 
 @dataclass
 class Applied:
@@ -16,6 +21,11 @@ class Applied:
     measured: Measured
     fingerprints: list[Fingerprint]
     version: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory, in bytes; at most, where the fingerprints of tensors that did not change are shared."""
+        return self.patch.nbytes + FINGERPRINT_BYTES * len(self.fingerprints)
 
     def expected(self, backwards: bool) -> Measured:
         """What applying the patch again, or taking it back, must measure."""
@@ -47,7 +57,7 @@ class UndoLog:
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        return sum(applied.patch.nbytes for applied in (*self._applied, *self._undone))
+        return sum(applied.nbytes for applied in (*self._applied, *self._undone))
 
     def push(self, applied: Applied) -> None:
         """Add the newest commit. What was taken back before belongs to another history then."""
@@ -71,17 +81,19 @@ class UndoLog:
             "Versions that were folded into one commit, or fell out of undo_bytes, cannot be gone back to"
         )
 
-    def walk(self, path: Path) -> None:
-        """Note that a path was gone."""
-        source, target = (self._applied, self._undone) if path.backwards else (self._undone, self._applied)
-        for _ in path.steps:
-            target.append(source.pop())
+    def walk(self, backwards: bool) -> Applied:
+        """Note that the newest commit was taken back, or the one taken back last was applied again; which it is."""
+        source, target = (self._applied, self._undone) if backwards else (self._undone, self._applied)
+        target.append(source.pop())
+        return target[-1]
 
     def trim(self, limit: int) -> None:
         """Forget the oldest commits until at most ``limit`` bytes are held, and all before weights that were no
         version."""
         self._undone.clear()
-        while self._applied and (self.nbytes > limit or self._applied[0].version is None):
+        while self._applied and (
+            self.nbytes > limit or len(self._applied) > ENTRIES or self._applied[0].version is None
+        ):
             del self._applied[0]
 
     def clear(self) -> None:

@@ -26,16 +26,17 @@ class WorkerExtension:
 
     delta_sync_receiver: "RankReceiver | None" = None
 
-    def delta_sync_call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run one of METHODS on this rank's receiver."""
+    def delta_sync_call(self, method: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
+        """Run one of METHODS on this rank's receiver; the answer carries the call's number as ``call``."""
         contacted.set()
         try:
-            return self._delta_sync_dispatch(method, arguments)
+            answer = self._delta_sync_dispatch(method, arguments)
         except DeltaSyncError as error:
-            return {"error": {"kind": error.kind, "message": error.message}}
+            answer = {"error": {"kind": error.kind, "message": error.message}}
         except Exception as error:  # an exception would end the worker under some executors
             logger.exception("the receiver failed unexpectedly")
-            return {"error": {"kind": EngineError.kind, "message": f"unexpected {type(error).__name__}: {error}"}}
+            answer = {"error": {"kind": EngineError.kind, "message": f"unexpected {type(error).__name__}: {error}"}}
+        return {**answer, "call": number}
 
     def _delta_sync_dispatch(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         # Imported late: numba must not be loaded before vLLM has initialized its worker.

@@ -11,6 +11,9 @@ import logging
 
 import numba
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
 
 logger = logging.getLogger(__name__)
 
@@ -177,12 +180,33 @@ def diff_into(old, new, sign, mask, seed, positions, distances):
     return low_sum, high_sum, cursor
 
 
-# The three loops below touch memory far apart. They work in pieces of PIECE elements, in passes: fetch, compute,
-# store. Passes that only fetch or only store keep many cache misses under way at once; a single loop would hold few,
-# because the arithmetic of each element takes up the processor's window. A piece's cache lines fit the first-level
-# cache. Arrays are sliced per piece: with ``array[start + i]`` numba handles negative indices for each element, which
-# keeps the arithmetic from using vector instructions (half the time at 1 % changed, and more above).
-PIECE = 512
+@intrinsic
+def prefetch(typing_context, array, index):
+    """Ask for the cache line of ``array[index]`` without waiting; ``index`` is uint64. Never faults."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [pointer.type],
+            ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number]),
+        )
+        # To read, into the second-level cache (the first has too few misses under way), data.
+        builder.call(function, [pointer, number(0), number(2), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+# The three loops below touch memory far apart, and wait for it: what counts is how many cache misses are under way.
+# They work in pieces of PIECE elements, in passes: ask for the next piece's cache lines, fetch, compute, store. The
+# next piece comes in while this one is computed; a single loop would have few misses under way, because the arithmetic
+# of each element takes up the processor's window. At 1 % changed this is twice as fast as without asking, and faster
+# than a bare scatter of known bits. Arrays are sliced per piece and positions are unsigned, as numba would otherwise
+# look for negative indices at each element, which keeps the arithmetic from using vector instructions.
+PIECE = 64
 
 
 @_compile
@@ -193,14 +217,17 @@ def add_distances(bits, positions, distances, sign, mask, negate):
     old = np.empty(PIECE, bits.dtype)
     for start in range(0, positions.size, PIECE):
         where = positions[start : start + PIECE]
+        ahead = positions[start + PIECE : start + 2 * PIECE]
         steps = distances[start : start + PIECE]
+        for i in range(ahead.size):
+            prefetch(bits, np.uint64(ahead[i]))
         for i in range(where.size):
-            old[i] = bits[where[i]]
+            old[i] = bits[np.uint64(where[i])]
         for i in range(where.size):
             step = (np.uint64(steps[i]) ^ flip) - flip
             old[i] = _unkey((_key(np.uint64(old[i]), sign, fold) + step) & mask, sign, fold)
         for i in range(where.size):
-            bits[where[i]] = old[i]
+            bits[np.uint64(where[i])] = old[i]
 
 
 @_compile
@@ -213,10 +240,13 @@ def commit_relative(bits, positions, distances, premix, sign, mask, backwards):
     old = np.empty(PIECE, bits.dtype)
     for start in range(0, positions.size, PIECE):
         where = positions[start : start + PIECE]
+        ahead = positions[start + PIECE : start + 2 * PIECE]
         steps = distances[start : start + PIECE]
         words = premix[start : start + PIECE]
+        for i in range(ahead.size):
+            prefetch(bits, np.uint64(ahead[i]))
         for i in range(where.size):
-            old[i] = bits[where[i]]
+            old[i] = bits[np.uint64(where[i])]
         for i in range(where.size):
             before = np.uint64(old[i])
             step = (np.uint64(steps[i]) ^ flip) - flip
@@ -227,7 +257,7 @@ def commit_relative(bits, positions, distances, premix, sign, mask, backwards):
             low_sum += low_after - low_before
             high_sum += _high(low_after) - _high(low_before)
         for i in range(where.size):
-            bits[where[i]] = old[i]
+            bits[np.uint64(where[i])] = old[i]
     return low_sum, high_sum
 
 
@@ -239,17 +269,20 @@ def exchange(bits, positions, values, premix):
     old = np.empty(PIECE, bits.dtype)
     for start in range(0, positions.size, PIECE):
         where = positions[start : start + PIECE]
+        ahead = positions[start + PIECE : start + 2 * PIECE]
         fresh = values[start : start + PIECE]
         words = premix[start : start + PIECE]
+        for i in range(ahead.size):
+            prefetch(bits, np.uint64(ahead[i]))
         for i in range(where.size):
-            old[i] = bits[where[i]]
+            old[i] = bits[np.uint64(where[i])]
         for i in range(where.size):
             low_before = _low(words[i], np.uint64(old[i]))
             low_after = _low(words[i], np.uint64(fresh[i]))
             low_sum += low_after - low_before
             high_sum += _high(low_after) - _high(low_before)
         for i in range(where.size):
-            bits[where[i]] = fresh[i]
+            bits[np.uint64(where[i])] = fresh[i]
         for i in range(where.size):
             fresh[i] = old[i]
     return low_sum, high_sum

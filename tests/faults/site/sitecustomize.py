@@ -1,10 +1,11 @@
-"""Faults for real processes: put this folder on PYTHONPATH of a server, and name the fault in the environment.
+"""Faults for real processes: put this folder on PYTHONPATH of a server, and name the fault in a file.
 
-FAULT_AT         where; one of POINTS
-FAULT_DO         hang: this thread, for ever; stop: SIGSTOP to this process; exit: at once; raise: RuntimeError
-FAULT_RANK       rank.* points only: on this rank, 0 if not given
-FAULT_ONCE_FILE  the fault happens only if this file is not there, and makes it: once, and again when it is removed
-FAULT_SET        comma-separated module:NAME=number, constants to replace: to wait for less long
+FAULT_FILE  file with one line "AT DO [RANK]". A fault happens once: the file is renamed to NAME.taken first. Write it
+            again for the next. tests/faults/inject.py does that.
+            AT: one of POINTS. DO: hang (this thread, for ever), wait (until NAME.taken is removed), stop (SIGSTOP to
+            this process), exit (at once), raise (RuntimeError), memory (MemoryError). RANK: of rank.* points, 0 if not
+            given.
+FAULT_SET   comma-separated module:NAME=number, constants to replace: to wait for less long
 """
 
 import functools
@@ -14,12 +15,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ENGINE = "vllm_delta_sync.engine."
 POINTS = {
+    "controller.before_pause": (ENGINE + "transaction", "Transaction.commit", "before"),
     "controller.after_pause": (ENGINE + "ports", "ServerPort.pause", "after"),
     "controller.after_commit": (ENGINE + "transaction", "Transaction.commit", "after"),
     "rank.in_stage": (ENGINE + "rank", "RankReceiver.stage", "before"),
@@ -29,27 +33,32 @@ POINTS = {
 
 
 def happen(point: str) -> None:
-    """The fault, if this is the rank, and the time."""
-    if point.startswith("rank.") and own_rank() != int(os.environ.get("FAULT_RANK", "0")):
-        return
-    once = os.environ.get("FAULT_ONCE_FILE")
-    if once is not None:
-        try:
-            os.close(os.open(once, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
+    """The fault, if it is this one's turn, on this rank."""
+    file = Path(os.environ["FAULT_FILE"])
+    taken = file.with_name(file.name + ".taken")
+    try:
+        at, action, *rank = file.read_text().split()
+        if at != point or (point.startswith("rank.") and own_rank() != int(*rank or "0")):
             return
-    action = os.environ["FAULT_DO"]
+        file.rename(taken)
+    except FileNotFoundError:
+        return
     print(f"fault: {action} at {point} in process {os.getpid()}", file=sys.stderr, flush=True)
     if action == "hang":
         threading.Event().wait()
+    elif action == "wait":
+        while taken.exists():
+            time.sleep(0.01)
     elif action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif action == "exit":
         os._exit(70)
     elif action == "raise":
         raise RuntimeError(f"fault injected at {point}")
+    elif action == "memory":
+        raise MemoryError(f"fault injected at {point}")
     else:
-        raise ValueError(f"FAULT_DO={action!r} is unknown")
+        raise ValueError(f"{action!r} is no known fault")
 
 
 def own_rank() -> int:
@@ -105,15 +114,15 @@ class Saboteur(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     changes: dict[str, list[Callable[[ModuleType], None]]] = {}
-    point = os.environ.get("FAULT_AT")
-    if point is not None:
-        module, path, when = POINTS[point]
-        changes.setdefault(module, []).append(lambda found: break_function(found, path, when, point))
+    if "FAULT_FILE" in os.environ:
+        for point, (module, path, when) in POINTS.items():
+            change = functools.partial(break_function, path=path, when=when, point=point)
+            changes.setdefault(module, []).append(change)
     for entry in filter(None, os.environ.get("FAULT_SET", "").split(",")):
         module, _, assignment = entry.partition(":")
         name, _, value = assignment.partition("=")
-        change = functools.partial(lambda name, value, found: setattr(found, name, float(value)), name, value)
-        changes.setdefault(module, []).append(change)
+        replace = functools.partial(lambda name, value, found: setattr(found, name, float(value)), name, value)
+        changes.setdefault(module, []).append(replace)
     if changes:
         sys.meta_path.insert(0, Saboteur(changes))
 

@@ -1,0 +1,70 @@
+"""Ask every rank and get the answers to that question, inside the engine core's process."""
+
+import itertools
+import logging
+import time
+from typing import Any
+
+from vllm_delta_sync.errors import EngineError
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+Answer = dict[str, Any]
+METHOD = "delta_sync_call"
+_numbers = itertools.count(int(time.time_ns()))
+
+
+def next_number() -> int:
+    """A number for a call, which its answers carry. Not used before, by any process that asked these ranks."""
+    return next(_numbers)
+
+
+def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) -> list[Answer]:
+    """``delta_sync_call`` on every rank of an executor; answers in the order of ranks.
+
+    Cause: when a call fails on one rank, vLLM's multiprocessing executor does not read the answers of the ranks after
+    it; they stay in their queues, and every later call gets the answer before its own from those ranks. Symptom:
+    after any failed call under tensor parallelism, a rank seems to answer something else, for ever. Here answers that
+    belong to another call are thrown away. Remove when: the executor reads all answers before it raises.
+
+    Raises:
+        TimeoutError: a rank does not answer in time. EngineError: a rank answers another call, and this executor is
+        not known well enough to read on.
+    """
+    number = next_number()
+    if not all(hasattr(executor, name) for name in ("rpc_broadcast_mq", "response_mqs", "futures_queue")):
+        return checked(executor.collective_rpc(METHOD, timeout=timeout_s, args=(method, arguments, number)), number)
+    if executor.is_failed:
+        raise EngineError("the engine's workers are gone")
+    from vllm.v1.executor.multiproc_executor import FutureWrapper
+
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    executor.rpc_broadcast_mq.enqueue((METHOD, (method, arguments, number), {}, None))
+
+    def read() -> list[Answer]:
+        return [_read_own(queue, rank, number, deadline) for rank, queue in enumerate(executor.response_mqs)]
+
+    # In the executor's own order: steps under way have answers in these queues too.
+    answers: list[Answer] = FutureWrapper(executor.futures_queue, get_response=read).result()
+    return answers
+
+
+def _read_own(queue: Any, rank: int, number: int, deadline: float | None) -> Answer:
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        _, result = queue.dequeue(timeout=left)
+        if isinstance(result, dict) and result.get("call") == number:
+            return result
+        logger.warning("rank %d still had the answer to an earlier call, which failed elsewhere; dropped", rank)
+
+
+def checked(answers: list[Any], number: int) -> list[Answer]:
+    """Answers, if all belong to the call of that number. Raises EngineError."""
+    for rank, answer in enumerate(answers):
+        if not isinstance(answer, dict) or answer.get("call") != number:
+            raise EngineError(
+                f"rank {rank} answers another call than it was asked: an earlier one failed on another rank, and "
+                "vLLM does not get over that; start the engine again"
+            )
+    return answers
