@@ -52,3 +52,12 @@ def test_admin_token(tmp_path: Path) -> None:
     file.write_text("secret\n")
     assert settings.admin_token() == "secret"
     assert load_settings({"bucket": "/x"}, {}).admin_token() is None
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"bucket = '\xff\xfe'")
+    with pytest.raises(SettingsError, match="cannot be read as TOML"):
+        load_settings(environment={"DELTA_SYNC_CONFIG": str(file)})
+    with pytest.raises(SettingsError, match=r"admin_token_file .* cannot be read"):
+        load_settings({"bucket": "/x", "admin_token_file": str(file)}, {}).admin_token()

@@ -36,6 +36,9 @@ FOREIGN_FLAGS = {
     "--local-dir",
     "--no-deps",
     "--api-key",
+    "--include",
+    "--load-format",
+    "--tensor-parallel-size",
 }
 
 

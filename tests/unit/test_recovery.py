@@ -15,7 +15,14 @@ from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.lease import common_version, is_settled
 from vllm_delta_sync.engine.mover import REPAIRS
 from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.errors import EngineError, FingerprintError, FormatError, MemoryLimitError, StoreError
+from vllm_delta_sync.errors import (
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    FormatError,
+    MemoryLimitError,
+    StoreError,
+)
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
@@ -200,6 +207,49 @@ def test_commit_whose_trim_fails_is_confirmed_at_the_next_look(world: World) -> 
     expect_serves(world, 1, seen[1], "held")
 
 
+def test_no_version_follows_one_that_is_not_confirmed(world: World) -> None:
+    """A pause that is lost would take the commit before it back too, and nobody would know."""
+    port = hooked(world)
+    seen = follow(world, 1)
+    world.follow(stage_bytes=0)
+    world.receiver.advance()
+    for step in (2, 3):
+        world.train(step)
+    port.before = failing("trim", times=2)
+    with pytest.raises(EngineError, match="version 2 is served, but could not be confirmed"):
+        world.receiver.advance()
+    status = world.receiver.status()
+    assert (status["served"]["version"], status["state"], port.log.count("pause")) == (2, "idle", 2)
+    world.receiver.advance()
+    world.receiver.rollback(1)
+    expect_serves(world, 1, seen[1], "held")
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_pause_that_expires_while_a_failed_one_is_ended(world: World, went_back: bool) -> None:
+    port = hooked(world)
+    seen = follow(world, 2)
+    world.train(3)
+    port.before = failing("commit")
+
+    def resume() -> bool:
+        port.on_resume = lambda: False
+        if went_back:
+            expire(port, 1)
+        return True
+
+    port.on_resume = resume
+    with pytest.raises(DeltaSyncError) as caught:
+        world.receiver.advance()
+    if went_back:
+        assert caught.value.kind == "weights_lost"
+        assert world.receiver.status()["state"] == "lost"
+        return
+    expect_serves(world, 2, seen[2])
+    world.receiver.advance()
+    world.expect_exact()
+
+
 def test_rollback_whose_trim_fails_is_held(world: World) -> None:
     port = hooked(world)
     seen = follow(world, 3)
@@ -233,8 +283,23 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
     world.receiver.rollback(1)
     assert is_settled(port.call("describe", {}), 1)
     port.before = nothing
-    assert port.log.index("resume", port.log.index("label 1", -3)) == len(port.log) - 2
+    assert port.log[-4:] == ["label 1", "resume", "resume", "trim"]
     expect_serves(world, 1, seen[1], "held")
+
+
+def test_rollback_whose_answer_is_lost_and_that_cannot_be_undone(world: World) -> None:
+    """All ranks went back, and hold a proven version: that is served."""
+    port = hooked(world)
+    seen = follow(world, 2)
+
+    def lose(method: str, arguments: dict[str, Any]) -> None:
+        if method == "revert":
+            port.before = failing("revert", times=9)
+            raise EngineError("the engine's answer was lost")
+
+    port.after = lose
+    world.receiver.rollback(0)
+    expect_serves(world, 0, seen[0], "held")
 
 
 def test_store_that_fails_while_weights_are_recognized_loses_no_note(world: World) -> None:

@@ -9,8 +9,11 @@ import torch
 from tests.forge import BAD_VERSIONS
 from tests.world import World
 from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.patch import StagedPatch
 from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.undo_log import ENTRIES, FINGERPRINT_BYTES, Applied, UndoLog
 from vllm_delta_sync.errors import BusyError, ChainError, DeltaSyncError, FingerprintError
+from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 
 @pytest.fixture(params=[("packed", 1), ("raw", 1), ("packed", 2), ("raw", 2)], ids=str)
@@ -160,6 +163,32 @@ def test_log_keeps_within_its_memory(world: World) -> None:
     world.receiver.advance()
     assert world.receiver.status()["undo"] == []
     world.expect_exact()
+
+
+def test_commits_that_change_nothing_take_room_too(world: World) -> None:
+    """Each keeps the fingerprint of every tensor."""
+    world.follow(undo_bytes=1000)
+    world.receiver.advance()
+    for step in range(1, 4):
+        world.train(step, scale=0.0)
+        world.receiver.advance()
+    assert world.receiver.status()["undo"] == []
+    assert world.receiver.history.behind == {}
+    world.follow(undo_bytes=3 * FINGERPRINT_BYTES * len(world.tensors))
+    world.receiver.advance()
+    for step in range(4, 9):
+        world.train(step, scale=0.0)
+        world.receiver.advance()
+    assert world.receiver.status()["undo"] == [7, 6, 5]
+
+
+def test_log_keeps_so_many_commits_and_no_more() -> None:
+    log = UndoLog()
+    for version in range(1, ENTRIES + 50):
+        log.push(Applied(StagedPatch(version, [], Fingerprint(), [], []), {}, [], version - 1))
+        log.trim(10**12)
+    assert len(log.versions) == ENTRIES
+    assert log.versions[0] == ENTRIES + 48
 
 
 def test_weights_changed_from_outside_are_not_gone_back_from(world: World) -> None:

@@ -53,6 +53,7 @@ class Mover:
         self.rotation = Rotation([], 0)
         self.damaged: Manifest | None = None
         self._repairs = 0
+        self._confirmed = True
 
     @property
     def _served_version(self) -> int | None:
@@ -138,6 +139,11 @@ class Mover:
 
     def step(self, served: Manifest, target: int) -> None:
         """Stage and commit as many versions at once as fit."""
+        if not self._confirmed:
+            self._trim()
+        if not self._confirmed:
+            # A pause that is lost would take back the commit before, which is served.
+            raise EngineError(f"version {served.version} is served, but could not be confirmed on every rank yet")
         manifests = self._history.window(served, target, self._settings.stage_bytes)
         while True:
             try:
@@ -212,6 +218,7 @@ class Mover:
 
         If that fails, nothing is lost: the next look at the ranks does it again.
         """
+        self._confirmed = False
         try:
             answers = self._port.call("trim", {"undo_bytes": self._settings.undo_bytes})
             for answer in answers:
@@ -219,6 +226,7 @@ class Mover:
         except DeltaSyncError as error:
             logger.warning("the undo log could not be looked at: %s", error.message)
             return
+        self._confirmed = True
         common = set.intersection(*(set(answer["undo"]) for answer in answers))
         behind = self._history.behind
         kept = [version for version in answers[0]["undo"] if version in common and version in behind]

@@ -52,6 +52,12 @@ class ReceiverService:
         self._stop.set()
         self._wake.set()
 
+    def join(self, timeout: float) -> None:
+        """Wait for the threads to end, after ``stop``, each for so many seconds at most."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout)
+
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
         """Queue an action.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
+from vllm_delta_sync.engine.interrupts import postponed
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError, WeightsLostError, error_kinds
 
 Answer = dict[str, Any]
@@ -95,12 +96,13 @@ class Transaction:
             if not self._matches(answers):
                 raise Mismatch(f"version {self._target} did not change the weights as declared, so it was taken back")
             self._port.label_paused(self._label)
-        except Exception as error:
-            if not self._settle(error):
+        except BaseException as error:  # an interrupt too must not leave the engine paused, nor a second one
+            with postponed():
+                moved = self._settle(error)
+            if not moved or not isinstance(error, Exception):
                 raise
-        except BaseException as error:  # an interrupt too must not leave the engine paused
-            self._settle(error)
-            raise
+            # What was cut short has no time of its own.
+            self._clock += [time.monotonic()] * (3 - len(self._clock))
 
     def resume(self) -> dict[str, float]:
         """Let generation go on; returns the timings in ms.
@@ -152,7 +154,10 @@ class Transaction:
         for _ in range(2):
             try:
                 self._put_back()
-                self._resume(reason)
+                if self._resume(reason):
+                    held = self._describe_surely()
+                    if not _all_hold(held, self._held):
+                        raise WeightsLostError(f"the pause expired, and {brief(held)}")
                 return False
             except WeightsLostError as second:
                 raise self._lost(f"{error}; then {second.message}") from error
