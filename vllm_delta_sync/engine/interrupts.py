@@ -14,11 +14,12 @@ from types import FrameType
 @contextmanager
 def postponed() -> Iterator[None]:
     """Interrupts that come inside are raised at its end. Outside the main thread, which they never reach: nothing."""
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    # None: somebody who is not Python handles it, and could not be put back.
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
-    before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
         yield
@@ -26,3 +27,5 @@ def postponed() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if came and callable(before):
             before(*came[0])
+        elif came:
+            signal.raise_signal(signal.SIGINT)

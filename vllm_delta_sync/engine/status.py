@@ -104,7 +104,10 @@ class Board:
     def document(self) -> Answer:
         """The body of ``GET /delta_sync/status``."""
         with self._lock:
-            lag = None if self.served is None or self.head is None else self.head.version - self.served.version
+            lag = None
+            if self.served is not None and self.head is not None:
+                # The newest manifest that can be read may be older than what is served.
+                lag = max(0, self.head.version - self.served.version)
             return {
                 "run": self.run,
                 "served": _point(self.served),
