@@ -19,7 +19,7 @@ from tests.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 from vllm_delta_sync.engine.compat import allow_list
 
-VERSIONS = 6
+VERSIONS = 5
 pytestmark = pytest.mark.e2e
 
 
