@@ -5,7 +5,6 @@ from typing import Any
 
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.history import History
-from vllm_delta_sync.engine.interrupts import postponed
 from vllm_delta_sync.engine.ranks import Ranks
 from vllm_delta_sync.engine.rotation import Rotation
 from vllm_delta_sync.engine.status import Board, State
@@ -181,20 +180,14 @@ class Mover:
         self._board.set(state="committing")
         target, served = manifests[-1], self._board.served
         transaction = self._transaction(target.version, matches=self._ranks.matches)
-        mismatch: Mismatch | None = None
-        # What the ranks hold and what is noted of it here belong together.
-        with postponed():
-            try:
-                transaction.commit()
-            except Mismatch as error:
-                mismatch = error
-            else:
-                if served is not None:
-                    self._history.behind[served.version] = served
-                timings = timings | self._go_on(transaction, target, served)
-        if mismatch is not None:
-            self._judge(manifests, mismatch)
+        try:
+            transaction.commit()
+        except Mismatch as error:
+            self._judge(manifests, error)
             return
+        if served is not None:
+            self._history.behind[served.version] = served
+        timings = timings | self._go_on(transaction, target, served)
         self._history.committed(target.version)
         self._trim()
         self._board.committed(target, manifests, timings)
@@ -266,12 +259,11 @@ class Mover:
         self._board.set(state="committing")
         transaction = self._transaction(version, method="revert")
         try:
-            with postponed():
-                transaction.commit()
-                timings = self._go_on(transaction, target, served)
+            transaction.commit()
         except FingerprintError as error:
             self.distrust(error)
             raise
+        timings = self._go_on(transaction, target, served)
         self._board.set(holding=True, undo=[known for known in self._board.undo if known < version])
         self._trim()
         logger.info("went back from version %d to %d: pause %.1f ms", served.version, version, timings["pause"])
