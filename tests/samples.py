@@ -2,19 +2,23 @@
 
 from collections.abc import Iterable
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits, diff
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.delta import Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.wire.documents import Anchor, FoldedRange
 from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.manifest import Break, Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
@@ -95,13 +99,15 @@ class RunWriter:
     """Writes a run into a bucket version by version, the way a publisher does: objects, manifest, HEAD.
 
     Attributes:
-        manifests: those written, by version. bits: per version, the tensors' bits.
+        manifests: those written, by version. bits: per version, the tensors' bits. epoch: of those written next.
     """
 
     def __init__(self, bucket: Bucket, table: TensorTable, run: str = RUN) -> None:
         self.bucket, self.table, self.run = bucket, table, run
         self.manifests: list[Manifest] = []
         self.bits: list[list[Bits]] = []
+        self.breaks: list[Break] = []
+        self.epoch = 0
         info = RunInfo(
             run=run, created_at=CREATED, tensors=table.digest, total=table.total, full_bytes=table.full_bytes
         )
@@ -122,11 +128,13 @@ class RunWriter:
         codec: Codec = "packed",
         compression: Compression = "zstd",
         full: Iterable[int] = (),
+        base: int | None = None,
     ) -> Manifest:
-        """Commit the change from the last version to ``bits``."""
-        changes = changes_between(self.table, self.bits[-1], bits, codec, full)
+        """Commit the change to ``bits`` from version ``base``, the last one if None."""
         version = len(self.manifests)
-        context = DeltaContext(self.run, version, version - 1)
+        base = version - 1 if base is None else base
+        changes = changes_between(self.table, self.bits[base], bits, codec, full)
+        context = DeltaContext(self.run, version, base)
         data = encode(changes, self.table, codec, compression, context)
         stored: Compression = "none" if codec == "raw" else compression
         return self._commit(
@@ -135,10 +143,60 @@ class RunWriter:
             "delta",
             changes.changed,
             requires=required_features(codec, compression),
-            base_version=version - 1,
+            base_version=base,
             codec=codec,
             compression=stored,
+            reversible=changes.reversible,
         )
+
+    def fold(self, first: int, last: int) -> FoldedRange:
+        """Write a folded range between two versions, whatever lies between them."""
+        changes = changes_between(self.table, self.bits[first], self.bits[last])
+        data = encode(changes, self.table, "packed", "zstd", DeltaContext(self.run, last, first))
+        folded = FoldedRange(
+            run=self.run,
+            requires=required_features("packed", "zstd"),
+            first=first,
+            last=last,
+            first_manifest=self.manifests[first].digest,
+            last_manifest=self.manifests[last].digest,
+            first_fingerprint=self.manifests[first].fingerprint,
+            last_fingerprint=self.manifests[last].fingerprint,
+            objects=[self._put(data)],
+            changed=changes.changed,
+            payload_bytes=len(data),
+            reversible=changes.reversible,
+            created_at=CREATED,
+        )
+        self.bucket.put(side.fold_key(first, last), folded.to_bytes())
+        return folded
+
+    def beside(self, version: int, folder: Path, shards: int = 2) -> Anchor:
+        """Write an anchor beside a version, in so many shards at most."""
+        refs = []
+        for number in range(min(shards, len(self.table))):
+            part = list(range(number, len(self.table), shards))
+            path = folder / f"shard-{version}-{number}.safetensors"
+            specs = TensorTable(self.table[tensor] for tensor in part)
+            write_anchor(path, specs, ((self.table[tensor].name, self.bits[version][tensor]) for tensor in part))
+            refs.append(self._put(path.read_bytes()))
+        manifest = self.manifests[version]
+        per_tensor = {
+            spec.name: fingerprint_tensor(spec.name, self.bits[version][tensor]).hex()
+            for tensor, spec in enumerate(self.table)
+        }
+        anchor = Anchor(
+            run=self.run,
+            version=version,
+            manifest=manifest.digest,
+            objects=refs,
+            payload_bytes=sum(ref.bytes for ref in refs),
+            fingerprint=manifest.fingerprint,
+            tensor_fingerprints=per_tensor,
+            created_at=CREATED,
+        )
+        self.bucket.put(side.anchor_key(version), anchor.to_bytes())
+        return anchor
 
     def head(self, version: int) -> None:
         """Point HEAD.json at a version."""
@@ -153,9 +211,10 @@ class RunWriter:
             fields["tensor_fingerprints"] = {name: value.hex() for name, value in zip(names, per_tensor, strict=True)}
         refs = []
         for rank, data in enumerate(objects):
-            digest = sha256(data).hexdigest()
-            refs.append(ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest, rank=rank))
-            self.bucket.put(refs[-1].key, data)
+            refs.append(self._put(data, rank))
+        base = fields.get("base_version")
+        if version and base != version - 1:
+            self.breaks.append(Break(version=version, base_version=base))  # type: ignore[arg-type]
         manifest = Manifest.model_validate(
             dict(
                 run=self.run,
@@ -169,7 +228,9 @@ class RunWriter:
                 payload_bytes=sum(len(data) for data in objects),
                 full_bytes=self.table.full_bytes,
                 fingerprint=sum(per_tensor, Fingerprint()).hex(),
-                created_at=CREATED.replace("05Z", f"{5 + version:02d}Z"),
+                created_at=CREATED.replace("05Z", f"{5 + version % 55:02d}Z"),
+                breaks=list(self.breaks),
+                epoch=self.epoch,
                 **fields,
             )
         )
@@ -178,3 +239,9 @@ class RunWriter:
         self.bits.append([array.copy() for array in bits])
         self.head(version)
         return manifest
+
+    def _put(self, data: bytes, rank: int = 0) -> ObjectRef:
+        digest = sha256(data).hexdigest()
+        ref = ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest, rank=rank)
+        self.bucket.put(ref.key, data)
+        return ref

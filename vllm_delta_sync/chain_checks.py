@@ -1,6 +1,7 @@
 """What has to hold between a manifest, its parent, its objects and the weights; whatever does not is raised."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
 )
 from vllm_delta_sync.wire.anchor import read_anchor
+from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.changes import Changes, Full
-from vllm_delta_sync.wire.container import aligned
+from vllm_delta_sync.wire.container import Buffer, aligned
 from vllm_delta_sync.wire.delta import DeltaContext, decode
+from vllm_delta_sync.wire.documents import Anchor, FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 from vllm_delta_sync.wire.state import ModelState
@@ -38,20 +41,26 @@ def check_object(ref: ObjectRef, data: bytes) -> None:
         raise DigestError(f"object {ref.key} has SHA-256 {digest}: its bytes are damaged; fetch it again")
 
 
-def check_follows(parent: Manifest, manifest: Manifest) -> None:
-    """Raise ChainError unless ``manifest`` is the version after ``parent`` and names it by digest."""
-    if manifest.parent != parent.digest:
+def check_follows(parent: Manifest, manifest: Manifest, digest: str | None = None) -> None:
+    """Raise ChainError unless ``manifest`` is the version after ``parent`` and names it by digest.
+
+    Args:
+        digest: of the manifest before, if a damaged one lies between ``parent`` and ``manifest``.
+    """
+    digest = digest or parent.digest
+    if manifest.parent != digest:
         raise ChainError(
-            f"version {manifest.version} names parent {manifest.parent}, version {parent.version} is {parent.digest}: "
+            f"version {manifest.version} names parent {manifest.parent}, the version before is {digest}: "
             "the history was rewritten"
         )
-    if manifest.kind == "delta" and manifest.base_version != parent.version:
+    if manifest.epoch < parent.epoch:
         raise ChainError(
-            f"version {manifest.version} builds on version {manifest.base_version}, held is {parent.version}"
+            f"version {manifest.version} was written in epoch {manifest.epoch}, version {parent.version} before it in "
+            f"epoch {parent.epoch}: its publisher had lost the run to another"
         )
 
 
-def check_tensor_fingerprints(manifest: Manifest, table: TensorTable) -> None:
+def check_tensor_fingerprints(manifest: Manifest | Anchor, table: TensorTable) -> None:
     """Raise unless the fingerprints per tensor, where a manifest has them, are the table's tensors and add up.
 
     Raises:
@@ -93,7 +102,7 @@ def check_fingerprint(manifest: Manifest, measured: Fingerprint) -> None:
         )
 
 
-def check_tensors(manifest: Manifest, state: ModelState) -> None:
+def check_tensors(manifest: Manifest | Anchor, state: ModelState) -> None:
     """Raise FingerprintError unless each tensor has the fingerprint that an anchor or a reference gives it."""
     declared = manifest.tensor_fingerprints or {}
     for spec, value in zip(state.table, state.fingerprints, strict=True):
@@ -114,34 +123,66 @@ def check_base(base: str | Path | None) -> None:
 
 
 def decode_version(manifest: Manifest, table: TensorTable, objects: list[bytes]) -> Changes:
-    """Decode a version's objects (already checked by digest) into one Changes.
+    """Decode a version's objects (already checked by digest) into one Changes. Errors as ``decode_objects``."""
+    return decode_objects(manifest, table, objects)
+
+
+def decode_objects(document: Manifest | FoldedRange | Anchor, table: TensorTable, objects: Sequence[Buffer]) -> Changes:
+    """Decode the objects (already checked by digest) that a document lists into one Changes.
 
     Raises:
-        FormatError: counts differ from the manifest, or an anchor lacks a tensor; also what ``decode`` raises.
+        FormatError: counts differ from the document, or an anchor lacks a tensor; also what ``decode`` raises.
     """
+    context, what = context_of(document), name_of(document)
     merged = Changes()
-    for ref, data in zip(manifest.objects, objects, strict=True):
-        if manifest.base_version is None:
-            container = read_anchor(data, table, ref.key)
-            merged.full += [Full(table.index(name), aligned(container.bits(name))) for name in container.entries]
+    for ref, data in zip(document.objects, objects, strict=True):
+        if context is None:
+            merged.full += [Full(table.index(name), bits) for name, bits in read_shard(data, table, ref.key)]
             continue
-        context = DeltaContext(manifest.run, manifest.version, manifest.base_version)
         part = decode(data, table, context)
         merged.sparse += part.sparse
         merged.full += part.full
         for tensor, change in part.fingerprints.items():
             merged.fingerprints[tensor] = merged.fingerprints.get(tensor, Fingerprint()) + change
-    if manifest.kind == "anchor" and sorted(full.id for full in merged.full) != list(range(len(table))):
-        raise FormatError(f"anchor of version {manifest.version} does not hold each of {len(table)} tensors once")
+    if (
+        not isinstance(document, FoldedRange)
+        and is_whole(document)
+        and sorted(full.id for full in merged.full) != list(range(len(table)))
+    ):
+        raise FormatError(f"anchor of version {document.version} does not hold each of {len(table)} tensors once")
     in_full = Counter(full.id for full in merged.full)
     twice = set(in_full) & {tensor for group in merged.sparse for tensor in group.ids.tolist()}
     twice |= {tensor for tensor, times in in_full.items() if times > 1}
     if twice:
-        raise FormatError(
-            f"version {manifest.version}: tensor {table[min(twice)].name!r} is carried in full and once more"
-        )
-    if merged.changed != manifest.changed:
-        raise FormatError(
-            f"version {manifest.version}: objects carry {merged.changed} elements, the manifest says {manifest.changed}"
-        )
+        raise FormatError(f"{what}: tensor {table[min(twice)].name!r} is carried in full and once more")
+    if not isinstance(document, Anchor) and merged.changed != document.changed:
+        raise FormatError(f"{what}: objects carry {merged.changed} elements, the manifest says {document.changed}")
     return merged
+
+
+def read_shard(data: Buffer, table: TensorTable, what: str) -> Iterator[tuple[str, Bits]]:
+    """(name, flat bits) of the tensors of one shard of an anchor. Errors as ``read_anchor``."""
+    container = read_anchor(data, table, what)
+    for name in container.entries:
+        yield name, aligned(container.bits(name))
+
+
+def context_of(document: Manifest | FoldedRange | Anchor) -> DeltaContext | None:
+    """What the delta objects of a document say of themselves; None for whole tensors."""
+    if isinstance(document, FoldedRange):
+        return DeltaContext(document.run, document.last, document.first)
+    if isinstance(document, Anchor) or document.base_version is None:
+        return None
+    return DeltaContext(document.run, document.version, document.base_version)
+
+
+def is_whole(document: Manifest | FoldedRange | Anchor) -> bool:
+    """Whether the document's objects together hold each tensor once."""
+    return isinstance(document, Anchor) or (isinstance(document, Manifest) and document.kind == "anchor")
+
+
+def name_of(document: Manifest | FoldedRange | Anchor) -> str:
+    """What messages call a document."""
+    if isinstance(document, FoldedRange):
+        return f"folded range {document.first} to {document.last}"
+    return f"{'anchor of ' if isinstance(document, Anchor) else ''}version {document.version}"

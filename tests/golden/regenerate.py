@@ -1,7 +1,9 @@
 """Write the golden run again: ``python -m tests.golden.regenerate``. Do it only when the format changes on purpose.
 
-The run has one tensor of each width and kind, and one version of each kind of object. Everything is a function of
-constants, except the bytes of zstd frames, which may differ between releases of that library.
+``run`` has one tensor of each width and kind, and one version of each kind of object. Everything is a function of
+constants, except the bytes of zstd frames, which may differ between releases of that library. ``tree`` has what lies
+beside a chain: a folded range, an anchor, a tag, a claim, a lease, what is gone; and a version that builds on an older
+one.
 """
 
 import shutil
@@ -11,13 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.samples import RunWriter
+from tests.samples import CREATED, RunWriter
 from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.documents import Claim, Lease, Retention, Tag
+from vllm_delta_sync.wire.manifest import Document
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 DIRECTORY = Path(__file__).parent / "run"
+TREE = Path(__file__).parent / "tree"
 RUN = "901de20000000000000000000000c0de"
 KINDS = ("anchor", "packed zstd", "packed none", "raw", "full", "empty")
 """What version 0, 1, 2, … of the golden run are."""
@@ -78,13 +84,42 @@ def write(directory: Path) -> RunWriter:
     return writer
 
 
+def write_tree(directory: Path) -> RunWriter:
+    """Write the run with everything that lies beside a chain: of 8 versions 6 builds on 2, the object of 3 is gone."""
+    writer = RunWriter(open_bucket(str(directory)), table(), RUN)
+    bits = versions()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "anchor.safetensors"
+        write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
+        writer.anchor(bits[0], path.read_bytes())
+        for version in (1, 2, 3, 4, 5):
+            writer.delta(bits[version])
+        writer.epoch = 1
+        writer.delta(bits[3], base=2)
+        writer.delta(bits[1])
+        writer.fold(0, 4)
+        writer.beside(5, Path(scratch))
+    named = {"run": RUN, "version": 5, "manifest": writer.manifests[5].digest, "created_at": CREATED}
+    lease = {"run": RUN, "receiver": "rollout-1", "served": 5, "target": 7, "pins": [4], "seconds": 60}
+    documents: dict[str, Document] = {
+        side.tag_key("best"): Tag.model_validate({**named, "milestone": True}),
+        side.claim_key(1): Claim.model_validate({**named, "epoch": 1, "writer": RUN}),
+        side.lease_key("rollout-1"): Lease.model_validate({**lease, "created_at": CREATED}),
+        side.RETENTION_KEY: Retention.model_validate({"run": RUN, "gone": [[3, 3]], "created_at": CREATED}),
+    }
+    for key, document in documents.items():
+        writer.bucket.put(key, document.to_bytes())
+    writer.bucket.delete(writer.manifests[3].objects[0].key)
+    return writer
+
+
 def main() -> int:
-    if DIRECTORY.exists():
-        shutil.rmtree(DIRECTORY)
-    write(DIRECTORY)
-    shutil.rmtree(DIRECTORY / "~staging", ignore_errors=True)
-    size = sum(path.stat().st_size for path in DIRECTORY.rglob("*") if path.is_file())
-    print(f"{DIRECTORY.name}: {len(KINDS)} versions, {size} bytes")
+    for directory, make in ((DIRECTORY, write), (TREE, write_tree)):
+        shutil.rmtree(directory, ignore_errors=True)
+        count = len(make(directory).manifests)
+        shutil.rmtree(directory / "~staging", ignore_errors=True)
+        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        print(f"{directory.name}: {count} versions, {size} bytes")
     return 0
 
 

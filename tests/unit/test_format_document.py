@@ -3,13 +3,16 @@
 import re
 from pathlib import Path
 
-from tests.golden.regenerate import DIRECTORY
-from vllm_delta_sync.chain import object_limit
+import pytest
+
+from tests.golden.regenerate import DIRECTORY, TREE
+from vllm_delta_sync.chain_checks import object_limit
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.delta import FEATURES
+from vllm_delta_sync.wire.documents import Anchor, Claim, FoldedRange, Lease, Retention, Tag, anchor_key, fold_key
 from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.manifest import Head, Manifest, RunInfo, object_key, version_key
+from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.wire.packed import BLOCK_ELEMENTS
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
@@ -60,6 +63,17 @@ def test_members_of_documents() -> None:
         assert f"`{name}`" in section("HEAD.json")
 
 
+@pytest.mark.parametrize("kind", [Anchor, FoldedRange, Tag, Claim, Lease, Retention])
+def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
+    titles = {Anchor: "Anchors", FoldedRange: "Folded ranges"}
+    title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
+    found = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", section("Beside the chain"), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    common = {"format_version", "requires", "run", "created_at"}
+    assert first_column(found[1]) | common == set(kind.model_fields)
+    assert all(f"`{name}`" in section("Beside the chain") for name in common)
+
+
 def test_features_blocks_and_error_kinds() -> None:
     for name in FEATURES:
         assert f"`{name}`" in section("Extensions")
@@ -74,3 +88,9 @@ def test_keys() -> None:
     assert object_key("<sha256>") in keys
     found = {path.relative_to(DIRECTORY).parts[0] for path in DIRECTORY.rglob("*")}
     assert found == {"run.json", "tensors.json", "HEAD.json", "versions", "objects"}
+    beside = {path.relative_to(TREE).parts[0] for path in TREE.rglob("*")} - found
+    assert beside == {key.split("/")[0] for key in keys if "/" in key or key == "retention.json"} - {
+        "versions",
+        "objects",
+    }
+    assert [anchor_key(5), fold_key(0, 4)] == ["anchors/0000000005.json", "folds/0000000000-0000000004.json"]

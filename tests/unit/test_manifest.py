@@ -30,10 +30,12 @@ INFO: dict[str, Any] = {
 DELTA: dict[str, Any] = {
     "base": None,
     "base_version": 6,
+    "breaks": [{"base_version": 1, "version": 4}],
     "changed": 3,
     "codec": "packed",
     "compression": "zstd",
     "created_at": TIME,
+    "epoch": 2,
     "fingerprint": "0" * 32,
     "format_version": 1,
     "full_bytes": 20,
@@ -42,6 +44,7 @@ DELTA: dict[str, Any] = {
     "parent": DIGEST,
     "payload_bytes": 9,
     "requires": ["packed", "zstd"],
+    "reversible": True,
     "run": RUN,
     "step": 70,
     "tensor_fingerprints": None,
@@ -52,20 +55,30 @@ ANCHOR = {
     **DELTA,
     "kind": "anchor",
     "base_version": None,
+    "breaks": [{"base_version": 1, "version": 4}, {"base_version": None, "version": 7}],
     "codec": None,
     "compression": None,
     "requires": [],
+    "reversible": False,
     "tensor_fingerprints": {"w": "0" * 32},
 }
 REFERENCE = {
     **ANCHOR,
     "kind": "reference",
     "version": 0,
+    "breaks": [],
     "parent": None,
     "objects": [],
     "payload_bytes": 0,
     "changed": 0,
-    "base": {"location": "/models/base"},
+    "base": {
+        "location": "/models/base",
+        "manifest": None,
+        "model": "org/base",
+        "revision": "0123abc",
+        "run": None,
+        "version": None,
+    },
 }
 HEAD: dict[str, Any] = {"format_version": 1, "manifest": DIGEST, "run": RUN, "version": 7}
 ALL: list[tuple[type[Document], dict[str, Any]]] = [
@@ -151,6 +164,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"created_at": "2026-01-02T03:04:05+01:00"}, "created_at"),
     ({"created_at": "٢026-01-02T03:04:05Z"}, "created_at"),
     ({"base": {"location": "x" * 4097}}, "location"),
+    ({"breaks": [{"version": 8, "base_version": 1}]}, "breaks"),
+    ({"breaks": [{"version": 4, "base_version": 3}]}, "breaks"),
+    ({"breaks": [{"version": 4, "base_version": 1}, {"version": 2, "base_version": 0}]}, "breaks"),
+    ({"breaks": [{"version": 7, "base_version": 1}]}, "breaks"),
+    ({"base_version": 5}, "breaks"),
+    ({"breaks": [[4, 1]]}, "breaks"),
+    ({"base": {"location": "x", "model": "org/base"}}, "revision"),
+    ({"base": {"location": "x", "run": RUN}}, "manifest"),
+    ({"epoch": -1}, "epoch"),
 ]
 
 
@@ -161,7 +183,11 @@ def test_a_malformed_field_is_named(change: dict[str, Any], field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", sorted(set(DELTA) - {"base", "codec", "compression", "requires", "tensor_fingerprints"})
+    "field",
+    sorted(
+        set(DELTA)
+        - {"base", "breaks", "codec", "compression", "epoch", "requires", "reversible", "tensor_fingerprints"}
+    ),
 )
 def test_a_missing_field_is_refused(field: str) -> None:
     with pytest.raises(FormatError):

@@ -1,11 +1,12 @@
 """What changed between two versions, decoded: the common currency of encoders, decoders and receivers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_delta_sync.errors import ChainError
 from vllm_delta_sync.wire.bits import Bits, Positions
 from vllm_delta_sync.wire.dtypes import DTYPES, DType
 from vllm_delta_sync.wire.fingerprint import Fingerprint
@@ -74,3 +75,20 @@ class Changes:
         for change in self.fingerprints.values():
             total += change
         return total
+
+    @property
+    def reversible(self) -> bool:
+        """Whether everything carried is a distance, which can be taken back."""
+        return not self.full and all(group.relative for group in self.sparse)
+
+    def reversed(self) -> "Changes":
+        """What takes these changes back. Arrays of positions are shared.
+
+        Raises:
+            ChainError: they replace bits, and do not say which.
+        """
+        if not self.reversible:
+            raise ChainError("changes that replace bits cannot be taken back; they do not say what was there before")
+        sparse = [replace(group, data=group.data.dtype.type(0) - group.data) for group in self.sparse]
+        none = Fingerprint()
+        return Changes(sparse, [], {tensor: none - change for tensor, change in self.fingerprints.items()})

@@ -19,6 +19,12 @@ MAX_MODEL_BYTES = 2**50
 MAX_OBJECTS_PER_VERSION = 65_536
 MAX_VERSION = 10**10 - 1
 """Ten digits: the width of a version in a key."""
+MAX_BREAKS = 4096
+"""Versions of a run that do not build on the one before."""
+MAX_SIDE_BYTES = 65_536
+"""Tags, claims and leases."""
+MAX_LEASE_PINS = 64
+MAX_LEASE_SECONDS = 7 * 24 * 3600
 MAX_BLOCK_COUNT = 1_000_000
 MAX_ZSTD_WINDOW_LOG = 27
 MAX_ZSTD_RATIO = 32_768

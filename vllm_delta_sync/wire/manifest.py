@@ -132,11 +132,37 @@ class ObjectRef(BaseModel):
 
 
 class Base(BaseModel):
-    """Where the weights of a ``reference`` version 0 lie: a path, as the publisher knew it. A hint for people;
-    what counts is the fingerprint."""
+    """Where the weights of a ``reference`` version 0 lie. A hint; what counts is the fingerprint.
+
+    Attributes:
+        location: path of a checkpoint as the publisher knew it, or URL of the run that this one branches from.
+        model, revision: public model id and commit, if it is a public one.
+        run, version, manifest: id of the run branched from, the version there, and its manifest's digest.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     location: Annotated[str, Field(max_length=4096)]
+    model: Annotated[str, Field(max_length=256)] | None = None
+    revision: Annotated[str, Field(max_length=256)] | None = None
+    run: Hex32 | None = None
+    version: Version | None = None
+    manifest: Digest | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.model is None) != (self.revision is None):
+            raise ValueError("model and revision belong together")
+        if len({self.run is None, self.version is None, self.manifest is None}) != 1:
+            raise ValueError("run, version and manifest belong together")
+        return self
+
+
+class Break(BaseModel):
+    """A version that does not build on the one before: on ``base_version`` instead, or on none if it is an anchor."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    version: Version
+    base_version: Version | None
 
 
 class Manifest(Document):
@@ -148,6 +174,10 @@ class Manifest(Document):
         parent: digest of the preceding version's manifest; null for version 0.
         fingerprint: of the whole model after this version, 32 hex digits.
         tensor_fingerprints: per tensor name; for anchors and references only.
+        breaks: every version up to this one that does not build on the one before; ascending, without version 0. So a
+            reader knows the shape of the whole chain from one manifest.
+        reversible: whether the objects carry distances only, so that the version can be taken back.
+        epoch: which writer of the run wrote it; see ``documents.Claim``. The first writer's is 0.
         changed: elements carried by the objects. total: elements of the model.
         payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
     """
@@ -161,6 +191,9 @@ class Manifest(Document):
     base_version: Version | None = None
     parent: Digest | None = None
     base: Base | None = None
+    breaks: Annotated[list[Break], Field(max_length=limits.MAX_BREAKS)] = []
+    reversible: bool = False
+    epoch: Count = 0
     codec: str | None = None
     compression: str | None = None
     objects: Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)] = []
@@ -189,7 +222,18 @@ class Manifest(Document):
             raise ValueError("an object is listed twice")
         if self.kind == "reference" and (self.objects or not first):
             raise ValueError("a reference is version 0 and has no objects")
+        self._check_breaks()
         return self
+
+    def _check_breaks(self) -> None:
+        versions = [item.version for item in self.breaks]
+        if versions != sorted(set(versions)) or (versions and not 0 < versions[0] <= versions[-1] <= self.version):
+            raise ValueError("breaks are not ascending versions from 1 to this one")
+        if any(item.base_version is not None and item.base_version >= item.version - 1 for item in self.breaks):
+            raise ValueError("breaks name a version that builds on the one before, or on none that precedes it")
+        regular = self.version == 0 or self.base_version == self.version - 1
+        if regular == (self.version in versions) or (not regular and self.breaks[-1].base_version != self.base_version):
+            raise ValueError("breaks do not say what this version builds on")
 
     @property
     def model_fingerprint(self) -> Fingerprint:

@@ -1,6 +1,6 @@
 """All tensors of one version in memory, moved from version to version with the fingerprint checked each time."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -9,6 +9,8 @@ from vllm_delta_sync.wire.bits import Bits, apply_distances
 from vllm_delta_sync.wire.changes import Changes, Sparse
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.wire.table import TensorTable
+
+_ALIGNMENT = 64
 
 
 class ModelState:
@@ -19,18 +21,28 @@ class ModelState:
         bits: per tensor id, flat (numel,) writable unsigned bits.
         fingerprints: per tensor id.
 
+    Args:
+        allocate: gives the memory that all bits lie in, a (bytes,) uint8 array; None: each tensor has its own.
+
     Raises:
-        TensorMismatchError: a tensor is missing, unknown or of another size.
+        TensorMismatchError: a tensor is missing, unknown or of another size. Whatever ``allocate`` raises.
     """
 
-    def __init__(self, table: TensorTable, tensors: Iterable[tuple[str, Bits]]) -> None:
+    def __init__(
+        self,
+        table: TensorTable,
+        tensors: Iterable[tuple[str, Bits]],
+        allocate: Callable[[int], np.ndarray] | None = None,
+    ) -> None:
         self.table = table
+        room = None if allocate is None else _Room(allocate, table)
         found: dict[int, Bits] = {}
         for name, bits in tensors:
             spec = table.by_name(name)
             if bits.dtype != spec.element.uint or bits.size != spec.numel:
                 raise TensorMismatchError(f"tensor {name!r} has {bits.size} elements of {bits.dtype}, not {spec}")
-            found[table.index(name)] = np.array(bits)
+            tensor = table.index(name)
+            found[tensor] = np.array(bits) if room is None else room.place(tensor, bits)
         if len(found) != len(table):
             missing = next(spec.name for i, spec in enumerate(table) if i not in found)
             raise TensorMismatchError(f"tensor {missing!r} is missing")
@@ -39,6 +51,7 @@ class ModelState:
 
     @property
     def fingerprint(self) -> Fingerprint:
+        """Of the whole model."""
         total = Fingerprint()
         for value in self.fingerprints:
             total += value
@@ -75,3 +88,23 @@ class ModelState:
             else:
                 bits[positions] = data
             yield tensor, fingerprint_change(self.table[tensor].name, positions, before, bits[positions])
+
+
+class _Room:
+    """One stretch of memory with a place for every tensor, each aligned to its elements."""
+
+    def __init__(self, allocate: Callable[[int], np.ndarray], table: TensorTable) -> None:
+        self._table = table
+        self._starts = []
+        end = 0
+        for spec in table:
+            end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            self._starts.append(end)
+            end += spec.nbytes
+        self._bytes = allocate(end)
+
+    def place(self, tensor: int, bits: Bits) -> Bits:
+        spec, start = self._table[tensor], self._starts[tensor]
+        placed: Bits = self._bytes[start : start + spec.nbytes].view(spec.element.uint)
+        placed[:] = bits
+        return placed

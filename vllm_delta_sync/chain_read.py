@@ -1,0 +1,300 @@
+"""Rebuild the weights of a version from what is in the bucket: root, then steps, every one verified.
+
+What turns out to be bad is avoided and another way is looked for: the deltas below a folded range, a folded range
+over a lost delta, an older anchor.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain_checks import check_fingerprint, check_tensors, decode_objects, read_shard
+from vllm_delta_sync.chain_documents import RunDocuments
+from vllm_delta_sync.chain_plan import Plan, Step, plan
+from vllm_delta_sync.checkpoint import Checkpoint
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    FingerprintError,
+    NotFoundError,
+    StoreError,
+    TensorMismatchError,
+)
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.documents import Anchor
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.wire.table import TensorTable
+
+logger = logging.getLogger(__name__)
+
+IN_MEMORY_BYTES = 1024**3
+"""Models up to this size are rebuilt in memory, larger ones in a temporary file that the system may write out."""
+
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far, and bytes to read in all."""
+
+
+class BaseError(NotFoundError):
+    """The checkpoint or the run that version 0 refers to is not at hand."""
+
+
+@dataclass
+class Restored:
+    """Weights of a version.
+
+    Attributes:
+        manifest: of the version. state: its weights. plan: what they were made from.
+    """
+
+    manifest: Manifest
+    state: ModelState
+    plan: Plan
+
+
+def restore(
+    run: RunDocuments,
+    target: Manifest,
+    base: str | Path | None = None,
+    in_memory: bool | None = None,
+    progress: Progress | None = None,
+) -> Restored:
+    """Rebuild a version: O(model) memory, or O(model) of the temporary directory's disk.
+
+    Args:
+        base: checkpoint directory of version 0, or URL of the run branched from, where it is not at the recorded place.
+        in_memory: None decides by the model's size (``IN_MEMORY_BYTES``).
+        progress: called after each object.
+
+    Raises:
+        BaseError: version 0 lies elsewhere, is needed, and is not at hand.
+        FingerprintError, TensorMismatchError: the base is another checkpoint.
+        DeltaSyncError: the first thing that was wrong, where no other way leads to the version.
+        StoreError: the store failed, or there is no room for the weights.
+    """
+    avoid: set[str] = set()
+    first: DeltaSyncError | None = None
+    while True:
+        try:
+            found = plan(run, target, avoid)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            raise first or error from error
+        attempt = _Attempt(run, found, base, in_memory, progress)
+        try:
+            return Restored(target, attempt.build(), found)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            first = first or error
+            if attempt.key in avoid:
+                raise first from error
+            avoid.add(attempt.key)
+            logger.warning(
+                "%s cannot be used, looking for another way to version %d: %s", attempt.key, target.version, error
+            )
+
+
+class _Attempt:
+    """One plan carried out.
+
+    Attributes:
+        key: of the document in use: what to avoid if it fails.
+    """
+
+    def __init__(
+        self,
+        run: RunDocuments,
+        found: Plan,
+        base: str | Path | None,
+        in_memory: bool | None,
+        progress: Progress | None,
+    ) -> None:
+        self._run, self._plan, self._base, self._in_memory = run, found, base, in_memory
+        self._progress = progress
+        self._done = 0
+        self.key = found.root_key
+
+    def build(self) -> ModelState:
+        state = whole(self._run, self._plan.root, self._plan.beside, self._base, self._in_memory)
+        self._count(self._plan.bytes - sum(step.payload_bytes for step in self._plan.steps))
+        for step in self._plan.steps:
+            self.key = step.key
+            apply_step(step, state)
+            self._count(step.payload_bytes)
+        self.key = self._plan.root_key
+        return state
+
+    def _count(self, size: int) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, self._plan.bytes)
+
+
+def apply_step(step: Step, state: ModelState) -> None:
+    """Fetch, verify and apply a step; the weights are not touched unless all that it declares fits them.
+
+    Raises:
+        FingerprintError: it was made against other weights. Else as ``step_changes``.
+    """
+    changes = step_changes(step)
+    check_step(step, state.fingerprint, changes)
+    state.apply(changes)
+
+
+def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
+    """The fingerprint that a step leads to from the one held.
+
+    Raises:
+        FingerprintError: what its objects declare does not lead to, or back from, what its document declares.
+    """
+    reached = held + changes.fingerprint
+    expected, found = (step.high_fingerprint, held if step.backwards else reached)
+    if found != expected:
+        raise FingerprintError(
+            f"{step.key}: objects lead {'back from' if step.backwards else 'to'} fingerprint {found.hex()}, it says "
+            f"{expected.hex()}"
+        )
+    return reached
+
+
+def step_changes(step: Step, fetch: Callable[..., bytes] | None = None) -> Changes:
+    """What a step changes, in its direction.
+
+    Args:
+        fetch: reads an object instead of ``RunDocuments.fetch``, with the digest checked.
+
+    Raises:
+        NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunDocuments.changes``.
+    """
+    objects = [(fetch or step.run.fetch)(ref) for ref in step.objects]
+    changes = decode_objects(step.document, step.run.table, objects)
+    return changes.reversed() if step.backwards else changes
+
+
+def whole(
+    run: RunDocuments,
+    root: Manifest,
+    beside: bool = False,
+    base: str | Path | None = None,
+    in_memory: bool | None = None,
+) -> ModelState:
+    """Weights of a version that is held whole somewhere: an anchor, one beside the chain, a checkpoint, another run.
+
+    Raises:
+        BaseError: it is not at hand. FingerprintError, TensorMismatchError: a tensor is not as declared.
+        DeltaSyncError: an object is missing or damaged.
+    """
+    scratch = _scratch(run.table, in_memory)
+    if beside:
+        anchor = run.anchor(root.version)
+        if anchor.manifest != root.digest or anchor.fingerprint != root.fingerprint:
+            raise ChainError(f"the anchor of version {root.version} was made of another version {anchor.manifest}")
+        return _checked(anchor, ModelState(run.table, _shards(run, anchor), scratch))
+    if root.kind == "anchor":
+        return _checked(root, ModelState(run.table, _shards(run, root), scratch))
+    if root.base is not None and root.base.run is not None:
+        return _checked(root, _branched(run, root, base, in_memory))
+    path = locate_base(root, base)
+    checkpoint = Checkpoint(path)
+    try:
+        tensors = ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
+        return _checked(root, ModelState(run.table, tensors, scratch))
+    except (FingerprintError, TensorMismatchError) as error:
+        raise type(error)(
+            f"{error}: the checkpoint in {str(path)!r} is not the one that the run started from, or was overwritten "
+            "since; pass --base (base= in Python) with the original checkpoint"
+        ) from error
+
+
+def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
+    """Directory of the checkpoint that version 0 refers to: the one given, else the recorded one.
+
+    Raises:
+        BaseError: it is not here.
+    """
+    location = base if base is not None or root.base is None else root.base.location
+    if location is None or not Path(location).is_dir():
+        raise BaseError(
+            f"version 0 refers to the checkpoint {str(location)!r}, which is not here; pass base= with its path "
+            "(--base on the command line)"
+        )
+    return Path(location)
+
+
+def _branched(run: RunDocuments, root: Manifest, base: str | Path | None, in_memory: bool | None) -> ModelState:
+    """Version 0 of a branch, from the run that it comes from, or from whatever lies beyond that."""
+    recorded = root.base.location if root.base is not None else ""
+    try:
+        source = run.origin(root, str(base) if base is not None and _is_run(base) else None)
+    except NotFoundError as error:
+        raise BaseError(
+            f"run {run.info.run} branches from a run at {recorded!r}, which is not there; pass base= with its URL "
+            f"(--base on the command line): {error}"
+        ) from error
+    if source.table.digest != run.table.digest:
+        raise ChainError(f"run {run.info.run} branches from {source.info.run}, which has other tensors")
+    version = root.base.version if root.base is not None and root.base.version is not None else 0
+    further = None if base is None or _is_run(base) else base
+    return restore(source, source.manifest(version), further, in_memory).state
+
+
+def _is_run(base: str | Path) -> bool:
+    """Whether somebody means a run, not a checkpoint directory."""
+    try:
+        open_bucket(base).stat("run.json")
+    except DeltaSyncError:
+        return False
+    return True
+
+
+def _shards(run: RunDocuments, document: Manifest | Anchor) -> Iterator[tuple[str, Bits]]:
+    """(name, bits) of an anchor's tensors; one shard is held at a time."""
+    seen: set[str] = set()
+    for ref in document.objects:
+        for name, bits in read_shard(run.fetch(ref), run.table, ref.key):
+            if name in seen:
+                raise ChainError(f"{ref.key}: tensor {name!r} is carried twice")
+            seen.add(name)
+            yield name, bits
+
+
+def _checked(document: Manifest | Anchor, state: ModelState) -> ModelState:
+    check_tensors(document, state)
+    if isinstance(document, Manifest):
+        check_fingerprint(document, state.fingerprint)
+    return state
+
+
+def _scratch(table: TensorTable, in_memory: bool | None) -> Callable[[int], np.ndarray] | None:
+    if in_memory or (in_memory is None and table.full_bytes <= IN_MEMORY_BYTES):
+        return None
+    return scratch_file
+
+
+def scratch_file(size: int) -> np.ndarray:
+    """(size,) bytes of a temporary file that has no name any more, so that nothing is left whatever happens.
+
+    Raises:
+        StoreError: there is no room for it.
+    """
+    folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(prefix="delta-sync-", dir=folder) as file:
+            # Room is asked for now: a page that cannot be written later would end the process.
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+            return np.memmap(file, np.uint8, mode="r+", shape=(size,)) if size else np.empty(0, np.uint8)
+    except OSError as error:
+        raise StoreError(
+            f"no room for {size:,} bytes of weights in {folder}: {error.strerror or error}; free space there, or "
+            "set TMPDIR"
+        ) from error

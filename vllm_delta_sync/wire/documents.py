@@ -1,0 +1,257 @@
+"""The JSON documents beside the chain: anchors, folded ranges, tags, claims of writers, leases, what is gone.
+
+None of them commits anything. What they say is bound to the chain by digests of manifests and by fingerprints, and a
+run reads correctly without any of them.
+"""
+
+import re
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.manifest import (
+    Count,
+    Digest,
+    Document,
+    FormatVersion,
+    Hex32,
+    ObjectRef,
+    Timestamp,
+    Version,
+)
+
+ANCHORS_PREFIX = "anchors/"
+FOLDS_PREFIX = "folds/"
+TAGS_PREFIX = "tags/"
+CLAIMS_PREFIX = "claims/"
+LEASES_PREFIX = "receivers/"
+RETENTION_KEY = "retention.json"
+
+TAG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RECEIVER_ID = TAG_NAME
+
+_ANCHOR = re.compile(r"anchors/([0-9]{10})\.json")
+_FOLD = re.compile(r"folds/([0-9]{10})-([0-9]{10})\.json")
+_CLAIM = re.compile(r"claims/([0-9]{10})\.json")
+_TAG = re.compile(r"tags/(.+)\.json")
+
+Objects = Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)]
+
+
+def anchor_key(version: int) -> str:
+    """Key of the anchor made for a version."""
+    return f"{ANCHORS_PREFIX}{version:010d}.json"
+
+
+def fold_key(first: int, last: int) -> str:
+    """Key of the folded range that leads from version ``first`` to ``last``."""
+    return f"{FOLDS_PREFIX}{first:010d}-{last:010d}.json"
+
+
+def claim_key(epoch: int) -> str:
+    """Key of the claim that began an epoch."""
+    return f"{CLAIMS_PREFIX}{epoch:010d}.json"
+
+
+def tag_key(name: str) -> str:
+    """Key of a tag.
+
+    Raises:
+        UsageError: the name cannot be a tag's.
+    """
+    return f"{TAGS_PREFIX}{_checked('tag', name)}.json"
+
+
+def lease_key(receiver: str) -> str:
+    """Key of a receiver's lease.
+
+    Raises:
+        UsageError: the name cannot be a receiver's.
+    """
+    return f"{LEASES_PREFIX}{_checked('receiver id', receiver)}.json"
+
+
+def anchor_of_key(key: str) -> int | None:
+    """Inverse of ``anchor_key``; None for any other key."""
+    match = _ANCHOR.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def fold_of_key(key: str) -> tuple[int, int] | None:
+    """Inverse of ``fold_key``; None for any other key."""
+    match = _FOLD.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def claim_of_key(key: str) -> int | None:
+    """Inverse of ``claim_key``; None for any other key."""
+    match = _CLAIM.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def tag_of_key(key: str) -> str | None:
+    """Inverse of ``tag_key``; None for any other key."""
+    match = _TAG.fullmatch(key)
+    return match[1] if match and TAG_NAME.fullmatch(match[1]) else None
+
+
+def _checked(what: str, name: str) -> str:
+    if not TAG_NAME.fullmatch(name):
+        raise UsageError(
+            f"{what} {name[:80]!r} is not a name: give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+        )
+    return name
+
+
+class Anchor(Document):
+    """anchors/<n>.json: all tensors of a version of the chain, so that nobody has to replay it.
+
+    Attributes:
+        manifest: digest of versions/<n>.json. fingerprint, tensor_fingerprints: of the version.
+        objects: shards that together hold each tensor of the table once.
+    """
+
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    version: Version
+    manifest: Digest
+    objects: Objects
+    payload_bytes: Count
+    fingerprint: Hex32
+    tensor_fingerprints: dict[str, Hex32]
+    created_at: Timestamp
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_objects(self.objects, self.payload_bytes)
+        return self
+
+    @property
+    def model_fingerprint(self) -> Fingerprint:
+        return Fingerprint.from_hex(self.fingerprint)
+
+
+class FoldedRange(Document):
+    """folds/<a>-<b>.json: everything that leads from version a to version b, folded into one delta.
+
+    Attributes:
+        first, last: a and b. first_manifest, last_manifest: digests of their manifests.
+        first_fingerprint, last_fingerprint: of the model at a and at b.
+        objects: delta objects whose ``base_version`` is a and whose ``version`` is b.
+        changed: elements that the objects carry. reversible: whether they are all distances.
+    """
+
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    first: Version
+    last: Version
+    first_manifest: Digest
+    last_manifest: Digest
+    first_fingerprint: Hex32
+    last_fingerprint: Hex32
+    objects: Objects
+    changed: Count
+    payload_bytes: Count
+    reversible: bool
+    created_at: Timestamp
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_objects(self.objects, self.payload_bytes)
+        if self.first >= self.last:
+            raise ValueError("first does not precede last")
+        return self
+
+
+class Tag(Document):
+    """tags/<name>.json: a name for a version, which retention keeps. May be overwritten and deleted.
+
+    Attributes:
+        manifest: digest of the version's manifest. milestone: whether the version gets an anchor of its own.
+        branch: URL of a run that begins at this version and needs it; null for a tag that somebody set.
+    """
+
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    version: Version
+    manifest: Digest
+    milestone: bool = False
+    branch: Annotated[str, Field(max_length=4096)] | None = None
+    created_at: Timestamp
+
+
+class Claim(Document):
+    """claims/<e>.json: a writer took the run over, and with it began epoch e. Written create-if-absent.
+
+    Attributes:
+        version, manifest: the newest version that it found, and its digest.
+        writer: random, names the writer.
+    """
+
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    epoch: Count
+    version: Version
+    manifest: Digest
+    writer: Hex32
+    created_at: Timestamp
+
+
+class Lease(Document):
+    """receivers/<id>.json: what a receiver serves, and for how long retention should take note. A hint.
+
+    Attributes:
+        served: version, null before one is proven. target: version on its way to, null if none.
+        pins: further versions that must stay readable. seconds: how long it holds, from when it was written.
+    """
+
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    receiver: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    served: Version | None
+    target: Version | None = None
+    pins: Annotated[list[Version], Field(default_factory=list, max_length=limits.MAX_LEASE_PINS)]
+    seconds: Annotated[int, Field(ge=1, le=limits.MAX_LEASE_SECONDS)]
+    created_at: Timestamp
+
+
+class Retention(Document):
+    """retention.json: which versions' own objects were removed, so that nobody plans a way through them. A hint.
+
+    Attributes:
+        gone: closed ranges [a, b] of version numbers, ascending, apart.
+    """
+
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    gone: list[Annotated[list[Version], Field(min_length=2, max_length=2)]]
+    created_at: Timestamp
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        edges = [edge for pair in self.gone for edge in pair]
+        if any(a > b for a, b in self.gone) or edges != sorted(edges):
+            raise ValueError("gone is not a list of ascending ranges")
+        if any(left[1] + 1 >= right[0] for left, right in zip(self.gone, self.gone[1:], strict=False)):
+            raise ValueError("gone has ranges that touch")
+        return self
+
+    def is_gone(self, version: int) -> bool:
+        """Whether a version's own objects were removed."""
+        return any(a <= version <= b for a, b in self.gone)
+
+
+def _check_objects(objects: list[ObjectRef], payload_bytes: int) -> None:
+    if payload_bytes != sum(item.bytes for item in objects):
+        raise ValueError("payload_bytes is not the sum of the objects' bytes")
+    if len({item.key for item in objects}) != len(objects):
+        raise ValueError("an object is listed twice")
