@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from tests.architectures import same_bits
+from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run
 
 Tensors = dict[str, torch.Tensor]
@@ -22,3 +23,17 @@ def snapshot(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
         name: tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype, copy=True)
         for name, tensor in tensors.items()
     }
+
+
+def keys(url: str) -> set[str]:
+    """All keys, but those of upkeep, which comes when it comes."""
+    with open_bucket(url) as bucket:
+        return {info.key for info in bucket.list() if not info.key.startswith(("anchors/", "folds/"))}
+
+
+def damage(url: str, key: str) -> None:
+    """Change one byte of an object in the bucket, in its middle."""
+    with open_bucket(url) as bucket:
+        data = bytearray(bucket.get(key))
+        data[len(data) // 2] ^= 0x55
+        bucket.put(key, bytes(data))

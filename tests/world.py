@@ -21,7 +21,8 @@ class World:
         self.with_base = with_base
         self.tensors = checkpoint_tensors()
         base = save_base(root / "base", self.tensors) if with_base else None
-        self.publisher = Publisher(self.pairs, bucket=self.url, base=base, codec=codec)  # type: ignore[arg-type]
+        # No folded ranges: how many versions a commit takes must not be a matter of time.
+        self.publisher = Publisher(self.pairs, bucket=self.url, base=base, codec=codec, fold=False)  # type: ignore[arg-type]
         self.ranks = ranks
         self.models = self.fresh()
         self.model: Any = self.models[0]
@@ -61,6 +62,21 @@ class World:
         self.publisher.publish(step=step, wait=True)
         self.publisher.flush()
 
+    def follow_each(self, last: int) -> list[list[torch.Tensor]]:
+        """Publish and follow versions 1 … last one by one; what every version's bits are."""
+        self.receiver.advance()
+        seen = [self.bits()]
+        for step in range(1, last + 1):
+            self.train(step)
+            self.receiver.advance()
+            seen.append(self.bits())
+        return seen
+
+    def expect_bits(self, expected: list[torch.Tensor]) -> None:
+        """The ranks hold those bits."""
+        for now, right in zip(self.bits(), expected, strict=True):
+            assert torch.equal(now, right)
+
     def expect_exact(self) -> None:
         """The model holds bit for bit what a fresh load of the trainer's tensors gives."""
         for model, other in zip(self.models, self.fresh(), strict=True):
@@ -76,8 +92,7 @@ class World:
         status = self.receiver.status()
         assert status["last_error"] == {"kind": kind, "message": caught.value.message}
         assert self.receiver.served_version == served
-        for now, old in zip(self.bits(), before, strict=True):
-            assert torch.equal(now, old)
+        self.expect_bits(before)
         return caught.value
 
 

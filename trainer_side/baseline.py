@@ -1,20 +1,22 @@
 """The bits of the newest published version, on the host: what the next version is diffed against."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 
-from trainer_side.naming import CheckpointTensor, LiveTensors, check_plain, pairs
+from trainer_side.fitting import check_fits, own_spec, target_names
+from trainer_side.naming import LiveTensors, check_plain, pairs
 from vllm_delta_sync.checkpoint import Checkpoint
-from vllm_delta_sync.errors import ModelError, TensorMismatchError
-from vllm_delta_sync.torch_bits import TORCH_DTYPES, bits_of, dtype_name
+from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchError
+from vllm_delta_sync.torch_bits import TORCH_DTYPES, bits_of
 from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.wire.table import TensorTable
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +41,23 @@ class Baseline:
     Attributes:
         table: the run's tensors.
         feeds: live tensor name (aliases included) → ids of the tensors that get its values.
-        fingerprints: per tensor id, of version 0; empty before ``scan``.
+        fingerprints: per tensor id, of the newest durable version; empty before ``scan`` or ``take``.
         first_difference: with a base: the first tensor whose bits are not the base's, None if all are.
     """
 
-    def __init__(self, live: LiveTensors, base: str | Path | None = None) -> None:
-        """Capture the live tensors.
+    def __init__(self, table: TensorTable, names: Mapping[str, list[str]], checkpoint: Checkpoint | None) -> None:
+        """No tensor has values yet, except those of the checkpoint; see ``captured`` and ``of_run``."""
+        self.table = table
+        self.feeds = {name: tuple(table.index(target) for target in targets) for name, targets in names.items()}
+        self.first_difference: str | None = None
+        self.fingerprints: list[Fingerprint] = []
+        self._checkpoint = checkpoint
+        self._bits: list[Bits | None] = [None] * len(table)
+        self._turn = 0
+
+    @classmethod
+    def captured(cls, live: LiveTensors, base: str | Path | None = None) -> Self:
+        """The live tensors of this moment, of a new run.
 
         Args:
             live: the model.
@@ -55,19 +68,35 @@ class Baseline:
             TensorMismatchError: a live tensor is not in the base, or has another shape there.
             ModelError: a tensor cannot be published.
         """
-        self._checkpoint = None if base is None else Checkpoint(base)
-        names = _names(live, self._checkpoint)
-        if self._checkpoint is None:
-            self.table = TensorTable(_own_spec(tensor) for tensor in live.tensors.values())
+        if base is None:
+            names = target_names(live, None, "")
+            table = TensorTable(own_spec(tensor) for tensor in live.tensors.values())
+            checkpoint = None
         else:
-            self.table = TensorTable(self._checkpoint.specs.values())
-        if not len(self.table):
+            checkpoint = Checkpoint(base)
+            where = f"base {str(checkpoint.path)!r}; give the checkpoint that the model was loaded from, or none"
+            names = target_names(live, checkpoint.specs, where)
+            table = TensorTable(checkpoint.specs.values())
+        if not len(table):
             raise ModelError("the model yields no tensor, and there is no base: nothing can be published")
-        self.feeds = {name: tuple(self.table.index(target) for target in targets) for name, targets in names.items()}
-        self._bits: list[Bits | None] = [None] * len(self.table)
-        self.first_difference: str | None = None
-        self._capture(live)
-        self.fingerprints: list[Fingerprint] = []
+        baseline = cls(table, names, checkpoint)
+        baseline.capture(live)
+        if checkpoint is not None:
+            baseline._warn_of_kept("base")
+            baseline._compare(checkpoint)
+        return baseline
+
+    @classmethod
+    def of_run(cls, live: LiveTensors, table: TensorTable) -> Self:
+        """Of a run that is there already, still without values.
+
+        Raises:
+            TensorMismatchError, ModelError: a live tensor does not fit into the run.
+        """
+        specs = {spec.name: spec for spec in table}
+        baseline = cls(table, target_names(live, specs, "the run that is to be resumed"), None)
+        baseline._warn_of_kept("run")
+        return baseline
 
     def bits(self, tensor: int) -> Bits:
         """Writable (numel,) bits of a tensor id; if the model did not give them, read from the base once."""
@@ -77,7 +106,11 @@ class Baseline:
         return bits
 
     def peek(self, tensor: int) -> Bits:
-        """The same bits, read only, without keeping those of the base in memory."""
+        """The same bits, read only, without keeping those of the base in memory.
+
+        Raises:
+            TensorMismatchError: neither the model nor a base gave them.
+        """
         bits = self._bits[tensor]
         if bits is not None:
             return bits
@@ -92,39 +125,113 @@ class Baseline:
 
     def scan(self) -> None:
         """Fingerprint every tensor, those of the base included."""
-        self.fingerprints = [fingerprint_tensor(spec.name, self.peek(i)) for i, spec in enumerate(self.table)]
+        self.fingerprints = [self._measure(tensor) for tensor in range(len(self.table))]
 
-    def snapshot(self) -> Iterator[tuple[str, Bits]]:
-        """(name, bits) of every tensor of the table."""
-        for tensor, spec in enumerate(self.table):
-            yield spec.name, self.peek(tensor)
+    def take(self, state: ModelState, expected: Fingerprint) -> None:
+        """Hold the bits of ``state`` instead. Its arrays are moved where none is held; do not use it any more.
 
-    def _capture(self, live: LiveTensors) -> None:
+        Raises:
+            FingerprintError: they do not have the expected fingerprint; nothing was taken.
+        """
+        fingerprints = [fingerprint_tensor(spec.name, state.bits[i]) for i, spec in enumerate(self.table)]
+        reached = sum(fingerprints, Fingerprint())
+        if reached != expected:
+            raise FingerprintError(f"weights have fingerprint {reached.hex()}, the manifest says {expected.hex()}")
+        for tensor, bits in enumerate(self._bits):
+            if bits is None:
+                self._bits[tensor] = _own(state.bits[tensor])
+            else:
+                np.copyto(bits, state.bits[tensor])
+        self.fingerprints = fingerprints
+        self._checkpoint = None
+
+    def mend(self, tensors: Iterable[int], state: ModelState) -> None:
+        """Take single tensors from ``state``, which is the version held.
+
+        Raises:
+            FingerprintError: a tensor there has another fingerprint than here; nothing was taken.
+        """
+        wanted = list(tensors)
+        for tensor in wanted:
+            spec = self.table[tensor]
+            if fingerprint_tensor(spec.name, state.bits[tensor]) != self.fingerprints[tensor]:
+                raise FingerprintError(f"tensor {spec.name!r} in the bucket is not the one that was published")
+        for tensor in wanted:
+            np.copyto(self.bits(tensor), state.bits[tensor])
+
+    def share(self, limit: int) -> list[int]:
+        """The next tensors in turn, up to the one with which they have ``limit`` bytes, each at most once."""
+        chosen: list[int] = []
+        held = 0
+        while held < limit and len(chosen) < len(self.table):
+            chosen.append(self._turn)
+            held += self.table[self._turn].nbytes
+            self._turn = (self._turn + 1) % len(self.table)
+        return chosen
+
+    def damaged(self, tensors: Iterable[int], changes: Mapping[int, Fingerprint]) -> list[int]:
+        """Those of ``tensors`` in memory whose bits are not what was published.
+
+        Args:
+            changes: tensor id → what an open patch has added to its fingerprint.
+        """
+        held = [tensor for tensor in tensors if self._bits[tensor] is not None]
+        nothing = Fingerprint()
+        return [i for i in held if self._measure(i) != self.fingerprints[i] + changes.get(i, nothing)]
+
+    def overwritten(self) -> list[str]:
+        """Names of the tensors that are read from a checkpoint whose bits are no longer those that were published."""
+        lent = [tensor for tensor, bits in enumerate(self._bits) if bits is None]
+        return [self.table[i].name for i in lent if self._measure(i) != self.fingerprints[i]]
+
+    def tensors(self, table: TensorTable | None = None) -> Iterator[tuple[str, Bits]]:
+        """(name, bits) of every tensor, or of those of a part of the table."""
+        for spec in table or self.table:
+            yield spec.name, self.peek(self.table.index(spec.name))
+
+    def capture(self, live: LiveTensors, rest: Checkpoint | None = None) -> None:
+        """Hold the live tensors of this moment; what the model does not hold comes from ``rest``, if that is given.
+
+        Raises:
+            TensorMismatchError: tied tensors differ, or the model is not the one it was.
+        """
+        captured: list[Bits | None] = [None] * len(self.table)
         for name, tensor in live.read():
             for target in self.feeds[name]:
                 spec = self.table[target]
                 bits = host_bits(tensor, spec.dtype)
-                held = self._bits[target]
+                held = captured[target]
                 if held is None:
-                    self._bits[target] = np.array(bits)
+                    captured[target] = np.array(bits)
                 elif not np.array_equal(held, bits):
                     raise TensorMismatchError(
                         f"tensor {name!r} is tied to {spec.name!r} but has other values; yield it once, or untie it"
                     )
-        if self._checkpoint is not None:
-            self._compare(self._checkpoint)
+        self._bits = captured
+        if rest is not None:
+            self._checkpoint = rest
 
-    def _compare(self, base: Checkpoint) -> None:
-        kept = [spec.name for i, spec in enumerate(self.table) if self._bits[i] is None]
+    def absent(self) -> list[str]:
+        """Names of the tensors that the model does not hold."""
+        fed = {target for targets in self.feeds.values() for target in targets}
+        return [spec.name for tensor, spec in enumerate(self.table) if tensor not in fed]
+
+    def _warn_of_kept(self, whose: str) -> None:
+        kept = self.absent()
         if kept:
             logger.warning(
-                "%d of the base's %d tensors are not in the model and keep the base's values: %s%s",
-                len(kept), len(self.table), ", ".join(kept[:5]), " …" if len(kept) > 5 else "",
+                "%d of the %s's %d tensors are not in the model and keep the %s's values: %s%s",
+                len(kept), whose, len(self.table), whose, ", ".join(kept[:5]), " …" if len(kept) > 5 else "",
             )  # fmt: skip
+
+    def _compare(self, base: Checkpoint) -> None:
         for spec, bits in zip(self.table, self._bits, strict=True):
             if bits is not None and not np.array_equal(bits, base.bits(spec.name)):
                 self.first_difference = spec.name
                 return
+
+    def _measure(self, tensor: int) -> Fingerprint:
+        return fingerprint_tensor(self.table[tensor].name, self.peek(tensor))
 
     def current(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, Bits]]:
         """Turn (live name, tensor) into (live name, tensor id, bits in the served dtype), one at a time.
@@ -144,7 +251,7 @@ class Baseline:
             tensor = check_plain(name, value)
             targets = self.feeds.get(name) or (self.table.index(name),)
             for target in targets:
-                _check_fits(name, tensor, self.table[target])
+                check_fits(name, tensor, self.table[target])
                 bits = host_bits(tensor, self.table[target].dtype)
                 if bits.ctypes.data == tensor.data_ptr():
                     # Comparing reads more than once, and a trainer in another thread may write meanwhile.
@@ -156,64 +263,7 @@ class Baseline:
                 yield name, target, bits
 
 
-def _names(live: LiveTensors, base: Checkpoint | None) -> dict[str, list[str]]:
-    """Live name, aliases included → names in the run."""
-    groups: dict[str, list[str]] = {name: [name] for name in live.tensors}
-    for alias, owner in live.aliases.items():
-        groups[owner].append(alias)
-    names: dict[str, list[str]] = {}
-    for owner, group in groups.items():
-        targets = [owner] if base is None else [name for name in group if name in base.specs]
-        if base is not None:
-            _check_base(live.tensors[owner], targets, base)
-        names.update(dict.fromkeys(group, targets))
-    return names
-
-
-def _check_base(tensor: CheckpointTensor, targets: list[str], base: Checkpoint) -> None:
-    if not targets:
-        raise TensorMismatchError(
-            f"tensor {tensor.name!r} of the model is not among the {len(base.specs)} tensors of base "
-            f"{str(base.path)!r}; give the checkpoint that the model was loaded from, or none"
-        )
-    for name in targets:
-        spec = base.specs[name]
-        if spec.shape != tensor.shape:
-            raise TensorMismatchError(
-                f"tensor {name!r} is {spec.dtype} {list(spec.shape)} in base {str(base.path)!r}, but "
-                f"{tensor.dtype} {list(tensor.shape)} in the model"
-            )
-        _check_convertible(tensor.name, tensor.dtype, spec, f"in base {str(base.path)!r}")
-        if spec.element.is_float and spec.element.itemsize == 1 and tensor.dtype != TORCH_DTYPES[spec.dtype]:
-            raise ModelError(
-                f"tensor {name!r} is {spec.dtype} in base {str(base.path)!r} and needs scales that "
-                f"{tensor.dtype} weights do not give; use a base in full precision"
-            )
-
-
-def _check_fits(name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
-    if tuple(tensor.shape) != spec.shape:
-        raise TensorMismatchError(
-            f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {spec.name!r} is {spec.dtype} "
-            f"{list(spec.shape)} in this run; start a new run"
-        )
-    _check_convertible(name, tensor.dtype, spec, "in this run")
-
-
-def _check_convertible(name: str, dtype: torch.dtype, spec: TensorSpec, where: str) -> None:
-    """Raise TensorMismatchError unless rounding takes ``dtype`` to the spec's: integers and scales would wrap."""
-    given = dtype_name(dtype, name)
-    if given == spec.dtype or (DTYPES[given].is_float and spec.element.is_float):
-        return
-    raise TensorMismatchError(
-        f"tensor {name!r} is {dtype}, but {spec.name!r} is {spec.dtype} {where}, and only floating-point weights are "
-        f"converted; give it as {TORCH_DTYPES[spec.dtype]}"
-    )
-
-
-def _own_spec(tensor: CheckpointTensor) -> TensorSpec:
-    own = dtype_name(tensor.dtype, tensor.name)
-    # torch calls the scales of F8_E8M0 floating-point, but no rounding takes them to the model's dtype.
-    if tensor.configured is not None and DTYPES[own].is_float:
-        own = dtype_name(tensor.configured, tensor.name)
-    return TensorSpec(tensor.name, own, tensor.shape)
+def _own(bits: Bits) -> Bits:
+    """The array itself if it is plain memory that may be written, else a copy."""
+    plain = type(bits) is np.ndarray and bits.base is None and bits.flags.writeable and bits.flags.c_contiguous
+    return bits if plain else np.array(bits)

@@ -116,6 +116,13 @@ class Patch:
     def settle(self) -> None:
         """The version is durable: the baseline stays as it is, and can no longer be put back."""
         with self._lock:
+            if self._settled:
+                return
+            known = self._baseline.fingerprints
+            # In one step, so that a failure in the middle leaves none of it.
+            self._baseline.fingerprints = [
+                value + self.fingerprints[i] if i in self.fingerprints else value for i, value in enumerate(known)
+            ]
             self._settled = True
             self._moved.clear()
             self._replaced.clear()

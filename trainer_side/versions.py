@@ -1,16 +1,23 @@
-"""Manifests of the three kinds of version, and the file of an anchor."""
+"""Manifests of the three kinds of version, and the files of an anchor."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 from trainer_side.baseline import Baseline
-from vllm_delta_sync.wire.anchor import write_anchor
+from vllm_delta_sync.errors import LimitError
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
+from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.delta import Codec, required_features
-from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Base, Manifest, ObjectRef, object_key
+from vllm_delta_sync.wire.documents import Anchor
+from vllm_delta_sync.wire.manifest import Base, Break, Manifest, ObjectRef, object_key
+
+SHARD_BYTES = 1024**3
+"""Bytes of tensors in one object of an anchor; a larger tensor has an object of its own."""
 
 
 def timestamp() -> str:
@@ -18,38 +25,62 @@ def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def anchor_file(folder: Path, baseline: Baseline) -> tuple[Path, ObjectRef]:
-    """Write all tensors to a file in ``folder``.
+def shards(folder: Path, baseline: Baseline, shard_bytes: int) -> Iterator[tuple[ObjectRef, Path]]:
+    """Write all tensors to files in ``folder``, one after another: each is gone when the next is asked for.
 
     Raises:
         StoreError: the disk is full or not writable.
     """
-    path = folder / "anchor.safetensors"
-    write_anchor(path, baseline.table, baseline.snapshot())
-    with path.open("rb") as file:
-        digest = file_digest(file, "sha256").hexdigest()
-    return path, ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
+    path = folder / "shard.safetensors"
+    for table in shard_tables(baseline.table, shard_bytes):
+        write_anchor(path, table, baseline.tensors(table))
+        with path.open("rb") as file:
+            digest = file_digest(file, "sha256").hexdigest()
+        yield ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest), path
 
 
-def reference(run: str, baseline: Baseline, base: str | Path) -> Manifest:
+def reference(run: str, baseline: Baseline, base: Base) -> Manifest:
     """Version 0 that uploads nothing, because the weights are those of ``base``."""
-    return Manifest(
-        kind="reference",
-        base=Base(location=str(Path(base).resolve())),
-        changed=0,
-        payload_bytes=0,
-        **_first(run, baseline),
-    )
+    return Manifest(kind="reference", base=base, changed=0, payload_bytes=0, **_whole(run, baseline))
 
 
-def anchor(run: str, baseline: Baseline, ref: ObjectRef) -> Manifest:
-    """Version 0 with all tensors in one object."""
-    first = _first(run, baseline)
-    return Manifest(kind="anchor", objects=[ref], changed=baseline.table.total, payload_bytes=ref.bytes, **first)
+def anchor(run: str, baseline: Baseline, objects: list[ObjectRef]) -> Manifest:
+    """Version 0 with all tensors in ``objects``."""
+    return Manifest(kind="anchor", **_carried(baseline, objects), **_whole(run, baseline))
 
 
-def _first(run: str, baseline: Baseline) -> dict[str, Any]:
-    fingerprints = zip(baseline.table, baseline.fingerprints, strict=True)
+def anchor_behind(
+    run: str, baseline: Baseline, objects: list[ObjectRef], place: tuple[int, str], known: Manifest | None, epoch: int
+) -> Manifest:
+    """A version that begins anew behind others that cannot be read.
+
+    Args:
+        place: its number, and the digest of the version before it, as that is stored.
+        known: the newest version whose manifest is good.
+    """
+    version, parent = place
+    breaks = _with_break([] if known is None else known.breaks, version, None)
+    whole = _whole(run, baseline) | {
+        "version": version,
+        "step": 0 if known is None else known.step,
+        "parent": parent,
+        "epoch": epoch,
+        "breaks": breaks,
+    }
+    return Manifest(kind="anchor", **_carried(baseline, objects), **whole)
+
+
+def _with_break(breaks: list[Break], version: int, base_version: int | None) -> list[Break]:
+    if len(breaks) >= limits.MAX_BREAKS:
+        raise LimitError(f"the run has {len(breaks)} breaks (MAX_BREAKS); branch it, or start a new run")
+    return [*breaks, Break(version=version, base_version=base_version)]
+
+
+def _carried(baseline: Baseline, objects: list[ObjectRef]) -> dict[str, Any]:
+    return {"objects": objects, "changed": baseline.table.total, "payload_bytes": sum(ref.bytes for ref in objects)}
+
+
+def _whole(run: str, baseline: Baseline) -> dict[str, Any]:
     return {
         "run": run,
         "version": 0,
@@ -57,43 +88,71 @@ def _first(run: str, baseline: Baseline) -> dict[str, Any]:
         "total": baseline.table.total,
         "full_bytes": baseline.table.full_bytes,
         "fingerprint": baseline.fingerprint.hex(),
-        "tensor_fingerprints": {spec.name: value.hex() for spec, value in fingerprints},
+        "tensor_fingerprints": _by_name(baseline),
         "created_at": timestamp(),
     }
 
 
+def _by_name(baseline: Baseline) -> dict[str, str]:
+    fingerprints = zip(baseline.table, baseline.fingerprints, strict=True)
+    return {spec.name: value.hex() for spec, value in fingerprints}
+
+
+def anchor_beside(manifest: Manifest, baseline: Baseline, objects: list[ObjectRef]) -> Anchor:
+    """The document of an anchor beside the chain, of the version that the baseline holds."""
+    return Anchor(
+        run=manifest.run,
+        version=manifest.version,
+        manifest=manifest.digest,
+        objects=objects,
+        payload_bytes=sum(ref.bytes for ref in objects),
+        fingerprint=manifest.fingerprint,
+        tensor_fingerprints=_by_name(baseline),
+        created_at=timestamp(),
+    )
+
+
 def delta(
     parent: Manifest,
+    held: Manifest,
     step: int,
     coding: tuple[Codec, Compression],
     objects: list[ObjectRef],
-    carried: int,
-    change: Fingerprint,
+    changes: Changes,
+    epoch: int,
 ) -> Manifest:
     """The version after ``parent``.
 
     Args:
+        held: the version that the objects change; another than ``parent`` makes a break.
         coding: of the objects.
-        objects: none if nothing changed.
-        carried: elements in the objects.
-        change: fingerprint of the model after minus before.
+        objects: none if nothing changed. changes: what they carry.
+
+    Raises:
+        LimitError: the run has too many breaks.
     """
     codec, compression = coding
+    version, breaks = parent.version + 1, parent.breaks
+    if held.version != parent.version:
+        breaks = _with_break(breaks, version, held.version)
     return Manifest(
         run=parent.run,
-        version=parent.version + 1,
+        version=version,
         step=step,
         kind="delta",
-        base_version=parent.version,
+        base_version=held.version,
         parent=parent.digest,
+        breaks=breaks,
+        reversible=not changes.full and all(group.relative for group in changes.sparse),
+        epoch=epoch,
         codec=codec if objects else None,
         compression=("none" if codec == "raw" else compression) if objects else None,
         requires=required_features(codec, compression) if objects else [],
         objects=objects,
-        changed=carried,
+        changed=changes.changed,
         total=parent.total,
         payload_bytes=sum(ref.bytes for ref in objects),
         full_bytes=parent.full_bytes,
-        fingerprint=(parent.model_fingerprint + change).hex(),
+        fingerprint=(held.model_fingerprint + changes.fingerprint).hex(),
         created_at=timestamp(),
     )

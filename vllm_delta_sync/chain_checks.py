@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from vllm_delta_sync.checkpoint import names_model
 from vllm_delta_sync.errors import (
     ChainError,
     DigestError,
@@ -114,12 +115,13 @@ def check_tensors(manifest: Manifest | Anchor, state: ModelState) -> None:
 
 
 def check_base(base: str | Path | None) -> None:
-    """Raise NotFoundError if a base is given and is no directory, be it needed or not."""
-    if base is not None and not Path(base).is_dir():
-        raise NotFoundError(
-            f"base {str(base)!r} is not a directory here; pass the checkpoint that the run started from, or leave it "
-            "out for the recorded one"
-        )
+    """Raise NotFoundError if a base is given that is no directory, URL or public model, be it needed or not."""
+    if base is None or "://" in str(base) or names_model(base) or Path(base).is_dir():
+        return
+    raise NotFoundError(
+        f"base {str(base)!r} is not a directory here; pass the checkpoint that the run started from, or leave it "
+        "out for the recorded one"
+    )
 
 
 def decode_version(manifest: Manifest, table: TensorTable, objects: list[bytes]) -> Changes:

@@ -124,7 +124,10 @@ class RunDocuments:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            return self._newest_before(end, error), error
+            before = self._newest_before(end, error)
+            # Somebody may have gone on behind a damaged manifest without coming to HEAD any more.
+            found, _ = self._probe(before)
+            return (found, None) if found.version > end else (before, error)
         return self._probe(manifest)
 
     def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:

@@ -133,7 +133,7 @@ class Planner:
     """Plans ways in one run. Remembers what it has read: make a new one after new versions.
 
     Args:
-        avoid: keys of documents that turned out to be bad.
+        avoid: keys of documents that turned out to be bad; may grow afterwards.
     """
 
     def __init__(self, run: RunDocuments, avoid: Collection[str] = ()) -> None:
@@ -234,17 +234,16 @@ class Planner:
         return None
 
     def _folded(self, first: int, last: int) -> FoldedRange | None:
+        if side.fold_key(first, last) in self._avoid:
+            return None
         if (first, last) not in self._folds:
-            found = None
-            if side.fold_key(first, last) not in self._avoid:
-                try:
-                    found = self._run.folded(first, last)
-                except StoreError:
-                    raise
-                except DeltaSyncError:
-                    # Missing, or damaged: the versions themselves are another way.
-                    found = None
-            self._folds[first, last] = found
+            try:
+                self._folds[first, last] = self._run.folded(first, last)
+            except StoreError:
+                raise
+            except DeltaSyncError:
+                # Missing, or damaged: the versions themselves are another way.
+                self._folds[first, last] = None
         return self._folds[first, last]
 
     def _delta(self, version: int) -> Step:
@@ -331,12 +330,13 @@ def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), ancho
     best: Plan | None = None
     failure: DeltaSyncError = GapError(f"version {target.version}: nothing that could be built on is left")
     breaks = {item.version: item.base_version for item in target.breaks}
-    bottom = _stretches(target.version, breaks)[-1][0]
-    roots = [(bottom, False)]
+    ancestors = _stretches(target.version, breaks)
+    roots = [(ancestors[-1][0], False)]
     if anchors:
-        beside = [version for version in run.anchors() if bottom <= version <= target.version]
-        # Nearer ones have shorter ways; a few are tried in case the newest is bad.
-        roots = [(version, True) for version in beside[:-4:-1] if side.anchor_key(version) not in avoid] + roots
+        usable = (version for version in run.anchors() if any(first <= version <= last for first, last in ancestors))
+        # Newest first: the way from there is the shortest.
+        beside = [(version, True) for version in usable if side.anchor_key(version) not in avoid]
+        roots = beside[::-1] + roots
     for version, is_beside in roots:
         if best is not None and is_beside:
             continue

@@ -8,16 +8,18 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain_checks import check_fingerprint, check_tensors, decode_objects, read_shard
+from vllm_delta_sync.chain_checks import check_fingerprint, check_tensors, decode_objects, object_limit, read_shard
 from vllm_delta_sync.chain_documents import RunDocuments
+from vllm_delta_sync.chain_lazy import declared, fetch_file, open_step, scratch_folder
 from vllm_delta_sync.chain_plan import Plan, Step, plan
-from vllm_delta_sync.checkpoint import Checkpoint
+from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -25,12 +27,14 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     StoreError,
     TensorMismatchError,
+    UnsupportedError,
 )
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.container import Buffer
 from vllm_delta_sync.wire.documents import Anchor
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorTable
 
@@ -38,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 IN_MEMORY_BYTES = 1024**3
 """Models up to this size are rebuilt in memory, larger ones in a temporary file that the system may write out."""
+DECODED_ELEMENTS = 4 * 1024 * 1024
+"""A step that carries more is decoded in pieces: whole it would take 10 bytes per element of a 16-bit dtype."""
+MAPPED_BYTES = 64 * 1024 * 1024
+"""A shard that is larger goes through a scratch file."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far, and bytes to read in all."""
@@ -66,6 +74,7 @@ def restore(
     base: str | Path | None = None,
     in_memory: bool | None = None,
     progress: Progress | None = None,
+    avoid: set[str] | None = None,
 ) -> Restored:
     """Rebuild a version: O(model) memory, or O(model) of the temporary directory's disk.
 
@@ -73,6 +82,7 @@ def restore(
         base: checkpoint directory of version 0, or URL of the run branched from, where it is not at the recorded place.
         in_memory: None decides by the model's size (``IN_MEMORY_BYTES``).
         progress: called after each object.
+        avoid: keys of documents known to be bad; those that turn out to be are added.
 
     Raises:
         BaseError: version 0 lies elsewhere, is needed, and is not at hand.
@@ -80,7 +90,7 @@ def restore(
         DeltaSyncError: the first thing that was wrong, where no other way leads to the version.
         StoreError: the store failed, or there is no room for the weights.
     """
-    avoid: set[str] = set()
+    avoid = set() if avoid is None else avoid
     first: DeltaSyncError | None = None
     while True:
         try:
@@ -129,9 +139,9 @@ class _Attempt:
         self._count(self._plan.bytes - sum(step.payload_bytes for step in self._plan.steps))
         for step in self._plan.steps:
             self.key = step.key
-            apply_step(step, state)
+            apply = apply_step if step.changed <= DECODED_ELEMENTS else apply_mapped
+            apply(step, state)
             self._count(step.payload_bytes)
-        self.key = self._plan.root_key
         return state
 
     def _count(self, size: int) -> None:
@@ -149,6 +159,29 @@ def apply_step(step: Step, state: ModelState) -> None:
     changes = step_changes(step)
     check_step(step, state.fingerprint, changes)
     state.apply(changes)
+
+
+def apply_mapped(step: Step, state: ModelState) -> None:
+    """As ``apply_step``, in the memory of a few tensors: objects go through a scratch folder and are decoded in pieces.
+
+    Raises:
+        FingerprintError: as ``apply_step``; if a piece does not come out as declared, the state is unusable.
+        StoreError: there is no room for the objects. Else as ``step_changes``.
+    """
+    with scratch_folder(None, step.key, step.payload_bytes) as folder:
+        try:
+            parts = open_step(step, folder)
+        except UnsupportedError:
+            # Of a codec that is not read in pieces.
+            apply_step(step, state)
+            return
+        change = sum((declared(part) for part in parts), Fingerprint())
+        if step.backwards:
+            change = Fingerprint() - change
+        check_step(step, state.fingerprint, Changes(fingerprints={0: change}))
+        for part in parts:
+            for piece in part.pieces():
+                state.apply(piece.reversed() if step.backwards else piece)
 
 
 def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
@@ -194,7 +227,7 @@ def whole(
         BaseError: it is not at hand. FingerprintError, TensorMismatchError: a tensor is not as declared.
         DeltaSyncError: an object is missing or damaged.
     """
-    scratch = _scratch(run.table, in_memory)
+    scratch = None if _fits_in_memory(run.table, in_memory) else scratch_file
     if beside:
         anchor = run.anchor(root.version)
         if anchor.manifest != root.digest or anchor.fingerprint != root.fingerprint:
@@ -217,18 +250,23 @@ def whole(
 
 
 def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
-    """Directory of the checkpoint that version 0 refers to: the one given, else the recorded one.
+    """Directory of the checkpoint that version 0 refers to: the one given, else the recorded one or the public model.
 
     Raises:
-        BaseError: it is not here.
+        BaseError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be had.
     """
-    location = base if base is not None or root.base is None else root.base.location
-    if location is None or not Path(location).is_dir():
+    if base is not None:
+        path = resolve_base(base).path
+    elif root.base is not None and root.base.model is not None and not Path(root.base.location).is_dir():
+        path = resolve_base(f"{root.base.model}@{root.base.revision}").path
+    else:
+        path = Path("" if root.base is None else root.base.location)
+    if not path.is_dir():
         raise BaseError(
-            f"version 0 refers to the checkpoint {str(location)!r}, which is not here; pass base= with its path "
+            f"version 0 refers to the checkpoint {str(path)!r}, which is not here; pass base= with its path "
             "(--base on the command line)"
         )
-    return Path(location)
+    return path
 
 
 def _branched(run: RunDocuments, root: Manifest, base: str | Path | None, in_memory: bool | None) -> ModelState:
@@ -261,11 +299,21 @@ def _shards(run: RunDocuments, document: Manifest | Anchor) -> Iterator[tuple[st
     """(name, bits) of an anchor's tensors; one shard is held at a time."""
     seen: set[str] = set()
     for ref in document.objects:
-        for name, bits in read_shard(run.fetch(ref), run.table, ref.key):
-            if name in seen:
-                raise ChainError(f"{ref.key}: tensor {name!r} is carried twice")
-            seen.add(name)
-            yield name, bits
+        with _shard(run, ref) as data:
+            for name, bits in read_shard(data, run.table, ref.key):
+                if name in seen:
+                    raise ChainError(f"{ref.key}: tensor {name!r} is carried twice")
+                seen.add(name)
+                yield name, bits
+
+
+@contextmanager
+def _shard(run: RunDocuments, ref: ObjectRef) -> Iterator[Buffer]:
+    if ref.bytes <= MAPPED_BYTES:
+        yield run.fetch(ref)
+        return
+    with scratch_folder(None, ref.key, ref.bytes) as folder:
+        yield np.memmap(fetch_file(run.bucket, ref, folder, object_limit(run.table)), np.uint8, mode="r")
 
 
 def _checked(document: Manifest | Anchor, state: ModelState) -> ModelState:
@@ -275,10 +323,8 @@ def _checked(document: Manifest | Anchor, state: ModelState) -> ModelState:
     return state
 
 
-def _scratch(table: TensorTable, in_memory: bool | None) -> Callable[[int], np.ndarray] | None:
-    if in_memory or (in_memory is None and table.full_bytes <= IN_MEMORY_BYTES):
-        return None
-    return scratch_file
+def _fits_in_memory(table: TensorTable, in_memory: bool | None) -> bool:
+    return table.full_bytes <= IN_MEMORY_BYTES if in_memory is None else in_memory
 
 
 def scratch_file(size: int) -> np.ndarray:

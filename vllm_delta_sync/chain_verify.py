@@ -1,81 +1,66 @@
-"""Walk a run and check all of it: chain, digests, contents, declared sums, and the weights themselves."""
+"""Walk a run and check all of it: documents, digests, contents, declared sums, and the weights themselves."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_delta_sync.chain_checks import check_base, check_declared, check_fingerprint
+from vllm_delta_sync.chain_census import Census
+from vllm_delta_sync.chain_checks import check_base
 from vllm_delta_sync.chain_documents import RunDocuments
-from vllm_delta_sync.chain_read import BaseError, whole
-from vllm_delta_sync.wire.manifest import Manifest
-from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.chain_findings import Finding, Findings, VerifyReport
+from vllm_delta_sync.chain_walk import Walk
 
+__all__ = ["Finding", "VerifyReport", "examine", "verify_run"]
 
-@dataclass
-class VerifyReport:
-    """Outcome of ``Run.verify``.
-
-    Attributes:
-        versions: how many versions were walked, from 0 to the head.
-        head: newest version number.
-        objects, bytes: objects read, and their size in all.
-        replayed: True if weights were rebuilt and compared with every version's fingerprint; False if the run's
-            base is not at hand, in which case digests, chain and declared fingerprints were checked.
-    """
-
-    versions: int = 0
-    head: int = -1
-    objects: int = 0
-    bytes: int = 0
-    replayed: bool = False
-    notes: list[str] = field(default_factory=list)
+Progress = Callable[[VerifyReport], None]
 
 
 def verify_run(
-    run: RunDocuments, base: str | Path | None = None, progress: Callable[[VerifyReport], None] | None = None
+    run: RunDocuments, base: str | Path | None = None, progress: Progress | None = None, findings: bool = False
 ) -> VerifyReport:
-    """Walk the run from version 0 to the head and check all of it: chain, digests, objects, fingerprints.
+    """Walk the run from version 0 to the head and check all of it.
+
+    First the documents: each manifest against what names it by digest, anchors, folded ranges, tags and claims
+    against the manifests. Then the objects of every version in order, the weights that they lead to, and beside them
+    anchors (bit for bit) and folded ranges (what they would make of the weights, tensor by tensor). Versions whose
+    objects retention removed are no error; those that it keeps have to be reachable. Holds the weights of one version:
+    O(model) memory, or O(model) of the temporary directory's disk for large ones.
 
     Args:
         base: as ``Run.snapshot``. progress: called with the report so far after each version.
+        findings: keep all that does not hold in the report, and go on.
 
     Raises:
-        NotFoundError: ``base`` is given and not there. Without one, a recorded base that is not at hand is noted.
+        NotFoundError: nothing is published, or ``base`` is given and not there. Without one, a recorded base that is
+            not at hand is noted.
+        StoreError: the store failed.
         DeltaSyncError: the first thing that does not hold, naming version, object, tensor or base.
     """
+    return examine(run, base, progress, findings)[0]
+
+
+def examine(
+    run: RunDocuments, base: str | Path | None = None, progress: Progress | None = None, findings: bool = False
+) -> tuple[VerifyReport, Census]:
+    """As ``verify_run``; also the documents as they were read."""
     check_base(base)
-    report = VerifyReport()
-    state: ModelState | None = None
-    parent: Manifest | None = None
-    for manifest in run.log():
-        changes = run.changes(manifest)
-        if manifest.kind != "delta":
-            state = _state_or_note(run, manifest, base, report)
-        elif parent is not None:
-            check_declared(parent, manifest, changes)
-            if state is not None:
-                state.apply(changes)
-        if state is not None:
-            check_fingerprint(manifest, state.fingerprint)
+    found = Findings(findings)
+    census = Census(run)
+    for finding in census.findings:
+        found.add(finding)
+    report = VerifyReport(findings=found.items, pointed=census.pointed)
+    everything = True
+    walk = Walk(run, census, base, found, report)
+    for version in range(census.top + 1):
+        walk.visit(version)
         report.versions += 1
-        report.head = manifest.version
-        report.objects += len(manifest.objects)
-        report.bytes += manifest.payload_bytes
-        report.replayed = state is not None
-        parent = manifest
+        if version in census.digests:
+            report.head = version
+        everything &= walk.causes.get(version) not in ("bad", "base")
+        report.replayed = everything
         if progress is not None:
             progress(report)
-    return report
-
-
-def _state_or_note(
-    run: RunDocuments, manifest: Manifest, base: str | Path | None, report: VerifyReport
-) -> ModelState | None:
-    try:
-        return whole(run, manifest, base=base)
-    except BaseError as error:
-        # Somebody who names a base wants the weights rebuilt; only the recorded one may be elsewhere.
-        if base is not None:
-            raise
-        report.notes.append(f"weights were not rebuilt: {error}")
-        return None
+    report.unreadable = sorted(walk.unreadable)
+    if not any(finding.key == "HEAD.json" for finding in found.items) and census.pointed != report.head:
+        behind = "is missing" if census.pointed is None else f"is behind: it names version {census.pointed}"
+        report.notes.append(f"HEAD.json {behind}, the newest is {report.head}; readers find it all the same")
+    return report, census

@@ -1,17 +1,88 @@
 """Read a Hugging Face checkpoint directory as bit patterns: one tensor at a time, from memory maps."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, TensorMismatchError
+from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, TensorMismatchError, UsageError
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.canonical import load_json
 from vllm_delta_sync.wire.container import Container, aligned
+from vllm_delta_sync.wire.manifest import Base
 from vllm_delta_sync.wire.table import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+_MODEL = re.compile(r"(?:hf:)?([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)@([A-Za-z0-9._/-]+)")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True)
+class ResolvedBase:
+    """Where a base lies on this machine.
+
+    Attributes:
+        path: checkpoint directory. model, revision: public model id and commit; None for a directory that was named.
+    """
+
+    path: Path
+    model: str | None = None
+    revision: str | None = None
+
+    @property
+    def recorded(self) -> Base:
+        """As version 0 records it."""
+        return Base(location=str(self.path.resolve()), model=self.model, revision=self.revision)
+
+
+def resolve_base(text: str | Path) -> ResolvedBase:
+    """Find a base: a directory, else a public model ``org/name@revision`` (or ``hf:org/name@revision``).
+
+    A model is fetched into the cache of ``huggingface_hub``, or found there; what is not text or weights is left out.
+
+    Raises:
+        NotFoundError: the Hub has no such model or revision. StoreError: the Hub cannot be reached, and the model is
+            not in the cache. UsageError: huggingface_hub is not installed, or the model's name is none.
+    """
+    match = _MODEL.fullmatch(str(text))
+    if match is None or not names_model(text):
+        return ResolvedBase(Path(text))
+    model, revision = match.groups()
+    folder = _download(model, revision)
+    # The cache names a snapshot by its commit; a branch or tag may move.
+    commit = folder.name if _COMMIT.fullmatch(folder.name) else revision
+    return ResolvedBase(folder, model, commit)
+
+
+def names_model(text: str | Path) -> bool:
+    """Whether a base is meant as a public model: it is spelled like one, and no such path exists."""
+    return _MODEL.fullmatch(str(text)) is not None and not Path(text).exists()
+
+
+def _download(model: str, revision: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError as error:
+        raise UsageError(
+            f"base {model}@{revision} is a public model, and huggingface_hub is not installed; install it, or give the "
+            "path of a checkpoint directory"
+        ) from error
+    try:
+        # Only the top folder: copies in other layouts lie below it.
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=["*/*"]))
+    except HFValidationError as error:
+        raise UsageError(f"base {model}@{revision} is no model's name: {error}") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise NotFoundError(f"the Hub has no model {model} at revision {revision}, or hides it: {error}") from error
+    except Exception as error:  # the client lets errors of its HTTP library and of the system through
+        raise StoreError(
+            f"model {model} at revision {revision} is neither in the cache nor to be had from the Hub: {error}"
+        ) from error
 
 
 class Checkpoint:
@@ -29,7 +100,9 @@ class Checkpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise NotFoundError(f"checkpoint directory {str(path)!r} does not exist; give the path of a local one")
+            raise NotFoundError(
+                f"checkpoint directory {str(path)!r} does not exist; give the path of a local one, or org/name@revision"
+            )
         self._containers = {name: _open(self.path / name) for name in _file_names(self.path)}
         self._home: dict[str, Container] = {}
         self.specs: dict[str, TensorSpec] = {}

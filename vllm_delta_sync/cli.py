@@ -9,15 +9,15 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_delta_sync import __version__
+from vllm_delta_sync import __version__, cli_compact, cli_retention
+from vllm_delta_sync.cli_arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url, count, positive
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 
 INTERRUPTED = 130
-BUCKET_VARIABLE = "DELTA_SYNC_BUCKET"
 
 EXIT_CODES = """\
 exit codes:
@@ -41,6 +41,8 @@ examples:
   delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
   delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
 """
+MODULES = (cli_retention, cli_compact)
+"""Further subcommands: each has ``add`` and ``COMMANDS``."""
 # Settings that `serve` takes as flags: field, metavar, help. Values are checked where settings are.
 SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("bucket", "URL", "run to follow: file:///path/run or a plain path"),
@@ -54,7 +56,9 @@ SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("rescan_bytes", "BYTES", "weights to compare beside each staging, all in turn; 0: none"),
     ("cache_dir", "DIR", "where the ranks of a node share what they fetch"),
     ("cache_bytes", "BYTES", "how much may lie there"),
+    ("receiver_id", "NAME", "tell retention under this name what is served; without it nothing is written"),
     ("admin_token_file", "PATH", "file with the token that state-changing routes then ask for"),
+    ("target", "VERSION", "what to serve: head, a version's number, or tag:NAME, followed as the tag moves forward"),
     ("policy", "POLICY", "follow every new version, or manual: only when POST /delta_sync/sync says so"),
 )
 
@@ -82,6 +86,8 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_readers(commands)
+    for module in MODULES:
+        module.add(commands)
     return parser
 
 
@@ -97,7 +103,7 @@ def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
     for field, metavar, text in SERVE_FLAGS:
         serve.add_argument(_flag(field), metavar=metavar, help=text)
     serve.add_argument("--dry-run", action="store_true", help="print the environment and the command, start nothing")
-    _add_json(serve)
+    add_json(serve)
 
 
 def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -108,9 +114,9 @@ def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
         epilog="examples:\n  delta-sync log --bucket /data/runs/a\n"
         "  delta-sync log --bucket /data/runs/a --last 5 --json\n",
     )
-    _add_bucket(log)
-    log.add_argument("--last", type=_positive, metavar="N", help="only the newest N versions")
-    _add_json(log)
+    add_bucket(log)
+    log.add_argument("--last", type=positive, metavar="N", help="only the newest N versions")
+    add_json(log)
 
     inspect = commands.add_parser(
         "inspect",
@@ -121,10 +127,10 @@ def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
         "  delta-sync inspect ./objects/4fc55e65….safetensors\n",
     )
     inspect.add_argument("target", metavar="URL_OR_FILE", help="run URL, or path of a .safetensors file")
-    inspect.add_argument("--version", type=_count, metavar="N", help="a version of the run")
-    inspect.add_argument("--top", type=_positive, default=20, metavar="N", help="tensors to list (default: 20)")
+    inspect.add_argument("--version", type=count, metavar="N", help="a version of the run")
+    inspect.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)")
     inspect.add_argument("--all", action="store_true", help="list every tensor")
-    _add_json(inspect)
+    add_json(inspect)
 
     verify = commands.add_parser(
         "verify",
@@ -134,53 +140,22 @@ def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
         epilog="examples:\n  delta-sync verify --bucket /data/runs/a\n"
         "  delta-sync verify --bucket /data/runs/a --base /models/qwen3 --json\n",
     )
-    _add_bucket(verify)
-    verify.add_argument("--base", metavar="DIR", help="checkpoint of version 0, where it is not at the recorded path")
-    _add_json(verify)
-
-
-def _add_bucket(parser: Parser) -> None:
-    parser.add_argument("--bucket", metavar="URL", help=f"run URL; default: ${BUCKET_VARIABLE}")
-
-
-def _add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_bucket(verify)
+    add_base(verify)
+    add_json(verify)
 
 
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _count(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdecimal() else -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = _count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return value
-
-
-def _bucket(options: argparse.Namespace) -> str:
-    url: str | None = options.bucket or os.environ.get(BUCKET_VARIABLE)
-    if not url:
-        raise UsageError(f"--bucket URL is missing and {BUCKET_VARIABLE} is not set; say which run is meant")
-    return url
-
-
 # Commands: each returns the document for --json, and a function that prints it for people.
-
-Answer = tuple[dict[str, Any], Callable[[], None]]
 
 
 def _log(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync import cli_views
 
-    document, failure = cli_views.log_document(_bucket(options), options.last)
+    document, failure = cli_views.log_document(bucket_url(options), options.last)
     if failure is not None:
         if not options.json:
             cli_views.print_log(document)
@@ -207,7 +182,7 @@ def _inspect(options: argparse.Namespace) -> Answer:
 def _verify(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync import cli_views
 
-    document = cli_views.verify_document(_bucket(options), options.base)
+    document = cli_views.verify_document(bucket_url(options), options.base)
     return document, lambda: cli_views.print_verified(document)
 
 
@@ -224,11 +199,12 @@ def _serve(options: argparse.Namespace) -> Answer:
     return {"environment": environment, "command": command}, lambda: print(" \\\n".join(lines))
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {
+COMMANDS: dict[str, Command] = {
     "serve": _serve,
     "log": _log,
     "inspect": _inspect,
     "verify": _verify,
+    **{name: command for module in MODULES for name, command in module.COMMANDS.items()},
 }
 
 

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.wire.documents import RECEIVER_ID, TAG_NAME
 
 ENV_PREFIX = "DELTA_SYNC_"
 CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
+HEAD = "head"
+TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
 
 
 class Settings(BaseModel):
@@ -25,6 +28,15 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     bucket: Annotated[str, Field(min_length=1, description="Run URL to follow: file:///path/run or a plain path.")]
+    target: Annotated[
+        str,
+        BeforeValidator(lambda value: str(value) if type(value) is int else value),
+        Field(
+            pattern=TARGET,
+            description="Version to serve: head, a version's number, or tag:NAME, which is followed as the tag moves "
+            "forward. A server never goes back by itself.",
+        ),
+    ] = HEAD
     policy: Annotated[
         Literal["follow", "manual"],
         Field(description="follow: every new version is taken at once. manual: only on POST /delta_sync/sync."),
@@ -101,6 +113,14 @@ class Settings(BaseModel):
             "and an object larger than that is not kept.",
         ),
     ] = 8 * 1024**3
+    receiver_id: Annotated[
+        str | None,
+        Field(
+            pattern=rf"^{RECEIVER_ID.pattern}$",
+            description="Name under which this server tells retention what it serves and may go back to, in an object "
+            "that it writes into the bucket again and again. Without it nothing is written.",
+        ),
+    ] = None
     admin_token_file: Annotated[
         Path | None,
         Field(

@@ -65,18 +65,20 @@ def fresh_vllm(root: Path, checkpoints: list[Path]) -> dict[str, Any]:
 
 
 class Load:
-    """Two threads of one long request after the other, from the start of the block to its end."""
+    """Two threads of one long request after the other, from the start of the block, once they are at it, to its end."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, responses: list[Any]) -> None:
         self._server = server
         self._stop = threading.Event()
+        self._answered = threading.Event()
         self._threads = [threading.Thread(target=self._ask) for _ in range(2)]
-        self.responses: list[Any] = []
+        self._responses = responses
 
-    def __enter__(self) -> "Load":
+    def __enter__(self) -> None:
         for thread in self._threads:
             thread.start()
-        return self
+        # The next request follows at once, so that one is in flight from now on.
+        assert self._answered.wait(120)
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -88,7 +90,8 @@ class Load:
         # One client: making one takes as long as half of such a request, and nothing is in flight meanwhile.
         with httpx.Client(base_url=self._server.url, timeout=120) as client:
             while not self._stop.is_set():
-                self.responses.append(client.post("/v1/completions", json=body))
+                self._responses.append(client.post("/v1/completions", json=body))
+                self._answered.set()
 
 
 def command_of(family: str, base: Path, url: str, notice: str) -> tuple[list[str], dict[str, str]]:
@@ -119,17 +122,18 @@ def test_follows_training_bit_for_bit(tmp_path: Path, family: str) -> None:
                 str(base): {"digests": digests_of(server), "outputs": outputs_of(server)}
             }
             checkpoints = [base]
-            with Load(server) as load:
-                for version in range(1, VERSIONS + 1):
-                    next(steps)
+            responses: list[Any] = []
+            for version in range(1, VERSIONS + 1):
+                next(steps)
+                with Load(server, responses):
                     result = publisher.publish(step=version, wait=True)
                     assert result.version == version
                     status = server.wait_served(version)
-                    assert status["served"]["fingerprint"] == status["head"]["fingerprint"]
-                    checkpoints.append(save_checkpoint(model, tmp_path / f"v{version}"))
-                    served[str(checkpoints[-1])] = {"digests": digests_of(server)}
+                assert status["served"]["fingerprint"] == status["head"]["fingerprint"]
+                checkpoints.append(save_checkpoint(model, tmp_path / f"v{version}"))
+                served[str(checkpoints[-1])] = {"digests": digests_of(server)}
             served[str(checkpoints[-1])]["outputs"] = outputs_of(server)
-            check_in_flight(load.responses)
+            check_in_flight(responses)
             outcome = server.post("/delta_sync/verify").json()
             assert outcome["verdict"] is True
             assert outcome["fingerprint"] == server.status()["head"]["fingerprint"]

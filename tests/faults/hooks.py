@@ -1,11 +1,13 @@
 """A real bucket that calls back at every step, and a small trainer: what the fault tests share."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from tests.architectures import same_bits
+from trainer_side.upkeep import THREAD_NAME
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.errors import StoreError
@@ -18,31 +20,46 @@ def nothing(key: str) -> None:
 
 
 class Hooked(Bucket):
-    """A real local bucket that calls back before and after each put, and before each get."""
+    """A real local bucket that calls back around each put and before each read, except those of upkeep.
+
+    ``reading`` comes before each get, ``looking`` before each stat, ``upkeep`` before each put of upkeep.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._inner = open_bucket(str(folder))
         self.url = self._inner.url
         self.before: Hook = nothing
         self.after: Hook = nothing
         self.reading: Hook = nothing
+        self.looking: Hook = nothing
+        self.upkeep: Hook = nothing
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self.before(key)
+        watched = threading.current_thread().name != THREAD_NAME
+        (self.before if watched else self.upkeep)(key)
         self._inner.put(key, data, if_absent=if_absent)
-        self.after(key)
+        if watched:
+            self.after(key)
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        self.reading(key)
+        self._read(key)
         return self._inner.get(key, max_bytes=max_bytes)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
+        self._read(key)
         return self._inner.get_range(key, start, length)
+
+    def _read(self, key: str) -> None:
+        if threading.current_thread().name != THREAD_NAME:
+            self.reading(key)
 
     def get_file(self, key: str, path: Path) -> None:
         self._inner.get_file(key, path)
 
     def stat(self, key: str) -> ObjectInfo:
+        if threading.current_thread().name != THREAD_NAME:
+            self.looking(key)
         return self._inner.stat(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

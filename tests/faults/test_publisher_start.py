@@ -26,9 +26,9 @@ def test_run_that_cannot_be_started_gives_its_url_back(at: str, bucket: Hooked, 
     assert open_run(bucket.url).verify().head == 1
 
 
-def refused(match: str, bucket: Bucket) -> None:
+def refused(match: str, bucket: Bucket, resume: bool = True) -> None:
     with pytest.raises(ConflictError, match=match):
-        Publisher({"other": torch.ones(4)}, bucket)
+        Publisher({"other": torch.ones(4)}, bucket, resume=resume)
 
 
 @pytest.mark.parametrize("at", [RUN_KEY, TABLE_KEY, "objects/"])
@@ -59,9 +59,14 @@ def test_start_whose_version_0_may_be_there_keeps_the_claim(
     told = str(caught.value) if isinstance(error, StoreError) else caplog.text
     assert "stays claimed by run" in told
     assert "publish to a new run URL" in told
-    refused("holds a run already" if written else "holds run.json, tensors.json but no whole run", bucket)
-    if written:
-        assert open_run(bucket.url).verify().head == 0
+    if not written:
+        refused(r"holds run\.json, tensors\.json but no whole run", bucket)
+        return
+    refused("holds a run already", bucket, resume=False)
+    with Publisher(trainer.live, bucket) as publisher:
+        assert publisher.version == 0
+        publisher.publish(step=1)
+    assert open_run(bucket.url).verify().head == 1
 
 
 def test_interrupted_start_gives_its_url_back(bucket: Hooked, trainer: Trainer) -> None:
@@ -85,7 +90,8 @@ LEFTOVERS = {
     "table": ([RUN_KEY, HEAD_KEY, version_key(0)], r"holds tensors\.json but .* remove tensors\.json by hand"),
     "HEAD": ([RUN_KEY, TABLE_KEY, version_key(0)], r"holds HEAD\.json but no whole run"),
     "version": ([RUN_KEY, TABLE_KEY, HEAD_KEY], r"holds versions/ but no whole run"),
-    "claim": ([TABLE_KEY, HEAD_KEY, version_key(0)], r"holds run\.json but no whole run"),
+    "run.json": ([TABLE_KEY, HEAD_KEY, version_key(0)], r"holds run\.json but no whole run"),
+    "claims": ([RUN_KEY, TABLE_KEY, HEAD_KEY, version_key(0)], r"holds claims/ but no whole run"),
 }
 
 
@@ -93,6 +99,8 @@ LEFTOVERS = {
 def test_parts_of_a_run_are_refused_and_left_alone(case: str, bucket: Hooked, trainer: Trainer) -> None:
     gone, message = LEFTOVERS[case]
     Publisher(trainer.live, bucket).close()
+    if case == "claims":
+        Publisher(trainer.live, bucket).close()
     for key in gone:
         bucket.delete(key)
     before = [info.key for info in bucket.list()]

@@ -11,7 +11,7 @@ from tests.samples import RunWriter, nudge, random_bits, state_of
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.chain_plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
-from vllm_delta_sync.chain_read import apply_step
+from vllm_delta_sync.chain_read import apply_mapped, apply_step
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
@@ -59,15 +59,16 @@ class Tree:
 
     def expect(self, steps: list[Step], held: int, target: int) -> None:
         """The steps turn the bits of one version into those of the other."""
-        state = state_of(TABLE, self.writer.bits[held])
-        at = held
-        for step in steps:
-            assert step.start == at
-            apply_step(step, state)
-            at = step.end
-        assert at == target
-        for got, right in zip(state.bits, self.writer.bits[target], strict=True):
-            assert np.array_equal(got, right)
+        for apply in (apply_step, apply_mapped):
+            state = state_of(TABLE, self.writer.bits[held])
+            at = held
+            for step in steps:
+                assert step.start == at
+                apply(step, state)
+                at = step.end
+            assert at == target
+            for got, right in zip(state.bits, self.writer.bits[target], strict=True):
+                assert np.array_equal(got, right)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_planning_reads_few_documents(tree: Tree) -> None:
     assert len(read) <= 16
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_way_in_a_random_tree_is_exact(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     tree = Tree(tmp_path_factory.mktemp("tree"), data.draw(st.integers(0, 1000)))

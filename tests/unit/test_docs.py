@@ -4,6 +4,8 @@ import argparse
 import ast
 import importlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,15 +71,14 @@ def run_python(code: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_trainer_and_reader_of_the_readme_run(tmp_path: Path) -> None:
-    """The blocks that need no vLLM, on a tiny model in place of the one downloaded."""
+def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
+    """Those that need no vLLM, on a tiny model in place of the one downloaded."""
     checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
-    trainer, reader = (block for block in python_blocks("README.md") if "vllm import LLM" not in block)
+    trainer, reader, again = (block for block in python_blocks("README.md") if "vllm import LLM" not in block)
     for text in (SHARED, "tcp://*:5555"):
         assert text in trainer + reader
-    said = run_python(
-        trainer.replace(SHARED, str(tmp_path / "shared")).replace("tcp://*:5555", "tcp://127.0.0.1:*"), tmp_path
-    )
+    trainer = trainer.replace(SHARED, str(tmp_path / "shared")).replace("tcp://*:5555", "tcp://127.0.0.1:*")
+    said = run_python(trainer, tmp_path)
     steps = int(re.findall(r"range\(1, (\d+)\)", trainer)[0]) - 1
     assert re.findall(r"^step (\d+): version (\d+), ", said, re.MULTILINE) == [
         (str(step), str(step)) for step in range(1, steps + 1)
@@ -87,6 +88,25 @@ def test_trainer_and_reader_of_the_readme_run(tmp_path: Path) -> None:
     assert run.verify(checkpoint).head == steps
     report = run_python(reader.replace(SHARED, str(tmp_path / "shared")), tmp_path)
     assert f"head={steps}" in report
+    # The other block goes on where a training of its own, of five steps, has ended.
+    shared = tmp_path / "again"
+    first = trainer.replace(str(tmp_path / "shared"), str(shared)).replace(f"range(1, {steps + 1})", "range(1, 19)")
+    run_python(f"{first}\n{again}", tmp_path)
+    run = open_run(str(shared / "first-run"))
+    assert [manifest.base_version for manifest in run.log()][-2:] == [18, 18]
+    assert [tag.version for tag in run.tags().values()] == [19]
+    check_upkeep(shared, tmp_path)
+
+
+def check_upkeep(shared: Path, folder: Path) -> None:
+    """The commands that look after a run do as the README says."""
+    text = next(block for block in blocks((ROOT / "README.md").read_text(), "bash") if "delta-sync gc" in block)
+    shutil.copytree(shared / "first-run", folder / "mirror" / "first-run")
+    for line in text.replace(SHARED, str(shared)).replace("/mnt/mirror", str(folder / "mirror")).splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[0] == "delta-sync"
+        assert cli.run(words[1:]) == 0, line
+    assert open_run(str(shared / "second-run")).manifest(0).base is not None
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -116,7 +116,7 @@ def test_a_damaged_manifest_leaves_the_version_before(path: Path, caplog: pytest
 def test_a_damaged_delta_leaves_the_version_before(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     damage(path, 3)
     assert_version(str(path), 2)
-    assert "version 3 cannot be used, starting with version 2: object" in caplog.text
+    assert "version 5 cannot be used, starting with version 2: object" in caplog.text
 
 
 def test_a_damaged_anchor_leaves_nothing(path: Path) -> None:

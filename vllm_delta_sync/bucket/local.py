@@ -2,17 +2,22 @@
 
 An object is written to a staging directory inside the root, synced, and then given its name in one step: a
 hard link where the name must be new, a rename otherwise.
+
+Over NFS a name that another client replaced leaves a handle that the server no longer knows (ESTALE); then everything
+is looked up again. A reply may be lost, and the client asks twice: whether the first time worked shows in the file. An
+error of fsync is never tried again on the same file, because the kernel may have thrown the bytes away by then: the
+put fails, and what it wrote is removed.
 """
 
 import errno
 import os
 import secrets
 import stat
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from vllm_delta_sync.bucket.base import (
     MAX_KEY_BYTES,
@@ -23,7 +28,8 @@ from vllm_delta_sync.bucket.base import (
     check_range,
     check_size,
 )
-from vllm_delta_sync.bucket.confined import enter, open_folder, refuse_link
+from vllm_delta_sync.bucket.confined import open_folder, refuse_link
+from vllm_delta_sync.bucket.nfs import StagedFile, again, is_silly
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UsageError
 
 STAGING = "~staging"
@@ -31,6 +37,7 @@ STAGING = "~staging"
 STALE_STAGING_SECONDS = 24 * 3600.0
 """A staging file untouched for so long belongs to a writer that died."""
 COPY_BYTES = 4 * 1024 * 1024
+_Result = TypeVar("_Result")
 
 # Without O_NONBLOCK somebody's named pipe would hold a reader for ever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -46,6 +53,7 @@ _MENDS = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit of open files",
     errno.ENOTDIR: "give a directory as the bucket",
+    errno.ESTALE: "its server no longer knows it: mount it again",
 }
 
 
@@ -67,45 +75,64 @@ class LocalBucket(Bucket):
         with ExitStack() as stack:
             source = data if isinstance(data, bytes) else stack.enter_context(_open_source(key, data))
             stack.enter_context(self._writing("write", key))
-            folder = stack.enter_context(open_folder(self._root, folders, create=True))
-            self._check_target(key, folder, name, if_absent)
-            staging, staged = stack.enter_context(self._staged(source))
-            if if_absent:
-                self._link(key, staging, staged, folder, name)
-            else:
-                os.replace(staged, name, src_dir_fd=staging, dst_dir_fd=folder)
-            os.fsync(folder)
+            # What stands in the way is refused before any byte is written.
+            again(lambda: self._in_folder(folders, lambda folder: self._check_target(key, folder, name, if_absent)))
+            # A pipe can be read once.
+            once = not isinstance(source, bytes) and not source.seekable()
+            staged = self._stage(source) if once else again(lambda: self._stage(source))
+            publish = partial(self._publish, key, staged, name, if_absent)
+            try:
+                again(lambda: self._in_folder(folders, publish))
+            finally:
+                self._discard(staged)
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        with self._open_object(key) as (file, info):
+        def read(file: IO[bytes], info: ObjectInfo) -> bytes:
             check_size(key, info.bytes, max_bytes)
             data = file.read(info.bytes)
             if len(data) != info.bytes:
                 raise OSError(errno.EIO, f"{len(data)} of {info.bytes} bytes came")
             return data
 
+        return self._read_object(key, read)
+
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        check_range(key, start, length)
-        with self._open_object(key) as (file, info):
+        def read(file: IO[bytes], info: ObjectInfo) -> bytes:
             file.seek(min(start, info.bytes))
             return file.read(max(0, min(length, info.bytes - start)))
 
+        check_range(key, start, length)
+        return self._read_object(key, read)
+
     def get_file(self, key: str, path: Path) -> None:
-        with self._open_object(key) as (file, _):
-            part = path.with_name(f".{secrets.token_hex(8)}.part")
-            try:
-                with open(part, "xb") as copy:
-                    _copy(file, copy)
-                os.replace(part, path)
-            except OSError as error:
-                raise StoreError(_failure(f"copy key {key!r} of {self.url} to {path}", error)) from error
-            finally:
-                _unlink(part)
+        part = path.with_name(f".{secrets.token_hex(8)}.part")
+
+        def read(file: IO[bytes], info: ObjectInfo) -> None:
+            copy.seek(0)
+            copy.truncate()
+            while chunk := file.read(COPY_BYTES):
+                try:
+                    copy.write(chunk)
+                except OSError as error:
+                    raise self._no_copy(key, path, error) from error
+
+        try:
+            with open(part, "xb") as copy:
+                self._read_object(key, read)
+            os.replace(part, path)
+        except OSError as error:
+            raise self._no_copy(key, path, error) from error
+        finally:
+            _unlink(part)
 
     def stat(self, key: str) -> ObjectInfo:
         folders, name = _split(key)
-        with self._reading("look up", key), open_folder(self._root, folders) as folder:
+
+        def look(folder: int) -> ObjectInfo:
             return self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
+
+        with self._reading("look up", key):
+            return again(lambda: self._in_folder(folders, look, create=False))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -113,13 +140,21 @@ class LocalBucket(Bucket):
 
     def delete(self, key: str) -> None:
         folders, name = _split(key)
+
+        def remove(folder: int) -> None:
+            self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
+            os.unlink(name, dir_fd=folder)
+
         try:
-            with self._reading("delete", key), open_folder(self._root, folders) as folder:
-                self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
-                os.unlink(name, dir_fd=folder)
-                os.fsync(folder)
+            with self._reading("delete", key):
+                again(lambda: self._in_folder(folders, remove, create=False))
+                again(lambda: self._in_folder(folders, os.fsync, create=False))
         except NotFoundError:
             return
+
+    def _in_folder(self, folders: Sequence[str], call: Callable[[int], _Result], create: bool = True) -> _Result:
+        with open_folder(self._root, folders, create) as folder:
+            return call(folder)
 
     # Writing
 
@@ -132,14 +167,32 @@ class LocalBucket(Bucket):
         except NotFoundError as error:
             raise UsageError(f"key {key!r} is a folder of other keys in {self.url}; choose another") from error
         if if_absent:
+            # It may be the caller's own, of a put whose last fsync failed: whoever reads it back has to keep it.
+            os.fsync(folder)
             raise self._conflict(key)
 
-    def _link(self, key: str, staging: int, staged: str, folder: int, name: str) -> None:
+    def _publish(self, key: str, staged: StagedFile, name: str, if_absent: bool, folder: int) -> None:
+        """Give a staged file its name. Safe to call again after an error that left open whether it worked."""
+        with open_folder(self._root, [STAGING]) as staging:
+            if if_absent:
+                self._link(key, staging, staged, folder, name)
+            else:
+                try:
+                    os.replace(staged.name, name, src_dir_fd=staging, dst_dir_fd=folder)
+                except FileNotFoundError:
+                    # Moved already, if the reply to that was lost.
+                    if not staged.is_at(name, folder):
+                        raise
+        os.fsync(folder)
+
+    def _link(self, key: str, staging: int, staged: StagedFile, folder: int, name: str) -> None:
         try:
-            os.link(staged, name, src_dir_fd=staging, dst_dir_fd=folder, follow_symlinks=False)
+            os.link(staged.name, name, src_dir_fd=staging, dst_dir_fd=folder, follow_symlinks=False)
         except FileExistsError as error:
-            # Over NFS a lost reply makes the client link twice, and the second link finds the first.
-            if os.stat(staged, dir_fd=staging).st_nlink < 2:
+            # Made already, if the reply to that was lost; or by another writer.
+            linked = os.stat(staged.name, dir_fd=staging, follow_symlinks=False).st_nlink > 1
+            if not linked and not staged.is_at(name, folder):
+                os.fsync(folder)
                 raise self._conflict(key) from error
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
@@ -152,94 +205,105 @@ class LocalBucket(Bucket):
     def _conflict(self, key: str) -> ConflictError:
         return ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
 
-    @contextmanager
-    def _staged(self, data: bytes | IO[bytes]) -> Iterator[tuple[int, str]]:
-        """Write ``data`` durably where no reader sees it; yield directory and file name, removed at exit."""
+    def _stage(self, data: bytes | IO[bytes]) -> StagedFile:
+        """Write ``data`` durably where no reader sees it."""
         name = f"{os.getpid()}-{secrets.token_hex(8)}"
         with open_folder(self._root, [STAGING], create=True) as staging:
-            self._sweep(staging)
             try:
+                # Closing may fail too: some file systems report only then that bytes were lost.
                 with open(os.open(name, _CREATE, 0o666, dir_fd=staging), "wb") as file:
                     if isinstance(data, bytes):
                         file.write(data)
                     else:
+                        if data.seekable():
+                            data.seek(0)
                         _copy(data, file)
                     file.flush()
                     os.fsync(file.fileno())
-                yield staging, name
-            finally:
+                    staged, now = StagedFile.of(name, file.fileno()), os.fstat(file.fileno()).st_mtime
+            except BaseException:
                 _unlink(name, staging)
+                raise
+            self._sweep(staging, now)
+        return staged
 
-    def _sweep(self, staging: int) -> None:
+    def _discard(self, staged: StagedFile) -> None:
+        """Remove a staged file; one that was moved is no longer there."""
+        try:
+            with open_folder(self._root, [STAGING]) as staging:
+                _unlink(staged.name, staging)
+        except (OSError, StoreError):
+            return  # the sweep of a later writer gets it
+
+    def _sweep(self, staging: int, now: float) -> None:
+        """Remove what dead writers left. ``now`` is the store's: the clock of another machine may be days off."""
         if self._swept:
             return
         self._swept = True
-        oldest = time.time() - STALE_STAGING_SECONDS
-        for name in os.listdir(staging):
+        try:
+            names = os.listdir(staging)
+        except OSError:
+            return  # a later writer sweeps
+        for name in names:
             try:
-                if os.stat(name, dir_fd=staging, follow_symlinks=False).st_mtime < oldest:
+                if os.stat(name, dir_fd=staging, follow_symlinks=False).st_mtime < now - STALE_STAGING_SECONDS:
                     os.unlink(name, dir_fd=staging)
-            except (FileNotFoundError, PermissionError, IsADirectoryError):
-                continue  # swept by another writer meanwhile, or not ours to remove
+            except OSError:
+                continue  # swept by another writer meanwhile, held open over NFS, or not ours to remove
 
     # Reading
 
-    @contextmanager
-    def _open_object(self, key: str) -> Iterator[tuple[IO[bytes], ObjectInfo]]:
+    def _read_object(self, key: str, read: Callable[[IO[bytes], ObjectInfo], _Result]) -> _Result:
+        """Open an object and read it; from the beginning if it is replaced meanwhile and its server forgets it."""
         folders, name = _split(key)
-        with self._reading("read", key):
-            with open_folder(self._root, folders) as folder:
-                # Before opening, so that a link or a pipe is refused by its name; the open refuses them too.
-                self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
-                opened = os.open(name, _READ, dir_fd=folder)
+
+        def attempt(folder: int) -> _Result:
+            # Before opening, so that a link or a pipe is refused by its name; the open refuses them too.
+            self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
+            opened = os.open(name, _READ, dir_fd=folder)
             with open(opened, "rb") as file:
-                yield file, self._info(key, os.fstat(opened))
+                return read(file, self._info(key, os.fstat(opened)))
+
+        with self._reading("read", key):
+            return again(lambda: self._in_folder(folders, attempt, create=False))
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         path, slash, begin = prefix.rpartition("/")
-        with ExitStack() as stack:
-            try:
-                with self._reading("list", prefix):
-                    folder = stack.enter_context(open_folder(self._root, path.split("/") if slash else []))
-            except NotFoundError:
-                return
-            yield from self._list_folder(folder, path + slash, begin)
+        try:
+            yield from self._list_folder(path + slash, begin)
+        except NotFoundError:
+            return
 
-    def _list_folder(self, folder: int, path: str, begin: str) -> Iterator[ObjectInfo]:
-        with self._reading("list", path), os.scandir(folder) as entries:
-            # With its slash a directory sorts where its keys do: after "a-b" and "a.b", before "a0".
-            names = [
-                entry.name + ("/" if entry.is_dir(follow_symlinks=False) else "")
-                for entry in entries
-                if entry.name.startswith(begin)
-            ]
-        names.sort()
-        for name in names:
-            key = path + name
-            if not _is_key(key.removesuffix("/")):
-                continue  # staging, or a file that no put has made
-            try:
-                if not name.endswith("/"):
-                    yield from self._list_file(folder, key, name)
-                elif len(key) < MAX_KEY_BYTES:
-                    yield from self._list_below(folder, key, name.removesuffix("/"))
-            except NotFoundError:
-                continue  # deleted while listing
+    def _list_folder(self, path: str, begin: str) -> Iterator[ObjectInfo]:
+        folders = path.split("/")[:-1]
+        with self._reading("list", path):
+            names = again(lambda: self._in_folder(folders, lambda folder: _names(folder, begin), create=False))
+        with ExitStack() as stack:
+            with self._reading("list", path):
+                folder = stack.enter_context(open_folder(self._root, folders))
+            for name in names:
+                key = path + name
+                if not _is_key(key.removesuffix("/")):
+                    continue  # staging, or a file that no put has made
+                try:
+                    if not name.endswith("/"):
+                        yield from self._list_file(folder, key, name)
+                    elif len(key) < MAX_KEY_BYTES:
+                        yield from self._list_folder(key, "")
+                except NotFoundError:
+                    continue  # deleted while listing
 
     def _list_file(self, folder: int, key: str, name: str) -> Iterator[ObjectInfo]:
         with self._reading("list", key):
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            info = self._info(key, found) if stat.S_ISREG(found.st_mode) else None
-        if info is not None:
-            yield info
-
-    def _list_below(self, folder: int, path: str, name: str) -> Iterator[ObjectInfo]:
-        with self._reading("list", path):
-            below = enter(folder, name)
-        try:
-            yield from self._list_folder(below, path, "")
-        finally:
-            os.close(below)
+            try:
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                found = None
+            if found is not None and not stat.S_ISREG(found.st_mode):
+                return
+        yield self.stat(key) if found is None else self._info(key, found)
 
     def _info(self, key: str, found: os.stat_result) -> ObjectInfo:
         refuse_link(f"{self.url}/{key}", found)
@@ -250,6 +314,9 @@ class LocalBucket(Bucket):
         return ObjectInfo(key, found.st_size, found.st_mtime)
 
     # Errors
+
+    def _no_copy(self, key: str, path: Path, error: OSError) -> StoreError:
+        return StoreError(_failure(f"copy key {key!r} of {self.url} to {path}", error))
 
     @contextmanager
     def _reading(self, action: str, key: str) -> Iterator[None]:
@@ -272,14 +339,26 @@ class LocalBucket(Bucket):
             raise StoreError(_failure(f"{action} key {key!r} of {self.url}", error)) from error
 
 
+def _names(folder: int, begin: str) -> list[str]:
+    with os.scandir(folder) as entries:
+        # With its slash a directory sorts where its keys do: after "a-b" and "a.b", before "a0".
+        return sorted(
+            entry.name + ("/" if entry.is_dir(follow_symlinks=False) else "")
+            for entry in entries
+            if entry.name.startswith(begin)
+        )
+
+
 def _split(key: str) -> tuple[list[str], str]:
     *folders, name = check_key(key).split("/")
+    if any(is_silly(part) for part in (*folders, name)):
+        raise UsageError(f"key {key!r} has a part that NFS clients call a removed file; choose another")
     return folders, name
 
 
 def _is_key(key: str) -> bool:
     try:
-        check_key(key)
+        _split(key)
     except UsageError:
         return False
     return True

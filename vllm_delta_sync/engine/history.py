@@ -1,14 +1,11 @@
-"""What a receiver knows of the run: its manifests, which versions to take next, and which not to try again."""
+"""What a receiver knows of the run that it follows: its manifests, and those of the runs it branches from."""
 
-from vllm_delta_sync.chain import Run, check_follows, open_run
-from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.engine.legs import Place
+from vllm_delta_sync.engine.lineage import Point, line
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest
-
-STAGED_BYTES = 32
-"""Memory that staging takes at most per changed element of a 16-bit dtype: decoded 10, folded 10 more, routed 14, and
-never all of it at once."""
-FOLDED_VERSIONS = 1024
 
 
 class History:
@@ -22,12 +19,9 @@ class History:
     def __init__(self, url: str) -> None:
         self._url = url
         self._run: Run | None = None
+        self._origins: list[Point] = []
         self.head: Manifest | None = None
         self.behind: dict[int, Manifest] = {}
-        self._fold = FOLDED_VERSIONS
-        self._fold_until = -1
-        # Digest and message of a version that was committed and taken back: trying again would only pause again.
-        self._rejected = ("", "")
 
     @property
     def run(self) -> Run:
@@ -36,11 +30,6 @@ class History:
             raise NotFoundError(f"no run at {self._url!r} yet")
         return self._run
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a run was found."""
-        return self._run is not None
-
     def is_replaced(self) -> bool:
         """Whether another run lies at the URL than the one known. Raises DeltaSyncError if that cannot be read."""
         return self._run is None or not self._run.is_current()
@@ -48,6 +37,7 @@ class History:
     def open(self) -> Run:
         """Open the run at the URL, whichever it is now. Errors as ``open_run``."""
         self._run = open_run(self._url)
+        self._origins = []
         self.head = None
         self.behind.clear()
         return self._run
@@ -64,49 +54,55 @@ class History:
 
     def base(self) -> tuple[Manifest, list[Fingerprint]]:
         """Version 0, and its fingerprint per tensor id. Errors as ``Run.manifest``; NotFoundError if it has none."""
-        first = self.manifest(0)
-        declared = first.tensor_fingerprints or {}
-        missing = next((spec.name for spec in self.run.table if spec.name not in declared), None)
-        if missing is not None:
-            raise NotFoundError(f"version 0 has no fingerprint for tensor {missing!r}")
-        return first, [Fingerprint.from_hex(declared[spec.name]) for spec in self.run.table]
+        return first_of(self.run)
 
-    def window(self, served: Manifest, target: int, room: int) -> list[Manifest]:
-        """The next versions to take in one commit: up to an anchor, a bad one, or ``room`` bytes of memory.
+    def confirms(self, served: Manifest) -> tuple[bool | None, str | None]:
+        """Whether the bucket, read anew, holds a version as it was served; None if it cannot be read. And why not."""
+        try:
+            if self.is_replaced():
+                return False, f"another run lies at {self._url!r} now"
+            there = self.run.manifest(served.version)
+        except StoreError as error:
+            return None, error.message
+        except NotFoundError as error:
+            return (None if self._is_gone() else False), error.message
+        except DeltaSyncError as error:
+            return False, error.message
+        if there.digest != served.digest:
+            return False, f"version {served.version} is {there.digest} in the bucket, {served.digest} was served"
+        return True, None
+
+    def _is_gone(self) -> bool:
+        try:
+            return self.is_replaced()
+        except DeltaSyncError:
+            return True
+
+    def origins(self) -> list[Point]:
+        """The versions of other runs that this one begins with, youngest first; empty if it is no branch.
 
         Raises:
-            DeltaSyncError: the very next one cannot be taken.
+            StoreError: the store failed. DeltaSyncError: version 0 cannot be read.
         """
-        found: list[Manifest] = []
-        parent = served
-        for version in range(served.version + 1, target + 1):
-            try:
-                manifest = self.manifest(version)
-                check_follows(parent, manifest)
-                if manifest.digest == self._rejected[0]:
-                    raise FingerprintError(self._rejected[1])
-            except DeltaSyncError:
-                if not found:
-                    raise
-                break
-            room -= STAGED_BYTES * manifest.changed
-            if found and (room < 0 or manifest.kind != "delta" or len(found) >= self._fold):
-                break
-            found.append(manifest)
-            if manifest.kind != "delta":
-                break
-            parent = manifest
-        return found
+        if not self._origins:
+            # Looked for again if there was none: the source may come back.
+            self._origins = line(self.run, 0)[1:]
+        return self._origins
 
-    def halve(self, manifests: list[Manifest]) -> None:
-        """Take fewer versions at once until those given are behind: together they did not fit the weights."""
-        self._fold, self._fold_until = max(1, len(manifests) // 2), max(self._fold_until, manifests[-1].version)
+    def is_own(self, place: Place) -> bool:
+        """Whether a place is a version of the run followed."""
+        return place.run.info.run == self.run.info.run
 
-    def committed(self, version: int) -> None:
-        """A version was committed."""
-        if version >= self._fold_until:
-            self._fold = FOLDED_VERSIONS
 
-    def reject(self, manifest: Manifest, reason: str) -> None:
-        """Do not try this version again."""
-        self._rejected = (manifest.digest, reason)
+def first_of(run: Run) -> tuple[Manifest, list[Fingerprint]]:
+    """Version 0 of a run, and its fingerprint per tensor id.
+
+    Raises:
+        NotFoundError: it has none for a tensor. Else as ``Run.manifest``.
+    """
+    first = run.manifest(0)
+    declared = first.tensor_fingerprints or {}
+    missing = next((spec.name for spec in run.table if spec.name not in declared), None)
+    if missing is not None:
+        raise NotFoundError(f"version 0 has no fingerprint for tensor {missing!r}")
+    return first, [Fingerprint.from_hex(declared[spec.name]) for spec in run.table]

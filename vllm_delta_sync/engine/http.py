@@ -47,7 +47,9 @@ class SyncRequest(BaseModel):
     """Body of ``POST /delta_sync/sync``."""
 
     model_config = ConfigDict(extra="forbid")
-    version: Annotated[int | None, Field(ge=0, description="Version to serve; none: the head.")] = None
+    version: Annotated[
+        int | None, Field(ge=0, description="Version to serve; none: what the setting `target` says.")
+    ] = None
 
 
 class RollbackRequest(BaseModel):
@@ -109,7 +111,8 @@ async def status(request: Request) -> dict[str, Any]:
 
 @router.post("/sync", dependencies=[Depends(admin)])
 async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, Any]:
-    """Look into the bucket now and serve the head, or the version asked for; answers with the status reached.
+    """Look into the bucket now and serve what the setting `target` says, or the version asked for; answers with the
+    status reached.
 
     A version before the served one is gone back to, as by rollback."""
     version = None if body is None else body.version
@@ -140,7 +143,9 @@ async def release(request: Request) -> dict[str, Any]:
 
 @router.post("/verify", dependencies=[Depends(admin)])
 async def verify(request: Request) -> dict[str, Any]:
-    """Rescan all weights against the served version's fingerprint."""
+    """Rescan all weights against the served version's fingerprint, and compare its manifest with the bucket's.
+
+    `chain` is null if the bucket cannot be read; what is served stays, whatever `chain` says."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("verify"))
     return outcome
 

@@ -76,7 +76,7 @@ class Guard:
         try:
             # Requests that somebody else holds back must not run on because our mode would let them.
             lease.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
-        except BaseException:
+        except BaseException:  # whatever stops it, an interrupt too, others' pauses must be as they were
             self._restore(lease)
             raise
         if keeps:

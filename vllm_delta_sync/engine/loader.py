@@ -33,11 +33,12 @@ class Loaded:
     """What was handed to a model's ``load_weights``; left on the model as ``delta_sync_loaded``.
 
     Attributes:
-        run: run id. version: version number. digest: SHA-256 of its manifest.
+        run: run id. url: where it lies. version: version number. digest: SHA-256 of its manifest.
         fingerprints: hex, one per tensor of the run's table, in its order.
     """
 
     run: str
+    url: str
     version: int
     digest: str
     fingerprints: tuple[str, ...]
@@ -118,7 +119,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         names = model.load_weights(drain(self.run, state))
         if names is not None and model_config.quantization is None:
             self._check_all_set(model, set(names))
-        model.delta_sync_loaded = Loaded(held.run, held.version, held.digest, fingerprints)
+        model.delta_sync_loaded = Loaded(held.run, self.run.bucket.url, held.version, held.digest, fingerprints)
         del state
         gc.collect()
         logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)

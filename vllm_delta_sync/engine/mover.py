@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.history import History
+from vllm_delta_sync.engine.legs import Leg, Place
 from vllm_delta_sync.engine.ranks import Ranks
 from vllm_delta_sync.engine.rotation import Rotation
 from vllm_delta_sync.engine.status import Board, State
@@ -17,6 +18,7 @@ from vllm_delta_sync.engine.transaction import (
     brief,
     raise_if_error,
 )
+from vllm_delta_sync.engine.ways import Ways
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -44,11 +46,14 @@ class Mover:
         damaged: what was served when the weights were found to be changed from outside; None once repaired.
     """
 
-    def __init__(self, port: EnginePort, settings: Settings, board: Board, history: History, ranks: Ranks) -> None:
+    def __init__(
+        self, port: EnginePort, settings: Settings, board: Board, history: History, ways: Ways, ranks: Ranks
+    ) -> None:
         self._port = port
         self._settings = settings
         self._board = board
         self._history = history
+        self._ways = ways
         self._ranks = ranks
         self.rotation = Rotation([], 0)
         self.damaged: Manifest | None = None
@@ -137,17 +142,21 @@ class Mover:
         if not all(answer["confirmed"] for answer in ranks):
             self._trim()
 
-    def step(self, served: Manifest, target: int) -> None:
-        """Stage and commit as many versions at once as fit."""
+    def step(self, place: Place | None, target: int) -> None:
+        """Stage and commit as much of the way to a version as fits.
+
+        Args:
+            place: what the ranks hold; None: weights that are no version of any run known.
+        """
         if not self._confirmed:
             self._trim()
         if not self._confirmed:
             # A pause that is lost would take back the commit before, which is served.
-            raise EngineError(f"version {served.version} is served, but could not be confirmed on every rank yet")
-        manifests = self._history.window(served, target, self._settings.stage_bytes)
+            raise EngineError(f"version {self._served_version} is served, but could not be confirmed on every rank yet")
         while True:
+            leg = self._ways.next(place, target, self._settings.stage_bytes)
             try:
-                staged = self.stage(served, manifests)
+                staged = self._stage(leg, place)
                 break
             except ModelError as error:
                 self.distrust(error)
@@ -155,49 +164,48 @@ class Mover:
             except (BusyError, WeightsLostError):
                 raise
             except DeltaSyncError as error:
-                if self._board.served is None:
-                    # Not a bad version: the weights are not what they should be.
+                # Broken: not a bad version, but the weights are not what they should be.
+                hopeless = isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)
+                if self._board.broken or hopeless or not self._ways.without(leg, error):
                     raise
-                # The versions before the bad one are good, and less may fit where more did not.
-                if len(manifests) == 1 or (isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)):
-                    raise
-                manifests = manifests[: len(manifests) // 2]
-        self.commit(manifests, staged)
+        self._commit(leg, place, staged)
 
-    def stage(self, served: Manifest | None, manifests: list[Manifest]) -> dict[str, float]:
-        """Stage versions on all ranks; the slowest rank's timings."""
+    def _stage(self, leg: Leg, place: Place | None) -> dict[str, float]:
+        """Stage on all ranks; the slowest rank's timings."""
         self._board.set(state="staging")
-        rescan = [] if served is None else self.rotation.next()
-        staged, differing = self._ranks.stage(manifests, served, rescan)
-        if differing and served is not None:
-            error = not_served(served, differing)
+        rescan = [] if place is None else self.rotation.next()
+        staged, differing = self._ranks.stage(leg, self._served_version, rescan)
+        if differing and place is not None:
+            error = not_served(place.manifest, differing)
             self.distrust(error)
             raise error
         timings: dict[str, float] = staged["ms"]
         return timings
 
-    def commit(self, manifests: list[Manifest], timings: dict[str, float]) -> None:
+    def _commit(self, leg: Leg, place: Place | None, timings: dict[str, float]) -> None:
         self._board.set(state="committing")
-        target, served = manifests[-1], self._board.served
+        target, served = leg.target, self._board.served
         transaction = self._transaction(target.version, matches=self._ranks.matches)
         try:
             transaction.commit()
         except Mismatch as error:
-            self._judge(manifests, error)
+            self._judge(leg, place, error)
             return
         if served is not None:
             self._history.behind[served.version] = served
         timings = timings | self._go_on(transaction, target, served)
-        self._history.committed(target.version)
+        self._ways.committed(target.version)
         self._trim()
-        self._board.committed(target, manifests, timings)
+        self._board.committed(leg, timings)
+        if self._ways.avoided:
+            logger.warning("version %d was reached without %s", target.version, ", ".join(self._ways.avoided[:4]))
         logger.info(
             "version %d (step %d) served: %s%.2f %% of the weights, %.1f kB; %s",
             target.version,
             target.step,
-            f"{len(manifests)} versions in one commit, which changed " if len(manifests) > 1 else "changed ",
-            100 * sum(manifest.changed for manifest in manifests) / max(1, target.total),
-            sum(manifest.payload_bytes for manifest in manifests) / 1e3,
+            f"{leg.versions} versions in one commit, which changed " if leg.versions > 1 else "changed ",
+            100 * leg.changed / max(1, target.total),
+            leg.payload_bytes / 1e3,
             ", ".join(f"{name} {value:.1f} ms" for name, value in timings.items()),
         )
 
@@ -233,17 +241,12 @@ class Mover:
         self._history.behind = {version: behind[version] for version in kept}
         self._board.set(undo=kept)
 
-    def _judge(self, manifests: list[Manifest], error: Mismatch) -> None:
-        """A commit was taken back: was the version wrong, or the weights held? A rescan tells."""
-        served = self._board.served
-        if served is not None and self.rescan(served)["verdict"]:
-            if len(manifests) > 1:
-                # One of them is wrong; the good ones before it are served, in smaller steps.
-                self._history.halve(manifests)
-                return
-            wrong = f"{error.message}: it was made against other weights than version {served.version}"
-            self._history.reject(manifests[-1], wrong)
-            raise FingerprintError(wrong) from error
+    def _judge(self, leg: Leg, place: Place | None, error: Mismatch) -> None:
+        """A commit was taken back: was a version wrong, or the weights held? A rescan tells."""
+        if place is not None and self.rescan(place.manifest)["verdict"]:
+            wrong = f"{error.message}: it was made against other weights than version {place.version}"
+            self._ways.mismatched(leg, wrong)
+            return
         changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
         self.distrust(changed)
         raise changed from error

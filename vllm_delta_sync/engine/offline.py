@@ -15,7 +15,7 @@ class OfflineSync:
         self._receiver = receiver
 
     def to(self, version: int | None = None) -> dict[str, Any]:
-        """Bring the weights to a version, the head if None; returns ``status()``.
+        """Bring the weights to a version, what the setting ``target`` says if None; returns ``status()``.
 
         Raises:
             DeltaSyncError: with the weights still those of the version served before.
@@ -38,7 +38,7 @@ class OfflineSync:
         return self._receiver.status()
 
     def verify(self) -> dict[str, Any]:
-        """Rescan all weights against the served version: {"verdict", "version", "fingerprint", "mismatched", …}.
+        """Rescan all weights against the served version: {"verdict", "version", "mismatched", "chain", …}.
 
         Raises:
             EngineError: no version is served yet.

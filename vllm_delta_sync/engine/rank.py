@@ -9,37 +9,31 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.engine import commit as commits
 from vllm_delta_sync.engine.interrupts import postponed
+from vllm_delta_sync.engine.legs import Leg
 from vllm_delta_sync.engine.ownership import region_to_plain
-from vllm_delta_sync.engine.patch import StagedPatch, stage
-from vllm_delta_sync.engine.reading import Clock, read_versions
-from vllm_delta_sync.engine.repair import stage_repair
+from vllm_delta_sync.engine.patch import StagedPatch
+from vllm_delta_sync.engine.reading import Clock
 from vllm_delta_sync.engine.routes import RouteMap
+from vllm_delta_sync.engine.staging import stage_leg
 from vllm_delta_sync.engine.trace import LoadableModel, trace_routes
+from vllm_delta_sync.engine.transaction import Answer, as_ours, error_answer
 from vllm_delta_sync.engine.undo_log import Applied, UndoLog
 from vllm_delta_sync.errors import (
     BusyError,
+    ChainError,
     DeltaSyncError,
     EngineError,
     FingerprintError,
-    MemoryLimitError,
     WeightsLostError,
 )
 from vllm_delta_sync.wire import fold as folding
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest
-
-Answer = dict[str, Any]
-
-
-def error_answer(error: DeltaSyncError) -> Answer:
-    """An error as plain data, for the way from a worker to the controller."""
-    return {"error": {"kind": error.kind, "message": error.message}}
 
 
 class RankReceiver:
@@ -71,6 +65,7 @@ class RankReceiver:
         self.touches = 0
         self.asleep = False
         self._noted: Answer | None = None
+        self._others: dict[str, Run] = {}
         self._cache: ObjectCache | None = None
         self._staged: StagedPatch | None = None
         self._log = UndoLog()
@@ -109,7 +104,7 @@ class RankReceiver:
         except DeltaSyncError as error:
             self._outcome = error_answer(error)
         except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
-            self._outcome = error_answer(_as_ours(error))
+            self._outcome = error_answer(as_ours(error))
 
     def poll(self) -> Answer:
         """{"running": True}, or the outcome of the last operation with "running" False."""
@@ -122,12 +117,12 @@ class RankReceiver:
 
         Returns:
             per tensor id the source regions of this rank's routes and the fingerprint of each; and what is known of
-            the weights: {"run", "version", "fingerprints"} or None.
+            the weights: {"run", "url", "version", "fingerprints"} or None.
         """
         began = time.perf_counter()
         self._awake()
         run = open_run(url)
-        noted = self._note(run.info.run)
+        noted = self._note()
         routes = trace_routes(self.model, run.table)
         # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
         self.touched = None
@@ -139,6 +134,7 @@ class RankReceiver:
         self._cache = None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes)
         self.version, self.fingerprints, self._staged = None, [], None
         self._log.clear()
+        self._others.clear()
         # Not forgotten before the controller has made use of it.
         self._noted = noted
         return {
@@ -149,59 +145,67 @@ class RankReceiver:
             "ms": {"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         }
 
-    def _note(self, run: str) -> Answer | None:
-        """What this rank held when last asked, or what it was loaded with, if it is of this run."""
-        if self._noted is not None and self._noted["run"] == run:
+    def _note(self) -> Answer | None:
+        """What this rank held when last asked, or what it was loaded with."""
+        if self._noted is not None and self.version is None:
             return self._noted
-        if self.run is not None and self.run.info.run == run and self.version is not None:
-            return {"run": run, "version": self.version, "fingerprints": [value.hex() for value in self.fingerprints]}
+        if self.run is not None and self.version is not None:
+            return {
+                "run": self.run.info.run,
+                "url": self.run.bucket.url,
+                "version": self.version,
+                "fingerprints": [value.hex() for value in self.fingerprints],
+            }
         loaded = getattr(self.model, "delta_sync_loaded", None)
-        if loaded is None or loaded.run != run:
+        if loaded is None:
             return None
-        return {"run": run, "version": loaded.version, "fingerprints": list(loaded.fingerprints)}
+        return {
+            "run": loaded.run,
+            "url": loaded.url,
+            "version": loaded.version,
+            "fingerprints": list(loaded.fingerprints),
+        }
 
     def adopt(
-        self, version: int | None, fingerprints: list[str], groups: list[list[list[int]]], loaded: list[bool]
+        self,
+        version: int | None,
+        fingerprints: list[str],
+        groups: list[list[list[int]]],
+        loaded: list[bool],
+        note: Answer | None = None,
     ) -> Answer:
         """Take over what the controller found out about all ranks together.
 
         Args:
-            version: what they hold; None: weights that are no version.
+            version: what they hold; None: weights that are no version of the run followed.
             fingerprints, loaded: per tensor id. groups: per rank, per tensor id, per route.
+            note: what they are instead, to be said again to whoever asks: {"run", "url", "version"}.
         """
         _, routes = self._proven()
         routes.groups, routes.loaded = groups[self.index], loaded
         self.fingerprints = [Fingerprint.from_hex(value) for value in fingerprints]
-        self.version, self.confirmed, self._noted = version, True, None
+        self.version, self.confirmed = version, True
+        self._noted = None if note is None else {**note, "fingerprints": fingerprints}
         return {}
 
-    def stage(self, manifests: list[str], parent: str | None, rescan: list[int]) -> Answer:
-        """Fetch, verify, decode, fold and route versions; nothing is written to the model.
+    def stage(self, leg: Answer, held: int | None, rescan: list[int]) -> Answer:
+        """Fetch, verify, decode, fold and route what one commit takes; nothing is written to the model.
 
         Args:
-            manifests: canonical texts of consecutive versions; several must all be deltas.
-            parent: that of the version held, None for version 0.
+            leg: see ``Leg.to_plain``. held: the version that the controller takes this rank to hold.
             rescan: tensor ids to gather and hash, as ``scan`` does.
         """
         run, routes = self._ready()
         self._staged = None
-        targets = [Manifest.from_bytes(text.encode()) for text in manifests]
-        before = None if parent is None else Manifest.from_bytes(parent.encode())
+        taken = Leg.from_plain(leg, self._run_at)
+        if held != self.version:
+            raise ChainError(f"version {taken.target.version} is to follow version {held}; here is {self.version}")
         clock = Clock()
-        changes = read_versions(run, self._cache, targets, before, self.version, routes, clock)
-        patch = stage(targets[-1].version, changes, routes, self.fingerprints)
-        _check_total(targets[-1], patch)
-        clock.tick("route")
+        patch = stage_leg(taken, run, self._cache, routes, self.fingerprints, self.folder, clock)
         scanned = self._gather(routes, rescan)
         clock.tick("rescan")
         self._staged = patch
-        return {
-            "staged": patch.version,
-            "declared": patch.declared.hex(),
-            "bytes": patch.nbytes,
-            "ms": clock.ms,
-            **scanned,
-        }
+        return self._staged_answer(patch, clock.ms, scanned)
 
     def repair(self, manifest: str) -> Answer:
         """Stage whatever makes this rank's weights a version again, whoever changed them.
@@ -212,19 +216,32 @@ class RankReceiver:
         run, routes = self._proven()
         self._awake()
         routes.check_live()
-        began = time.perf_counter()
         target = Manifest.from_bytes(manifest.encode())
         # What is held is no version, and no commit leads back to one.
         self.version, self.touched, self._staged = None, None, None
         self._log.clear()
-        self._staged = stage_repair(run, target, self.folder, routes)
+        clock = Clock()
+        rebuilt = Leg(target, rebuild=True)
+        self._staged = stage_leg(rebuilt, run, self._cache, routes, self.fingerprints, self.folder, clock)
+        return self._staged_answer(self._staged, clock.ms, self._gather(routes, []))
+
+    def _staged_answer(self, patch: StagedPatch, ms: dict[str, float], scanned: Answer) -> Answer:
         return {
-            "staged": target.version,
-            "declared": Fingerprint().hex(),
-            "bytes": self._staged.nbytes,
-            "ms": {"rebuild": 1e3 * (time.perf_counter() - began)},
-            **self._gather(routes, []),
+            "staged": patch.version,
+            "declared": patch.declared.hex(),
+            "bytes": patch.nbytes,
+            "ms": ms,
+            **scanned,
         }
+
+    def _run_at(self, url: str | None) -> Run:
+        """The run followed, or the one at another URL."""
+        run, _ = self._proven()
+        if url is None:
+            return run
+        if url not in self._others:
+            self._others[url] = open_run(url)
+        return self._others[url]
 
     def commit(self, version: int) -> Answer:
         """Apply the staged version in place. The engine must be paused.
@@ -308,6 +325,8 @@ class RankReceiver:
     def trim(self, undo_bytes: int) -> Answer:
         """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound."""
         self.confirmed = True
+        if self.version is not None:
+            self._noted = None
         self._log.trim(undo_bytes)
         return self.describe()
 
@@ -315,7 +334,7 @@ class RankReceiver:
         if isinstance(error, WeightsLostError):
             self.intact = False
         elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
-            raise _as_ours(error) from error
+            raise as_ours(error) from error
 
     def describe(self) -> Answer:
         """What this rank holds, whether it can tell, which versions it can go back to (newest first), and who else
@@ -378,21 +397,3 @@ class RankReceiver:
     def _awake(self) -> None:
         if self.asleep:
             raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
-
-
-def _check_total(target: Manifest, patch: StagedPatch) -> None:
-    total = sum(patch.fingerprints, Fingerprint())
-    if total != target.model_fingerprint:
-        raise FingerprintError(
-            f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
-            f"{target.fingerprint}: the weights held are not those it was made against"
-        )
-
-
-def _as_ours(error: Exception) -> DeltaSyncError:
-    # torch's error for devices derives from RuntimeError, and is named so in every release.
-    # On the CPU it is a plain RuntimeError.
-    full = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    if full or isinstance(error, MemoryError):
-        return MemoryLimitError(f"this rank is out of memory ({error}); free some, the weights are as they were")
-    return EngineError(f"unexpected {type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_delta_sync.engine.legs import Leg, Place
 from vllm_delta_sync.engine.ownership import Ownership, assign, region_from_plain
 from vllm_delta_sync.engine.transaction import Answer, EnginePort, raise_if_error
 from vllm_delta_sync.errors import EngineError
@@ -16,6 +17,16 @@ POLL_SHORTEST_S = 0.001
 POLL_LONGEST_S = 0.02
 
 
+@dataclass(frozen=True)
+class Noted:
+    """What ranks believe to hold: run, its URL, version, fingerprints per tensor id of that run."""
+
+    run: str
+    url: str
+    version: int
+    fingerprints: list[Fingerprint]
+
+
 @dataclass
 class Held:
     """What an engine's weights are, over all ranks.
@@ -23,13 +34,13 @@ class Held:
     Attributes:
         fingerprints: per tensor id; None where no rank loads the tensor.
         conflicting: tensor ids of which ranks hold copies that differ.
-        noted: version and fingerprints per tensor id that the ranks believe to hold, or None.
+        noted: what the ranks believe to hold, or None.
         answers: per rank, for status.
     """
 
     fingerprints: list[Fingerprint | None]
     conflicting: set[int]
-    noted: tuple[int, list[Fingerprint]] | None
+    noted: Noted | None
     answers: list[Answer]
 
     def different(self, expected: list[Fingerprint]) -> list[int]:
@@ -76,29 +87,37 @@ class Ranks:
             found.append(value if ownership.is_loaded(tensor) else None)
         return Held(found, conflicting, _noted(answers), answers)
 
-    def adopt(self, version: int | None, fingerprints: list[Fingerprint]) -> None:
-        """Tell every rank what all ranks together hold; None: weights that are no version."""
+    def adopt(self, version: int | None, fingerprints: list[Fingerprint], place: Place | None = None) -> None:
+        """Tell every rank what all ranks together hold; None: weights that are no version of the run followed.
+
+        Args:
+            place: what they are instead, to be said again by ranks that are asked again.
+        """
         ownership = self._proven()
         loaded = [ownership.is_loaded(tensor) for tensor in range(len(fingerprints))]
         hexes = [value.hex() for value in fingerprints]
         groups = [ownership.groups(rank) for rank in range(len(ownership.slots))]
-        arguments = {"version": version, "fingerprints": hexes, "groups": groups, "loaded": loaded}
+        arguments: Answer = {"version": version, "fingerprints": hexes, "groups": groups, "loaded": loaded}
+        if place is not None:
+            arguments["note"] = {
+                "run": place.run.info.run,
+                "url": place.run.bucket.url,
+                "version": place.version,
+            }
         for answer in self._port.call("adopt", arguments):
             raise_if_error(answer)
 
-    def stage(self, manifests: list[Manifest], parent: Manifest | None, rescan: list[int]) -> tuple[Answer, list[str]]:
-        """Stage versions on every rank.
+    def stage(self, leg: Leg, held: int | None, rescan: list[int]) -> tuple[Answer, list[str]]:
+        """Stage one commit on every rank.
+
+        Args:
+            held: the version that they hold; None: none of the run followed.
 
         Returns:
             {"ms": slowest rank's timings, "bytes": largest rank's}, and the names of rescanned tensors that are not
             what they should be.
         """
-        arguments = {
-            "manifests": [manifest.to_bytes().decode() for manifest in manifests],
-            "parent": None if parent is None else parent.to_bytes().decode(),
-            "rescan": rescan,
-        }
-        return self._staged("stage", arguments, rescan)
+        return self._staged("stage", {"leg": leg.to_plain(), "held": held, "rescan": rescan}, rescan)
 
     def repair(self, target: Manifest) -> Answer:
         """Stage on every rank whatever makes its weights the target; as ``stage``."""
@@ -205,8 +224,9 @@ def _of(mapping: dict[Any, Any], tensor: int) -> Any:
     return mapping[tensor] if tensor in mapping else mapping[str(tensor)]
 
 
-def _noted(answers: list[Answer]) -> tuple[int, list[Fingerprint]] | None:
+def _noted(answers: list[Answer]) -> Noted | None:
     notes = [answer["noted"] for answer in answers]
     if notes[0] is None or any(note != notes[0] for note in notes):
         return None
-    return notes[0]["version"], _parse(notes[0]["fingerprints"])
+    note = notes[0]
+    return Noted(note["run"], note["url"], note["version"], _parse(note["fingerprints"]))

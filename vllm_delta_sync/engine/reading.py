@@ -1,15 +1,21 @@
-"""Read versions from the bucket for one rank: fetch, check, decode, keep what the rank holds, fold."""
+"""Read from the bucket for one rank: fetch, check, decode, keep what the rank holds, fold."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.chain import Run, check_declared, check_follows, decode_version
+from vllm_delta_sync.chain_documents import RunDocuments
+from vllm_delta_sync.chain_plan import Step
+from vllm_delta_sync.chain_read import check_step, step_changes
 from vllm_delta_sync.engine.patch import local_part
 from vllm_delta_sync.engine.routes import RouteMap
-from vllm_delta_sync.errors import ChainError
+from vllm_delta_sync.engine.transaction import blame
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.fold import fold
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import ObjectRef
 
 
 class Clock:
@@ -25,52 +31,63 @@ class Clock:
         self.ms[phase], self._last = 1e3 * (now - self._last), now
 
 
-def read_versions(
-    run: Run,
-    cache: ObjectCache | None,
-    targets: list[Manifest],
-    parent: Manifest | None,
-    held: int | None,
-    routes: RouteMap,
-    clock: Clock,
+def fetcher(run: RunDocuments, cache: ObjectCache | None) -> Callable[[ObjectRef], bytes]:
+    """Reads objects of a run, through the cache if there is one."""
+    if cache is None:
+        return run.fetch
+    return lambda ref: cache.get(ref, lambda: run.fetch(ref))
+
+
+def read_steps(
+    steps: list[Step], cache: ObjectCache | None, held: list[Fingerprint], routes: RouteMap, clock: Clock
 ) -> Changes:
-    """What consecutive versions change, folded into one, each checked by itself.
+    """What consecutive steps change, folded into one, each checked by itself.
 
     Args:
-        targets: several must all be deltas. parent: the version before the first, None for version 0.
-        held: the version that the rank holds.
+        held: per tensor id, before the first step.
 
     Raises:
-        ChainError: the versions do not follow from what is held. Else as ``Run.fetch`` and ``decode_version``.
+        FingerprintError: a step does not follow from what is held, or from the one before. NotFoundError, DigestError,
+            FormatError, TensorMismatchError, ChainError: see ``step_changes``. All of them blame a step.
     """
-
-    def fetch(ref: ObjectRef) -> bytes:
-        return run.fetch(ref) if cache is None else cache.get(ref, lambda: run.fetch(ref))
-
-    objects = [[fetch(ref) for ref in target.objects] for target in targets]
+    fetched: list[list[bytes]] = []
+    for number, step in enumerate(steps):
+        with _blaming(number):
+            _check_run(step.run, routes)
+            fetch = fetcher(step.run, cache)
+            fetched.append([fetch(ref) for ref in step.objects])
     clock.tick("fetch")
     parts: list[Changes] = []
     in_full: set[int] = set()
-    before = parent
-    for target, fetched in zip(targets, objects, strict=True):
-        _check_order(before, target, held, first=not parts)
-        changes = decode_version(target, run.table, fetched)
-        fetched.clear()
-        if target.kind == "delta" and before is not None:
-            check_declared(before, target, changes)
+    total = sum(held, Fingerprint())
+    for number, step in enumerate(steps):
+        with _blaming(number):
+            changes = step_changes(step, _handed_out(fetched[number]))
+            fetched[number].clear()
+            total = check_step(step, total, changes)
         in_full |= {full.id for full in changes.full}
-        parts.append(local_part(changes, routes, in_full) if len(targets) > 1 else changes)
-        before = target
-    folded = parts[0] if len(parts) == 1 else fold(parts, run.table)
+        parts.append(local_part(changes, routes, in_full) if len(steps) > 1 else changes)
+    folded = parts[0] if len(parts) == 1 else fold(parts, routes.table)
     clock.tick("decode")
     return folded
 
 
-def _check_order(before: Manifest | None, target: Manifest, held: int | None, first: bool) -> None:
-    if target.kind != "delta":
-        if not first:
-            raise ChainError(f"version {target.version} is of kind {target.kind!r} and cannot be folded")
-        return
-    if before is None or (first and target.base_version != held):
-        raise ChainError(f"version {target.version} builds on version {target.base_version}, this rank holds {held}")
-    check_follows(before, target)
+def _handed_out(objects: list[bytes]) -> Callable[[ObjectRef], bytes]:
+    waiting = iter(objects)
+    return lambda ref: next(waiting)
+
+
+@contextmanager
+def _blaming(step: int) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except DeltaSyncError as error:
+        blame(error, step)
+        raise
+
+
+def _check_run(run: RunDocuments, routes: RouteMap) -> None:
+    if run.table.digest != routes.table.digest:
+        raise ChainError(f"run {run.info.run} has other tensors than the run followed")

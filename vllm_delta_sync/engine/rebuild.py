@@ -1,4 +1,4 @@
-"""Rebuild a version's weights from the bucket: base or anchor, then deltas, every step verified."""
+"""Rebuild a version's weights for an engine: from a root and steps, every one verified; the newest that can be."""
 
 import logging
 import time
@@ -8,17 +8,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_delta_sync.chain import Run, check_declared, check_follows
-from vllm_delta_sync.chain_checks import check_fingerprint, check_tensors
-from vllm_delta_sync.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
-from vllm_delta_sync.errors import (
-    DeltaSyncError,
-    FingerprintError,
-    NotFoundError,
-    StoreError,
-    TensorMismatchError,
-)
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain_plan import Planner
+from vllm_delta_sync.chain_read import BaseError, restore
+from vllm_delta_sync.checkpoint import INDEX_NAME, SINGLE_NAME
+from vllm_delta_sync.engine.reach import reach
+from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
+from vllm_delta_sync.wire.documents import anchor_key
+from vllm_delta_sync.wire.manifest import Manifest, version_key
 from vllm_delta_sync.wire.state import ModelState
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
@@ -45,81 +42,106 @@ def newest(run: Run) -> Manifest:
 
 
 def rebuild(run: Run, head: Manifest, folder: str) -> tuple[Manifest, ModelState]:
-    """Rebuild ``head``, or the last version before it that can be reached: O(model) bytes, twice that for an anchor.
+    """Rebuild ``head``, or the last version before it that can be reached.
 
     Args:
-        folder: model folder given to vLLM. If it holds safetensors they are the base of a run by reference,
-            otherwise the base is looked for where the run says.
+        folder: model folder given to vLLM; see ``restored``.
 
     Returns:
         the manifest of what was rebuilt, and the weights, which have its fingerprint.
 
     Raises:
-        NotFoundError: a version before ``head`` is not kept, or the base is not at hand.
-        FingerprintError, TensorMismatchError: the base is another checkpoint, or weights are not as declared.
-        DeltaSyncError: the first version needed is damaged, or the store failed.
+        DeltaSyncError: as ``restored``, where no version before it can be reached either.
     """
-    manifests = [head]
-    while manifests[-1].kind == "delta":
-        parent = run.manifest(manifests[-1].version - 1)
-        check_follows(parent, manifests[-1])
-        manifests.append(parent)
-    held = manifests.pop()
-    logger.info("loading version %d of run %s: %s, then %d deltas", head.version, head.run, held.kind, len(manifests))
-    state = _whole(run, held, folder)
-    check_fingerprint(held, state.fingerprint)
-    spoken = time.monotonic()
-    for manifest in reversed(manifests):
+    avoid: set[str] = set()
+    first: DeltaSyncError | None = None
+    target = head
+    while True:
         try:
-            changes = run.changes(manifest)
-            check_declared(held, manifest, changes)
+            return target, restored(run, target, folder, avoid)
         except StoreError:
             raise
         except DeltaSyncError as error:
-            logger.error(
-                "version %d cannot be used, starting with version %d: %s", manifest.version, held.version, error
-            )
-            break
-        state.apply(changes)
-        check_fingerprint(manifest, state.fingerprint)
-        held = manifest
-        if time.monotonic() - spoken >= SECONDS_BETWEEN_LINES:
-            spoken = time.monotonic()
-            logger.info("rebuilt version %d of %d", held.version, head.version)
-    return held, state
+            if isinstance(error.__cause__, BaseError):
+                raise
+            first, failed = first or error, error
+        lower = _before(run, target, avoid)
+        if lower is None:
+            raise first
+        logger.error("version %d cannot be used, starting with version %d: %s", target.version, lower.version, failed)
+        target = lower
 
 
-def _whole(run: Run, manifest: Manifest, folder: str) -> ModelState:
-    """Weights of an anchor or a reference, each tensor held against the manifest."""
-    if manifest.kind == "anchor":
-        full = run.changes(manifest).full
-        state = ModelState(run.table, ((run.table[item.id].name, item.bits) for item in full))
-        check_tensors(manifest, state)
-        return state
-    path = _base(manifest, folder)
-    checkpoint = Checkpoint(path)
+def restored(run: Run, target: Manifest, folder: str, avoid: set[str] | None = None) -> ModelState:
+    """Rebuild a version: O(model) memory, or disk where the model is large; see ``chain_read.restore``.
+
+    Args:
+        folder: model folder given to vLLM. If it holds safetensors they are the base of a run by reference,
+            otherwise the base is looked for where the run says.
+        avoid: keys of documents known to be bad; those that turn out to be are added.
+
+    Raises:
+        NotFoundError: a version that is needed is not kept, or the base is not at hand.
+        FingerprintError, TensorMismatchError: the base is another checkpoint, or weights are not as declared.
+        DeltaSyncError: something that is needed is damaged, or the store failed.
+    """
+    has_weights = any((Path(folder) / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     try:
-        state = ModelState(run.table, ((spec.name, checkpoint.bits(spec.name)) for spec in run.table))
-        check_tensors(manifest, state)
-    except (FingerprintError, TensorMismatchError) as error:
-        raise type(error)(
-            f"{error}: the checkpoint in {str(path)!r} is not the one that the run started from, or was overwritten "
-            "since; start from a model folder with the original safetensors, or with none"
+        found = restore(run, target, folder if has_weights else None, progress=_Lines(target), avoid=avoid)
+    except BaseError as error:
+        raise NotFoundError(
+            f"{error.message.partition('; pass base')[0]}, and the model folder {folder!r} holds no safetensors; put "
+            "the original checkpoint's safetensors into the model folder, or make the recorded path readable"
         ) from error
-    return state
-
-
-def _base(manifest: Manifest, folder: str) -> Path:
-    recorded = manifest.base.location if manifest.base is not None else None
-    if any((Path(folder) / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
-        return Path(folder)
-    if recorded is not None and Path(recorded).is_dir():
-        return Path(recorded)
-    raise NotFoundError(
-        f"version {manifest.version} refers to the checkpoint {recorded!r}, which is not here, and the model folder "
-        f"{folder!r} holds no safetensors; put the original checkpoint's safetensors into the model folder, or make "
-        "the recorded path readable"
+    except (FingerprintError, TensorMismatchError) as error:
+        fact, _, mend = error.message.partition("; pass --base")
+        if not mend:
+            raise
+        raise type(error)(f"{fact}; start from a model folder with the original safetensors, or with none") from error
+    logger.info(
+        "rebuilt version %d of run %s: %s of version %d, then %d steps",
+        target.version,
+        target.run,
+        "anchor" if found.plan.beside else found.plan.root.kind,
+        found.plan.root.version,
+        len(found.plan.steps),
     )
+    return found.state
+
+
+class _Lines:
+    """A line in the log now and then."""
+
+    def __init__(self, target: Manifest) -> None:
+        self._target = target
+        self._spoken = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._spoken >= SECONDS_BETWEEN_LINES:
+            self._spoken = time.monotonic()
+            logger.info("rebuilding version %d: read %.1f of %.1f MB", self._target.version, done / 1e6, total / 1e6)
+
+
+def _before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
+    """The newest version before ``target`` that a way leads to from a root that is left."""
+    planner = Planner(run, avoid)
+    planner.know(target)
+    bottoms = [item.version for item in target.breaks if item.base_version is None]
+    roots = [(version, version_key(version)) for version in (0, *bottoms)]
+    roots += [(version, anchor_key(version)) for version in run.anchors()]
+    found: Manifest | None = None
+    for version, key in sorted(roots, reverse=True):
+        if version >= target.version or key in avoid:
+            continue
+        try:
+            manifest = planner.manifest([version, *reach(planner, version, target.version - 1)][-1])
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            continue
+        if found is None or manifest.version > found.version:
+            found = manifest
+    return found
 
 
 def drain(run: Run, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,46 +7,55 @@ it. One thread drives it; ``status`` may be called from any.
 import logging
 from collections.abc import Callable
 
-from vllm_delta_sync.config import Settings
+from vllm_delta_sync.chain_documents import TAG_PREFIX
+from vllm_delta_sync.config import HEAD, Settings
 from vllm_delta_sync.engine.history import History
+from vllm_delta_sync.engine.legs import Place
 from vllm_delta_sync.engine.mover import Mover, not_served
-from vllm_delta_sync.engine.ranks import Held, Ranks
+from vllm_delta_sync.engine.proving import Prover
+from vllm_delta_sync.engine.ranks import Ranks
 from vllm_delta_sync.engine.rotation import Rotation
 from vllm_delta_sync.engine.status import STATES, Board
 from vllm_delta_sync.engine.transaction import Answer, EnginePort
+from vllm_delta_sync.engine.ways import Ways
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
     DeltaSyncError,
     EngineError,
-    ModelError,
+    FingerprintError,
     NotFoundError,
-    TensorMismatchError,
-    UnsupportedError,
+    StoreError,
     WeightsLostError,
 )
-from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
 
-REFUSALS = (ModelError, ChainError, TensorMismatchError, UnsupportedError)
-"""What no later look can mend before the first version is served, short of another run or another server."""
 STAGE_SECONDS = 1800.0
 """Longest that staging or a scan may take before the receiver says that it hangs."""
 
 
 class Receiver:
-    """Follows one run URL with one engine."""
+    """Follows one run URL with one engine.
+
+    Attributes:
+        waits: whether the last look found that the setting ``target`` names nothing to go to: nothing failed.
+        aim: the version on the way to; None at rest.
+    """
 
     def __init__(self, port: EnginePort, settings: Settings, stage_seconds: float = STAGE_SECONDS) -> None:
         self.port = port
         self.settings = settings
         self.history = History(settings.bucket)
-        self.board = Board(settings.policy)
-        self._ranks = Ranks(port, stage_seconds)
-        self._mover = Mover(port, settings, self.board, self.history, self._ranks)
+        self.ways = Ways(self.history)
+        self.board = Board(settings.policy, settings.target)
+        self.waits = False
+        self.aim: int | None = None
+        ranks = Ranks(port, stage_seconds)
+        self._mover = Mover(port, settings, self.board, self.history, self.ways, ranks)
+        self._prover = Prover(settings, self.board, self.history, ranks, self._mover.distrust)
 
     @property
     def served_version(self) -> int | None:
@@ -70,9 +79,10 @@ class Receiver:
         return self.board.document()
 
     def advance(self, version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
-        """Bring the engine to a version, the head if None; versions in between are folded into few commits.
+        """Bring the engine to a version; versions in between are folded into few commits.
 
         Args:
+            version: None: what the setting ``target`` says.
             until: asked between two commits; if True, what is left waits for the next call.
 
         Raises:
@@ -81,27 +91,57 @@ class Receiver:
         stopped_by = self._look()
         if self._mover.damaged is not None:
             with self._failing():
-                self._mover.repair(self._mover.damaged)
-        target = self._target(version)
+                self._repair(self._mover.damaged)
+        if version is not None:
+            self._check_asked(version)
+        elif self.board.holding and self.served_version is not None:
+            raise BusyError(
+                f"this server is held at version {self.served_version}; POST /delta_sync/release to follow again"
+            )
         with self._failing():
-            if self.board.served is None:
-                self._prove()
-            else:
-                self._mover.check_touched()
-            if self.board.holding and version is None:
-                target = 0
-            while self.board.served is not None and self.board.served.version < target and not until():
-                self._mover.step(self.board.served, target)
-            if version is None and stopped_by is not None:
+            place = self._place()
+            target = self._named(stopped_by) if version is None else version
+            # A hold that came before anything was served keeps the first version that is.
+            stays = self.board.holding and version is None
+            self.aim = target
+            while self.served_version is None or (self.served_version < target and not stays and not until()):
+                self._mover.step(place, target)
+                place = self._served_place() or place
+            if version is None and self.settings.target == HEAD and stopped_by is not None:
                 raise stopped_by
         self.board.rest(error=None)
+
+    def _place(self) -> Place | None:
+        """What the ranks hold, proven if it is not known, and looked after if it is."""
+        served = self._served_place()
+        if served is None:
+            return self._prove()
+        self._mover.check_touched()
+        return served
+
+    def _served_place(self) -> Place | None:
+        served = self.board.served
+        return None if served is None else Place(self.history.run, served)
+
+    def _repair(self, damaged: Manifest) -> None:
+        """Make the weights what they were; the head, if what they were is kept no more."""
+        head = self.history.head
+        try:
+            self._mover.repair(damaged)
+        except (StoreError, EngineError, FingerprintError):
+            raise
+        except DeltaSyncError:
+            follows = self.settings.target == HEAD and not self.board.holding
+            if not follows or head is None or head.version <= damaged.version:
+                raise
+            self._mover.repair(head)
 
     def mend(self) -> None:
         """Bring weights that somebody changed back to the version served before, held or not; see ``can_repair``."""
         self._look()
         if self._mover.damaged is not None:
             with self._failing():
-                self._mover.repair(self._mover.damaged)
+                self._repair(self._mover.damaged)
             self.board.rest(error=None)
 
     def _look(self) -> DeltaSyncError | None:
@@ -151,7 +191,11 @@ class Receiver:
             self.board.rest()
 
     def verify(self) -> Answer:
-        """Rescan every rank's weights: ``verdict`` is True only if they are the served version's, bit for bit."""
+        """Rescan every rank's weights: ``verdict`` is True only if they are the served version's, bit for bit.
+
+        ``chain`` says whether the bucket still holds the served version as it was served; None if that cannot be told,
+        and then, as where it is False, ``reason`` says why. It has no influence on what is served.
+        """
         self._refuse_lost()
         served = self.board.served
         if served is None:
@@ -159,7 +203,8 @@ class Receiver:
         outcome = self._mover.rescan(served)
         if not outcome["verdict"]:
             self._mover.distrust(not_served(served, outcome["mismatched"]))
-        return outcome
+        chain, reason = self.history.confirms(served)
+        return {**outcome, "chain": chain, "reason": reason}
 
     def is_replaced(self) -> bool:
         """Whether another run lies at the URL than the one known. Raises DeltaSyncError if that cannot be read."""
@@ -189,21 +234,46 @@ class Receiver:
         if self.board.state == "lost":
             raise WeightsLostError(STATES["lost"])
 
-    def _target(self, version: int | None) -> int:
-        """The version to go to. What the caller got wrong is not recorded as the receiver's last error."""
-        head, served = self.board.head, self.served_version
+    def _check_asked(self, version: int) -> None:
+        """Raise if a version cannot be asked for. What the caller got wrong is not recorded as the last error."""
+        head, served = self.history.head, self.served_version
+        if head is None or version > head.version:
+            newest = "nothing is published yet" if head is None else f"the head is {head.version}"
+            raise NotFoundError(f"version {version} is not published; {newest}")
+        if served is not None and version < served:
+            raise ChainError(f"version {version} precedes the served version {served}; go back with rollback")
+
+    def _named(self, stopped_by: DeltaSyncError | None) -> int:
+        """The version that the setting ``target`` means now.
+
+        Raises:
+            NotFoundError: it is not published yet. ChainError: it lies behind what is served.
+        """
+        head, served, named = self.history.head, self.served_version or 0, self.settings.target
+        self.board.set(beyond=False)
+        self.waits = False
         if head is None:
             raise NotFoundError(f"no version is published at {self.settings.bucket!r} yet")
-        if version is None and self.board.holding and served is not None:
-            raise BusyError(f"this server is held at version {served}; POST /delta_sync/release to follow again")
-        if version is None:
+        if named == HEAD:
             # What is served may be newer than the newest manifest that can still be read.
-            return max(head.version, served or 0)
-        target = version
-        if target > head.version:
-            raise NotFoundError(f"version {target} is not published; the head is {head.version}")
-        if served is not None and target < served:
-            raise ChainError(f"version {target} precedes the served version {served}; go back with rollback")
+            return max(head.version, served)
+        self.waits = True
+        if named.startswith(TAG_PREFIX):
+            target = self.history.run.resolve(named).version
+        else:
+            target = int(named)
+            if target > max(head.version, served):
+                raise stopped_by or NotFoundError(
+                    f"the setting target is version {target}, which is not published yet; the head is {head.version}"
+                )
+        if target < served:
+            self.board.set(beyond=True)
+            raise ChainError(
+                f"the setting target ({named}) is version {target}, and version {served} is served; a server does not "
+                f'go back by itself: POST /delta_sync/rollback {{"version": {target}}} while `undo` has it, or start '
+                "it again"
+            )
+        self.waits = False
         return target
 
     def _refresh(self) -> DeltaSyncError | None:
@@ -214,6 +284,7 @@ class Receiver:
             if before is not None:
                 logger.warning("run %s was replaced by run %s in the same place", before, run.info.run)
             known = self.board.served is not None
+            self.ways.forget()
             self._mover.rotation = Rotation([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
             self._mover.damaged = None
             # Before the label, which may fail: what is served is no version of this run.
@@ -223,71 +294,17 @@ class Receiver:
         if self.board.state == "waiting_for_run":
             self.board.set(state="proving" if self.board.served is None else "idle")
         stopped_by = self.history.look()
+        self.ways.refresh()
         self.board.set(head=self.history.head)
         return stopped_by
 
-    def _prove(self) -> None:
-        """Establish what the engine holds: a version, or something that an anchor can replace."""
-        self.board.set(state="proving")
-        cache = self.settings.cache_dir
-        arguments = {
-            "url": self.settings.bucket,
-            "cache_dir": None if cache is None else str(cache),
-            "cache_bytes": self.settings.cache_bytes,
-        }
-        try:
-            held = self._ranks.gather(self.history.run.table, arguments)
-        except REFUSALS as error:
-            self._mover.distrust(error)
-            raise
-        self.board.set(
-            undo=[],
-            ranks=[
-                {"rank": rank, "tensors": len(held.fingerprints), "unloaded": answer["unloaded"], "ms": answer["ms"]}
-                for rank, answer in enumerate(held.answers)
-            ],
-        )
-        ownership = self._ranks.ownership
-        unloaded = [s.name for i, s in enumerate(self.history.run.table) if ownership and not ownership.is_loaded(i)]
-        if unloaded:
-            logger.info("tensors that this model does not load: %s", ", ".join(unloaded))
-        self._recognize(held)
-
-    def _recognize(self, held: Held) -> None:
-        """Find out which version an engine's weights are."""
-        first, base = self.history.base()
-        table = self.history.run.table
-        if held.noted is not None:
-            version, noted = held.noted
-            manifest = self.history.manifest(version)
-            right = sum(noted, Fingerprint()) == manifest.model_fingerprint and len(noted) == len(table)
-            if right and not held.different(noted):
-                self._serve_proven(manifest, noted)
-                return
-        different = held.different(base)
-        if not different:
-            self._serve_proven(first, base)
-        elif first.kind == "anchor":
-            logger.info("%d tensors differ from version 0; taking its anchor", len(different))
-            self._ranks.adopt(None, base)
-            self._mover.commit([first], self._mover.stage(None, [first]))
-        else:
-            unlike = ChainError(
-                f"this server's weights are not the run's base: {len(different)} of {len(table)} "
-                f"tensors differ, first {table[different[0]].name!r}. Start vLLM from the checkpoint the run refers to "
-                f"({first.base.location if first.base else 'unknown'}); if it was, this model keeps those tensors in "
-                "another layout than it loads them in, and cannot be patched in place"
-            )
-            self._mover.distrust(unlike)
-            raise unlike
-
-    def _serve_proven(self, manifest: Manifest, fingerprints: list[Fingerprint]) -> None:
-        self._ranks.adopt(manifest.version, fingerprints)
-        self.port.label(manifest.version)
-        self.board.set(served=manifest, broken=False)
-        logger.info(
-            "weights proven: %d tensors are version %d of run %s", len(fingerprints), manifest.version, manifest.run
-        )
+    def _prove(self) -> Place | None:
+        """Establish what the engine holds; None: something that an anchor can replace."""
+        place = self._prover.prove()
+        if place is not None and self.history.is_own(place):
+            self.port.label(place.version)
+            self.board.set(served=place.manifest, broken=False)
+        return place
 
 
 class _Failing:
@@ -302,5 +319,6 @@ class _Failing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, DeltaSyncError):
             self._receiver.fail(error)
+        self._receiver.aim = None
         if self._receiver.board.state in ("proving", "staging", "committing", "verifying", "repairing"):
             self._receiver.board.rest()

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.keeper import LeaseKeeper
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.transaction import EnginePort
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError
@@ -39,6 +40,11 @@ class ReceiverService:
         self._failures = 0
         self._said: tuple[str, float] = ("", 0.0)
         self._threads = [threading.Thread(target=self._follow, name="delta-sync", daemon=True)]
+        self._keeper: LeaseKeeper | None = None
+        if settings.receiver_id is not None:
+            self._keeper = LeaseKeeper(self.receiver, settings.receiver_id)
+            keep = threading.Thread(target=self._keeper.keep, args=(self._stop,), name="delta-sync-keeper", daemon=True)
+            self._threads.append(keep)
         if settings.notice is not None:
             self._threads.append(threading.Thread(target=self._listen, name="delta-sync-notice", daemon=True))
 
@@ -51,6 +57,7 @@ class ReceiverService:
         """Ask the threads to end; they are daemons and hold nothing that must be saved."""
         self._stop.set()
         self._wake.set()
+        self._nudge()
 
     def join(self, timeout: float) -> None:
         """Wait for the threads to end, after ``stop``, each for so many seconds at most."""
@@ -77,6 +84,7 @@ class ReceiverService:
             looked = time.monotonic()
             self._serve_requests()
             self._look_after()
+            self._nudge()
             self._wake.wait(self._delay())
             self._wake.clear()
             # However many notices come, the bucket is looked at so often and no oftener.
@@ -99,16 +107,16 @@ class ReceiverService:
             if receiver.can_repair and follows:
                 receiver.mend()
             elif follows and (served is None or not receiver.board.holding):
-                receiver.advance(until=lambda: not self._requests.empty())
+                receiver.advance(until=self._is_asked)
             elif served is not None:
                 receiver.check()
             self._failures = 0
         except NotFoundError as error:
             # Waiting for a publisher is no failure: keep looking at the usual pace.
-            self._failures = 0 if receiver.board.head is None else self._failures + 1
+            self._failures = 0 if receiver.board.head is None or self._waits() else self._failures + 1
             self._say(error)
         except DeltaSyncError as error:
-            self._failures += 1
+            self._failures = 0 if self._waits() else self._failures + 1
             self._say(error)
         except Exception as error:  # the thread must outlive any bug, and status must show it
             self._failures += 1
@@ -116,6 +124,19 @@ class ReceiverService:
             self.receiver.fail(failure)
             self._say(failure)
             logger.exception("the receiver failed unexpectedly")
+
+    def _waits(self) -> bool:
+        """Whether all is well but that the setting ``target`` names nothing to go to."""
+        return self.receiver.waits and self.receiver.served_version is not None
+
+    def _is_asked(self) -> bool:
+        """Between two commits: whether somebody waits for an answer."""
+        self._nudge()
+        return not self._requests.empty()
+
+    def _nudge(self) -> None:
+        if self._keeper is not None:
+            self._keeper.nudge()
 
     def _replaced(self) -> bool:
         """Whether another run lies at the URL than the one that was refused."""

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from typing import Any, Literal
 
+from vllm_delta_sync.engine.legs import Leg
 from vllm_delta_sync.engine.transaction import Answer
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.wire.manifest import Manifest
@@ -25,7 +26,8 @@ STATES: dict[State, str] = {
     "proving": "tracing the model's loader and comparing its weights with the run's",
     "refused": "this model cannot follow this run, or its weights are no version any more; see last_error",
     "idle": "serving; nothing under way",
-    "held": "serving one version and not following, until POST /delta_sync/release",
+    "held": "serving one version and not following, until POST /delta_sync/release; or serving a newer version than "
+    "the setting target names, see last_error",
     "staging": "fetching, verifying, decoding and routing versions, beside generation",
     "committing": "the engine is paused and weights are being patched",
     "verifying": "rescanning all weights against what the history declares",
@@ -41,12 +43,14 @@ class Board:
 
     Attributes:
         served: the version that answers now; None until the weights are proven to be one. head: newest known.
-        holding: whether new versions are left alone. broken: whether the weights were found to be no version any more.
+        holding: whether new versions are left alone. beyond: whether what is served is newer than the setting target.
+        broken: whether the weights were found to be no version any more.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, target: str = "head") -> None:
         self._lock = threading.Lock()
         self._policy = policy
+        self._target = target
         self._recent: deque[Answer] = deque(maxlen=RECENT_COMMITS)
         self.run: str | None = None
         self.state: State = "waiting_for_run"
@@ -54,6 +58,7 @@ class Board:
         self.served: Manifest | None = None
         self.head: Manifest | None = None
         self.holding = False
+        self.beyond = False
         self.broken = False
         self.ranks: list[Answer] = []
         self.undo: list[int] = []
@@ -72,7 +77,7 @@ class Board:
         """Nothing is under way any more."""
         state: State = "refused" if self.broken else "waiting_for_run"
         if self.served is not None:
-            state = "held" if self.holding else "idle"
+            state = "held" if self.holding or self.beyond else "idle"
         self.set(state=state, **values)
 
     def show_error(self, error: DeltaSyncError, state: State | None = None) -> None:
@@ -85,15 +90,15 @@ class Board:
         else:
             self.rest(error=shown)
 
-    def committed(self, target: Manifest, folded: list[Manifest], timings: dict[str, float]) -> None:
+    def committed(self, leg: Leg, timings: dict[str, float]) -> None:
         """Record a commit of one or more versions."""
         rounded = {name: round(value, 3) for name, value in timings.items()}
         entry = {
-            "version": target.version,
-            "step": target.step,
-            "versions": len(folded),
-            "changed": sum(manifest.changed for manifest in folded),
-            "payload_bytes": sum(manifest.payload_bytes for manifest in folded),
+            "version": leg.target.version,
+            "step": leg.target.step,
+            "versions": leg.versions,
+            "changed": leg.changed,
+            "payload_bytes": leg.payload_bytes,
             "timings_ms": rounded,
         }
         with self._lock:
@@ -116,6 +121,7 @@ class Board:
                 "state": self.state,
                 "last_error": self.error,
                 "policy": self._policy,
+                "target": self._target,
                 "holding": self.holding,
                 "undo": list(self.undo),
                 "ranks": list(self.ranks),

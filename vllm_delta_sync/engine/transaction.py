@@ -11,7 +11,14 @@ from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 from vllm_delta_sync.engine.interrupts import postponed
-from vllm_delta_sync.errors import DeltaSyncError, EngineError, FingerprintError, WeightsLostError, error_kinds
+from vllm_delta_sync.errors import (
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    MemoryLimitError,
+    WeightsLostError,
+    error_kinds,
+)
 
 Answer = dict[str, Any]
 TRIES = 3
@@ -214,4 +221,32 @@ def raise_if_error(answer: Answer) -> None:
     """Raise the error that a rank answered with, as its own class."""
     if "error" in answer:
         kind, message = answer["error"]["kind"], answer["error"]["message"]
-        raise error_kinds().get(kind, EngineError)(message)
+        error = error_kinds().get(kind, EngineError)(message)
+        blame(error, answer["error"].get("step"))
+        raise error
+
+
+def error_answer(error: DeltaSyncError) -> Answer:
+    """An error as plain data, for the way from a worker to the controller."""
+    return {"error": {"kind": error.kind, "message": error.message, "step": blamed(error)}}
+
+
+def blame(error: DeltaSyncError, step: int | None) -> None:
+    """Note which step of those staged together an error is about."""
+    vars(error)["step"] = step
+
+
+def blamed(error: DeltaSyncError) -> int | None:
+    """Which step of those staged together an error is about, if that is known."""
+    step: int | None = vars(error).get("step")
+    return step
+
+
+def as_ours(error: Exception) -> DeltaSyncError:
+    """An error of torch or Python as one of ours."""
+    # torch's error for devices derives from RuntimeError, and is named so in every release.
+    # On the CPU it is a plain RuntimeError.
+    full = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    if full or isinstance(error, MemoryError):
+        return MemoryLimitError(f"this rank is out of memory ({error}); free some, the weights are as they were")
+    return EngineError(f"unexpected {type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_delta_sync.errors import FormatError, StoreError, TensorMismatchError
 from vllm_delta_sync.wire.container import Buffer, Container, header_bytes, layout
-from vllm_delta_sync.wire.table import TensorTable
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 
 def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -44,6 +44,19 @@ def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np
         raise StoreError(f"anchor file {path.name!r} cannot be written: {error.strerror}; free space there") from error
     if pending:
         raise TensorMismatchError(f"tensor {min(pending)!r} is missing from the snapshot ({len(pending)} in all)")
+
+
+def shard_tables(table: TensorTable, shard_bytes: int) -> list[TensorTable]:
+    """Cut a table into pieces of at most ``shard_bytes``, in its order; a larger tensor is a piece of its own."""
+    pieces: list[list[TensorSpec]] = []
+    held = 0
+    for spec in table:
+        if not pieces or held + spec.nbytes > shard_bytes:
+            pieces.append([])
+            held = 0
+        pieces[-1].append(spec)
+        held += spec.nbytes
+    return [TensorTable(piece) for piece in pieces]
 
 
 def read_anchor(data: Buffer, table: TensorTable, what: str) -> Container:

@@ -38,6 +38,7 @@ _FOLD = re.compile(r"folds/([0-9]{10})-([0-9]{10})\.json")
 _CLAIM = re.compile(r"claims/([0-9]{10})\.json")
 _TAG = re.compile(r"tags/(.+)\.json")
 
+Range = Annotated[list[Version], Field(min_length=2, max_length=2)]
 Objects = Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)]
 
 
@@ -224,16 +225,24 @@ class Lease(Document):
 
 
 class Retention(Document):
-    """retention.json: which versions' own objects were removed, so that nobody plans a way through them. A hint.
+    """retention.json: what was removed, and what is about to be. A hint; readers need no more of it than ``gone``.
 
     Attributes:
-        gone: closed ranges [a, b] of version numbers, ascending, apart.
+        gone: closed ranges [a, b], ascending, apart, of versions whose own objects were removed, so that nobody plans
+            a way through them.
+        going: keys of anchors and folded ranges that are about to be removed; empty once they are.
+        head: newest version that the collection saw; null before the first.
+        kept: closed ranges of the versions that can be rebuilt after it, or should be and cannot. One of them that
+            cannot be rebuilt later was damaged; any other up to ``head`` was given up.
     """
 
     format_version: FormatVersion = 1
     requires: list[str] = Field(default_factory=list)
     run: Hex32
-    gone: list[Annotated[list[Version], Field(min_length=2, max_length=2)]]
+    gone: list[Range]
+    going: list[str] = Field(default_factory=list)
+    head: Version | None = None
+    kept: list[Range] = Field(default_factory=list)
     created_at: Timestamp
 
     @model_validator(mode="after")
@@ -248,6 +257,10 @@ class Retention(Document):
     def is_gone(self, version: int) -> bool:
         """Whether a version's own objects were removed."""
         return any(a <= version <= b for a, b in self.gone)
+
+    def gave_up(self, version: int) -> bool:
+        """Whether a collection let go of a version on purpose."""
+        return self.head is not None and version <= self.head and not any(a <= version <= b for a, b in self.kept)
 
 
 def _check_objects(objects: list[ObjectRef], payload_bytes: int) -> None:

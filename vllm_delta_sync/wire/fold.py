@@ -56,7 +56,7 @@ def fold(parts: Sequence[Changes], table: TensorTable) -> Changes:
             last_full[full.id], fulls[full.id] = number, full
     folded = Changes(full=_folded_fulls(parts, fulls, last_full))
     for dtype in sorted(layers):
-        folded.sparse += _folded_groups(layers[dtype], last_full)
+        folded.sparse += fold_groups(layers[dtype], last_full)
     carried = {tensor for group in folded.sparse for tensor in group.ids.tolist()} | set(fulls)
     # A reader refuses fingerprints of what is not carried. One that is not 0 is kept for it to refuse.
     folded.fingerprints = {
@@ -98,21 +98,33 @@ def _folded_fulls(parts: Sequence[Changes], fulls: dict[int, Full], last_full: C
     moved: dict[int, Bits] = {}
     for number, part in enumerate(parts):
         for group in part.sparse:
-            ends = np.cumsum(group.counts)
-            wanted = np.flatnonzero((last_full[group.ids] >= 0) & (last_full[group.ids] < number))
-            for row in wanted.tolist():
-                tensor, piece = int(group.ids[row]), slice(int(ends[row] - group.counts[row]), int(ends[row]))
+            for row in np.flatnonzero((last_full[group.ids] >= 0) & (last_full[group.ids] < number)).tolist():
+                tensor = int(group.ids[row])
                 if tensor not in moved:
                     moved[tensor] = np.array(fulls[tensor].bits)
-                if group.relative:
-                    apply_distances(group.element, moved[tensor], group.positions[piece], group.data[piece])
-                else:
-                    moved[tensor][group.positions[piece]] = group.data[piece]
+                lay_over(moved[tensor], group, row)
     return [Full(tensor, moved.get(tensor, fulls[tensor].bits)) for tensor in sorted(fulls)]
 
 
-def _folded_groups(groups: list[Sparse], last_full: Counts) -> list[Sparse]:
-    """Fold groups of one dtype, given in order of application, without the tensors that are sent in full."""
+def lay_over(bits: Bits, group: Sparse, row: int) -> None:
+    """Do to a tensor what row number ``row`` of ``group`` says; (numel,) bits, in place."""
+    start = int(group.counts[:row].sum())
+    piece = slice(start, start + int(group.counts[row]))
+    if group.relative:
+        apply_distances(group.element, bits, group.positions[piece], group.data[piece])
+    else:
+        bits[group.positions[piece]] = group.data[piece]
+
+
+def fold_groups(groups: list[Sparse], last_full: Counts) -> list[Sparse]:
+    """Fold groups of one dtype, given in order of application, without the tensors that are sent in full.
+
+    Args:
+        last_full: (len(table),) at least 0 for a tensor in full.
+
+    Returns:
+        at most one relative and one absolute group that hold anything.
+    """
     if len(groups) == 1 and not np.any(last_full[groups[0].ids] >= 0):
         return groups
     output = _Output.of(groups)
@@ -121,13 +133,24 @@ def _folded_groups(groups: list[Sparse], last_full: Counts) -> list[Sparse]:
     return output.groups()
 
 
+def sizes_by_tensor(ids: list[Ids], counts: list[Counts]) -> tuple[Ids, Counts]:
+    """(tensor ids, ascending, elements of all layers)."""
+    tensors, rows = np.unique(np.concatenate(ids), return_inverse=True)
+    sizes = np.zeros(tensors.size, np.int64)
+    np.add.at(sizes, rows, np.concatenate(counts))
+    return tensors, sizes
+
+
+def batch_starts(sizes: Counts, elements: int) -> Counts:
+    """Where batches of about so many elements begin in a row of tensors of these sizes."""
+    number = (np.cumsum(sizes) - sizes) // elements
+    return np.flatnonzero(np.diff(number, prepend=-1))
+
+
 def _batches(groups: list[Sparse]) -> Iterator[list[Sparse]]:
     """Cut groups, as views, between tensors: all layers of a tensor are in one batch."""
-    tensors, rows = np.unique(np.concatenate([group.ids for group in groups]), return_inverse=True)
-    sizes = np.zeros(tensors.size, np.int64)
-    np.add.at(sizes, rows, np.concatenate([group.counts for group in groups]))
-    number = (np.cumsum(sizes) - sizes) // BATCH_ELEMENTS
-    starts = np.flatnonzero(np.diff(number, prepend=-1))
+    tensors, sizes = sizes_by_tensor([group.ids for group in groups], [group.counts for group in groups])
+    starts = batch_starts(sizes, BATCH_ELEMENTS)
     row_cuts = [np.append(np.searchsorted(group.ids, tensors[starts]), group.ids.size).tolist() for group in groups]
     offsets = [np.append(0, np.cumsum(group.counts)) for group in groups]
     for batch in range(starts.size):

@@ -1,0 +1,386 @@
+"""Folded ranges and anchors made from the bucket: bit for bit what the versions do, whoever else writes or removes."""
+
+import shutil
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.samples import changes_between, nudge
+from tests.written import TABLE, Written
+from vllm_delta_sync import compaction_anchor
+from vllm_delta_sync.chain_checks import decode_objects
+from vllm_delta_sync.chain_lazy import open_step, scratch_folder
+from vllm_delta_sync.chain_plan import GapError, path
+from vllm_delta_sync.chain_read import restore
+from vllm_delta_sync.compaction import StoppedError, make_anchor, make_fold, upkeep
+from vllm_delta_sync.errors import (
+    ChainError,
+    FingerprintError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    UnsupportedError,
+    UsageError,
+)
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import spool as spooling
+from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.manifest import ObjectRef, object_key, version_key
+
+
+def objects(folder: Path) -> set[str]:
+    return {file.name for file in (folder / "objects").iterdir()}
+
+
+# Folded ranges
+
+
+def test_a_fold_does_what_its_versions_do(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 20)
+    run = written.run
+    for first, last in [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 17), (3, 14)]:
+        folded = make_fold(run, first, last)
+        assert folded.digest == run.folded(first, last).digest
+        written.check(first, last)
+    assert [(step.start, step.end) for step in path(run, 0, 20)] == [(0, 16), (16, 17), (17, 18), (18, 19), (19, 20)]
+
+
+def test_a_fold_of_folds_reads_folds(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 16)
+    for first in range(0, 16, 4):
+        make_fold(written.run, first, first + 4)
+    for manifest in written.writer.manifests[1:]:
+        for ref in manifest.objects:
+            written.lose(ref.key)
+    make_fold(written.run, 0, 16)
+    written.check(0, 16)
+    with pytest.raises(NotFoundError, match="no object"):
+        make_fold(written.run, 1, 3)
+
+
+def test_tensors_in_full_and_changes_after_them(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 1)
+    written.publish(full=[0, 2])
+    written.publish(full=[3])
+    written.publish()
+    folded = make_fold(written.run, 0, 4)
+    assert not folded.reversible
+    written.check(0, 4)
+    assert {full.id for full in written.run.folded_changes(folded).full} == {0, 2, 3}
+
+
+def test_nothing_changed(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 0)
+    for _ in range(4):
+        written.publish(share=0.0)
+    assert make_fold(written.run, 0, 4).changed == 0
+    written.check(0, 4)
+
+
+def test_several_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 1)
+    written = Written(tmp_path / "run", 4)
+    folded = make_fold(written.run, 0, 4, object_bytes=1)
+    assert len(folded.objects) >= 3
+    written.check(0, 4)
+    state = restore(written.run, written.run.manifest(4)).state
+    assert state.fingerprint == written.writer.manifests[4].model_fingerprint
+
+
+def test_several_ranks(tmp_path: Path) -> None:
+    """Objects of several ranks hold different elements of one tensor."""
+    written = Written(tmp_path / "run", 0)
+    writer = written.writer
+    for _ in range(4):
+        old = writer.bits[-1]
+        new = nudge(old, written.random, 0.2)
+        half = [np.concatenate([n[: n.size // 2], o[o.size // 2 :]]) for n, o in zip(new, old, strict=True)]
+        version = len(writer.manifests)
+        context = DeltaContext(writer.run, version, version - 1)
+        parts = [changes_between(TABLE, old, half), changes_between(TABLE, half, new)]
+        data = [encode(part, TABLE, "packed", "zstd", context) for part in parts]
+        writer._commit(
+            new,
+            data,
+            "delta",
+            sum(part.changed for part in parts),
+            requires=["packed", "zstd"],
+            base_version=version - 1,
+            codec="packed",
+            compression="zstd",
+            reversible=True,
+        )
+    folded = make_fold(written.run, 0, 4)
+    assert len(folded.objects) == 1
+    written.check(0, 4)
+
+
+def test_raw_versions_are_not_folded(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 3)
+    written.publish(codec="raw")
+    with pytest.raises(UnsupportedError, match="version 4 has codec 'raw'"):
+        make_fold(written.run, 0, 4)
+    assert upkeep(written.run, written.writer.manifests[4]) == []
+    assert not written.run.folds()
+
+
+def test_ranges_that_make_no_sense(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 5)
+    written.publish(base=2)
+    for first, last in [(3, 3), (4, 3), (-1, 3)]:
+        with pytest.raises(UsageError):
+            make_fold(written.run, first, last)
+    with pytest.raises(ChainError, match="left behind by a rebase"):
+        make_fold(written.run, 4, 6)
+    make_fold(written.run, 1, 6)
+    written.check(1, 6)
+
+
+def test_a_damaged_fold_is_passed_over(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 16)
+    for first in range(0, 16, 4):
+        make_fold(written.run, first, first + 4)
+    bad = written.run.folded(4, 8).objects[0].key
+    (written.folder / bad).write_bytes(b"x" * written.run.folded(4, 8).objects[0].bytes)
+    make_fold(written.run, 0, 16)
+    written.check(0, 16)
+    # And is made anew when somebody says so.
+    assert make_fold(written.run, 4, 8).objects[0].key == bad
+    make_fold(written.run, 4, 8, replace=True)
+    written.check(4, 8)
+
+
+def test_what_the_versions_declare_must_add_up(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 4)
+    third = written.writer.manifests[3]
+    wrong = third.model_copy(update={"fingerprint": "0" * 32})
+    fourth = written.writer.manifests[4].model_copy(update={"parent": wrong.digest})
+    written.bucket.put(version_key(3), wrong.to_bytes())
+    written.bucket.put(version_key(4), fourth.to_bytes())
+    with pytest.raises(FingerprintError, match="version"):
+        make_fold(written.run, 0, 4)
+    assert not written.run.folds()
+
+
+def test_another_maker_was_first(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 4)
+    run = written.run
+    theirs: list[side.FoldedRange] = []
+
+    class Slow(type(run.bucket)):  # type: ignore[misc]
+        def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+            if key == side.fold_key(0, 4) and not theirs:
+                theirs.append(make_fold(written.run, 0, 4, object_bytes=1))
+            super().put(key, data, if_absent=if_absent)
+
+    run.bucket = Slow(written.folder)
+    assert make_fold(run, 0, 4).digest == theirs[0].digest == written.run.folded(0, 4).digest
+    written.check(0, 4)
+
+
+@pytest.mark.parametrize("make", ["fold", "anchor"])
+def test_retention_that_removed_an_object_meanwhile(tmp_path: Path, make: str) -> None:
+    """An object that no document names yet looks like nobody's."""
+    written = Written(tmp_path / "run", 4)
+    run = written.run
+    removed: list[str] = []
+
+    class Swept(type(run.bucket)):  # type: ignore[misc]
+        def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+            if key.startswith((side.FOLDS_PREFIX, side.ANCHORS_PREFIX)):
+                document = (side.FoldedRange if make == "fold" else side.Anchor).from_bytes(bytes(data))  # type: ignore[arg-type]
+                removed.append(document.objects[0].key)
+                self.delete(removed[0])
+            super().put(key, data, if_absent=if_absent)
+
+    run.bucket = Swept(written.folder)
+    if make == "fold":
+        make_fold(run, 0, 4)
+        written.check(0, 4)
+    else:
+        make_anchor(run, 4)
+        assert restore(written.run, written.run.manifest(4)).plan.beside
+    assert len(removed) == 1
+
+
+def test_being_stopped_leaves_nothing(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 4)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    before = objects(written.folder)
+    for times in range(6):
+        asked = iter([False] * times)
+        with pytest.raises(StoppedError):
+            make_fold(written.run, 0, 4, scratch=scratch, stop=lambda asked=asked: next(asked, True))  # type: ignore[misc]
+    with pytest.raises(StoppedError):
+        make_anchor(written.run, 4, scratch=scratch, stop=lambda: True)
+    assert not list(scratch.iterdir())
+    assert objects(written.folder) == before
+    assert not written.run.folds()
+    assert not written.run.anchors()
+
+
+def test_an_interrupt_leaves_no_scratch(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 4)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    class Interrupted(type(written.bucket)):  # type: ignore[misc]
+        def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+            assert list(scratch.iterdir())
+            raise KeyboardInterrupt
+
+    run = written.run
+    run.bucket = Interrupted(written.folder)
+    with pytest.raises(KeyboardInterrupt):
+        make_fold(run, 0, 4, scratch=scratch)
+    with pytest.raises(KeyboardInterrupt):
+        make_anchor(run, 4, scratch=scratch)
+    assert not list(scratch.iterdir())
+
+
+def test_no_room_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Written(tmp_path / "run", 4)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=100))
+    with pytest.raises(StoreError, match="bytes of scratch"):
+        make_fold(written.run, 0, 4)
+    with pytest.raises(StoreError, match="bytes of scratch"):
+        make_anchor(written.run, 4)
+
+
+SMALL_FILES = """
+import resource, sys
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.compaction import make_fold
+from vllm_delta_sync.errors import StoreError
+from vllm_delta_sync.wire.kernels import add_distances
+from vllm_delta_sync.wire import fold_kernels
+run = open_run(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    make_fold(run, 0, 4, scratch=sys.argv[3])
+except StoreError as error:
+    print(error)
+"""
+
+
+def test_scratch_that_fills_up(tmp_path: Path) -> None:
+    """Files may become as large as each part, not as all together."""
+    written = Written(tmp_path / "run", 0)
+    for _ in range(4):
+        written.publish(share=0.2)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    most = max(manifest.payload_bytes for manifest in written.writer.manifests[1:]) + 100
+    arguments = [str(written.folder), str(most), str(scratch)]
+    done = subprocess.run([sys.executable, "-c", SMALL_FILES, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "cannot be written: File too large; free space there" in done.stdout
+    assert not list(scratch.iterdir())
+    assert not written.run.folds()
+
+
+HOLD = """
+import sys
+from vllm_delta_sync.chain_lazy import scratch_folder
+with scratch_folder(sys.argv[1], "a test", 0) as folder:
+    (folder / "left").write_bytes(b"x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    """And that of a living one is left alone."""
+    owners = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    folders = []
+    for owner in owners:
+        assert owner.stdout is not None
+        folders.append(Path(owner.stdout.readline().strip()))
+    owners[0].kill()
+    owners[0].wait()
+    (tmp_path / "delta-sync-scratch-new").mkdir()
+    assert all((folder / "left").exists() for folder in folders)
+    with scratch_folder(tmp_path, "a test", 0) as mine:
+        assert {mine, folders[1], tmp_path / "delta-sync-scratch-new"} == set(tmp_path.iterdir())
+    owners[1].communicate(timeout=60)
+    assert list(tmp_path.iterdir()) == [tmp_path / "delta-sync-scratch-new"]
+
+
+def test_an_empty_object(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 1)
+    step = path(written.run, 0, 1)[0]
+    nothing = sha256(b"").hexdigest()
+    written.bucket.put(object_key(nothing), b"")
+    empty = ObjectRef(key=object_key(nothing), bytes=0, sha256=nothing)
+    liar = type(step)(step.run, step.document.model_copy(update={"objects": [empty]}))
+    with pytest.raises(FormatError, match="is empty"):
+        open_step(liar, tmp_path)
+
+
+# Anchors
+
+
+def test_an_anchor_is_a_checkpoint(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 6)
+    anchor = make_anchor(written.run, 5, shard_bytes=20_000)
+    assert len(anchor.objects) == 3
+    found: dict[str, bytes] = {}
+    for ref in anchor.objects:
+        with safe_open(written.folder / ref.key, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                found[name] = file.get_tensor(name).view(torch.uint8).numpy().tobytes()
+    assert found == {spec.name: bits.tobytes() for spec, bits in zip(TABLE, written.writer.bits[5], strict=True)}
+    assert make_anchor(written.run, 5).digest == anchor.digest
+    for version in (5, 6):
+        restored = restore(written.run, written.run.manifest(version))
+        assert (restored.plan.beside, restored.plan.root.version) == (True, 5)
+        assert restored.state.fingerprint == written.writer.manifests[version].model_fingerprint
+
+
+def test_an_anchor_of_raw_versions_and_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction_anchor, "IN_MEMORY_BYTES", 0)
+    written = Written(tmp_path / "run", 2)
+    written.publish(codec="raw")
+    anchor = make_anchor(written.run, 3)
+    assert anchor.payload_bytes >= TABLE.full_bytes
+    assert restore(written.run, written.run.manifest(3)).plan.beside
+
+
+def test_a_damaged_anchor_is_made_anew(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 4)
+    good = make_anchor(written.run, 4)
+    written.bucket.put(side.anchor_key(4), good.to_bytes()[:-3])
+    assert make_anchor(written.run, 4).objects == good.objects
+    other = good.model_copy(update={"manifest": "0" * 64})
+    written.bucket.put(side.anchor_key(4), other.to_bytes())
+    assert make_anchor(written.run, 4).manifest == written.writer.manifests[4].digest
+
+
+def test_a_way_that_is_lost(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 4)
+    written.lose(version_key(2))
+    with pytest.raises(GapError):
+        make_fold(written.run, 0, 4)
+
+
+def test_objects_and_document_must_agree(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 4)
+    run = written.run
+    step = path(run, 0, 1)[0]
+    liar = type(step)(run, step.document.model_copy(update={"changed": step.changed + 1}))
+    with pytest.raises(FormatError, match="it says"):
+        open_step(liar, tmp_path)
+    assert decode_objects(step.document, run.table, [run.fetch(ref) for ref in step.objects]).changed == step.changed

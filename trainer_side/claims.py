@@ -1,0 +1,191 @@
+"""Who may write a run: claims of epochs, and what there was when one began.
+
+Whoever takes a run over writes claims/<e>.json first, if absent, and only then looks for the head. A writer looks for
+the claim after its own right before each commit. So of the former writer at most one more version can appear, the one
+that it looked for just before the claim; see ``RunWriter.commit``.
+"""
+
+import secrets
+from dataclasses import dataclass
+from hashlib import sha256
+
+from trainer_side.versions import timestamp
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain_checks import check_follows
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DeltaSyncError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    UnsupportedError,
+)
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, Claim, claim_key, claim_of_key
+from vllm_delta_sync.wire.manifest import RUN_KEY, Manifest, version_key
+
+_READ_BYTES = 1 << 24
+
+
+@dataclass
+class Found:
+    """The end of a run.
+
+    Attributes:
+        version: the highest number that has a manifest. digest: SHA-256 of that manifest as it is stored.
+        manifest: the newest one that is good; None if none is.
+        problem: why ``manifest`` is not that of ``version``; None if it is.
+    """
+
+    version: int
+    digest: str
+    manifest: Manifest | None
+    problem: DeltaSyncError | None
+
+
+def find_end(run: Run) -> Found:
+    """The newest version, however damaged.
+
+    Raises:
+        NotFoundError: the run has no version. StoreError: the store failed.
+        UnsupportedError: a later release wrote it.
+    """
+    manifest: Manifest | None = None
+    try:
+        manifest, problem = run.reachable_head()
+    except (StoreError, UnsupportedError):
+        raise
+    except DeltaSyncError as error:
+        problem = error
+    if manifest is not None and problem is None:
+        return Found(manifest.version, manifest.digest, manifest, None)
+    if isinstance(problem, UnsupportedError):
+        raise problem
+    highest = _highest(run)
+    last = _proven(run, highest)
+    if last is not None:
+        # Only HEAD.json is wrong, or what it points at, and somebody has gone on behind that.
+        return Found(last.version, last.digest, last, None)
+    return Found(highest, stored_digest(run.bucket, version_key(highest)), manifest, problem)
+
+
+def _highest(run: Run) -> int:
+    versions = run.versions()
+    if not versions:
+        raise NotFoundError(f"{run.bucket.url} has no version yet")
+    highest = versions[-1]
+    try:
+        # What a listing does not show yet.
+        while True:
+            run.bucket.stat(version_key(highest + 1))
+            highest += 1
+    except NotFoundError:
+        return highest
+
+
+def _proven(run: Run, version: int) -> Manifest | None:
+    """A version's manifest, if it is good and follows the one before it, be that good or not."""
+    try:
+        manifest = run.manifest(version)
+        if version:
+            _check_link(run, manifest)
+        return manifest
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return None
+
+
+def _check_link(run: Run, manifest: Manifest) -> None:
+    before = manifest.version - 1
+    if manifest.parent != stored_digest(run.bucket, version_key(before)):
+        raise ChainError(f"version {manifest.version} does not follow version {before} as that is stored")
+    try:
+        parent = run.manifest(before)
+    except FormatError:
+        return
+    check_follows(parent, manifest)
+
+
+def claim(run: Run, found: Found) -> int:
+    """Begin the next epoch; from when this returns the former writer commits one more version at most.
+
+    Raises:
+        StoreError: the store failed; at worst a claim is left that fences the former writer.
+    """
+    bucket, writer = run.bucket, secrets.token_hex(16)
+    epochs = [epoch for item in bucket.list(CLAIMS_PREFIX) if (epoch := claim_of_key(item.key)) is not None]
+    epoch = max([*epochs, 0 if found.manifest is None else found.manifest.epoch]) + 1
+    while True:
+        document = Claim(
+            run=run.info.run,
+            epoch=epoch,
+            version=found.version,
+            manifest=found.digest,
+            writer=writer,
+            created_at=timestamp(),
+        )
+        if _created(bucket, claim_key(epoch), document.to_bytes()):
+            return epoch
+        epoch += 1
+
+
+def check_fence(bucket: Bucket, info: bytes, epoch: int) -> None:
+    """Raise unless the run is still there and nobody has claimed a later epoch: one small get, and one stat.
+
+    Args:
+        info: the bytes of the run's ``run.json``.
+
+    Raises:
+        ConflictError: the run is another writer's, another run, or gone. StoreError: the store does not tell.
+    """
+    try:
+        present = bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
+    except NotFoundError as error:
+        raise ConflictError(f"the run at {bucket.url} was removed; this publisher stops: start a new run") from error
+    if present != info:
+        raise ConflictError(
+            f"another run was started at {bucket.url} in place of this one; this publisher stops: publish to another "
+            "run URL"
+        )
+    try:
+        bucket.stat(claim_key(epoch + 1))
+    except NotFoundError:
+        return
+    raise ConflictError(
+        f"another publisher has taken over the run at {bucket.url} ({claim_key(epoch + 1)}); this one stops: nothing "
+        "it publishes from now on would be kept"
+    )
+
+
+def stored_digest(bucket: Bucket, key: str) -> str:
+    """SHA-256 of an object as it is stored, read piece by piece.
+
+    Raises:
+        NotFoundError: no such object. StoreError: the store failed.
+    """
+    digest, start = sha256(), 0
+    while True:
+        piece = bucket.get_range(key, start, _READ_BYTES)
+        digest.update(piece)
+        if len(piece) < _READ_BYTES:
+            return digest.hexdigest()
+        start += len(piece)
+
+
+def _created(bucket: Bucket, key: str, data: bytes) -> bool:
+    try:
+        bucket.put(key, data, if_absent=True)
+    except (ConflictError, StoreError) as error:
+        # The answer to a put that went well may have been lost; only our claim has our writer's id.
+        try:
+            if bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES) == data:
+                return True
+        except NotFoundError:
+            raise error from None
+        if isinstance(error, StoreError):
+            raise
+        return False
+    return True

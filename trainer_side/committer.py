@@ -1,0 +1,290 @@
+"""What a publisher does in its background thread: everything that must not be left half done by an interrupt."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from trainer_side import versions
+from trainer_side.changes import Patch
+from trainer_side.options import Options
+from trainer_side.result import Progress, Stopwatch
+from trainer_side.start import Opened
+from trainer_side.writer import FormerVersionError, UncertainError
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain_read import restore
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FingerprintError, NotFoundError, PublishError
+from vllm_delta_sync.tagging import delete_tag, set_tag
+from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.documents import anchor_key
+from vllm_delta_sync.wire.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+class Committer:
+    """Makes versions durable, and keeps the baseline in step with what is. One thread at a time.
+
+    Attributes:
+        baseline: holds the bits of ``held``, and those of an open patch. held: a version that is durable: the newest,
+            or the one rebased to.
+        stopped: why nothing more can be published.
+        suspect: the baseline may be damaged; nothing is diffed against it before ``tidy`` has mended it.
+
+    Args:
+        base: where version 0 lies, for what has to be read back.
+        offer: told of each version that is durable.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        opened: Opened,
+        base: str | Path | None,
+        options: Options,
+        offer: Callable[[Manifest], None],
+    ) -> None:
+        self._bucket = bucket
+        self._base = base
+        self._options = options
+        self._offer = offer
+        self._run: Run | None = None
+        self._uncertain: Manifest | None = None
+        self.baseline = opened.baseline
+        self.writer = opened.writer
+        self.held = opened.held
+        self.stopped: ConflictError | None = None
+        self.suspect = False
+        self._rebased: str | None = None
+
+    @property
+    def newest(self) -> Manifest:
+        """The newest durable version."""
+        return self.held if self.writer.newest is None else self.writer.newest
+
+    @property
+    def run(self) -> Run:
+        """The run, for reading."""
+        if self._run is None:
+            self._run = Run(self._bucket)
+        return self._run
+
+    def work(self, patch: Patch, step: int, progress: Progress, watch: Stopwatch) -> None:
+        """Make the patch the next version, or take it back and raise why not."""
+        version = self.newest.version + 1
+        try:
+            self._check_share(patch, version)
+            self._make_durable(patch, version, step, progress, watch)
+            self.writer.announce()
+            progress.seconds["upload"] = watch.lap()
+            progress.seconds["total"] = watch.total
+        except DeltaSyncError as error:
+            logger.error("version %d: %s", version, error)
+            raise
+        finally:
+            if patch.open and self._uncertain is None:
+                patch.revert()
+        self._offer(self.held)
+
+    def tidy(self, patch: Patch | None) -> None:
+        """Bring the baseline to a durable version after a failure or an interrupt.
+
+        Raises:
+            PublishError: it is not known yet what was written, or a damaged baseline cannot be mended yet.
+        """
+        # An interrupt may have kept the caller from seeing that this call was no longer needed.
+        if patch is not None and patch.open:
+            manifest = self._uncertain
+            if manifest is not None and self.writer.holds(manifest):
+                self.writer.adopt(manifest)
+                self._settle(patch, manifest)
+            else:
+                patch.revert()
+            self._uncertain = None
+        if self.suspect:
+            self.mend()
+
+    def rebase(self, version: int) -> None:
+        """Hold the bits of an older version, so that the next one builds on that.
+
+        Raises:
+            NotFoundError: there is no such version. DeltaSyncError: it cannot be rebuilt; nothing has changed.
+        """
+        if version == self.held.version:
+            return
+        newest = self.newest
+        if version > newest.version:
+            raise NotFoundError(f"version {version} is not published; the newest is {newest.version}")
+        if version == newest.version:
+            self._hold(newest)
+            self.release()
+            return
+        # Until the next version builds on it, nothing else tells retention that it is needed.
+        name = f"rebase-{self.writer.epoch}-{version}"
+        set_tag(self.run, name, version)
+        before, self._rebased = self._rebased, name
+        try:
+            self._hold(self.run.manifest(version))
+        except BaseException:  # an interrupted rebase holds what it held before
+            before, self._rebased = name, before
+            raise
+        finally:
+            self._drop(before)
+
+    def release(self) -> None:
+        """Give up the tag that holds the version rebased to."""
+        name, self._rebased = self._rebased, None
+        self._drop(name)
+
+    def _drop(self, name: str | None) -> None:
+        try:
+            if name is not None:
+                delete_tag(self.run, name)
+        except NotFoundError:
+            return
+        except DeltaSyncError as error:
+            logger.warning("tag %r is left in the run; delete it (delta-sync tag --delete): %s", name, error)
+
+    def mend(self) -> list[str]:
+        """Compare the whole baseline with what was published, and fetch what differs from the bucket.
+
+        No patch may be open.
+
+        Returns:
+            Names of the tensors that were damaged.
+
+        Raises:
+            PublishError: they cannot be fetched now; ``suspect`` stays set.
+        """
+        self.suspect = True
+        damaged = self.baseline.damaged(range(len(self.baseline.table)), {})
+        names = self._names(damaged)
+        if damaged:
+            try:
+                self.baseline.mend(damaged, restore(self.run, self.held, self._base).state)
+                if self.baseline.damaged(damaged, {}):
+                    raise FingerprintError("they were damaged again at once")
+            except DeltaSyncError as error:
+                raise PublishError(
+                    f"the baseline in memory is damaged in {_listed(names)}, and cannot be restored from version "
+                    f"{self.held.version} in the bucket: {error}; nothing is published until it can"
+                ) from error
+            logger.error("the baseline in memory was damaged in %s; restored from the bucket", _listed(names))
+        self.suspect = False
+        return names
+
+    def write_anchor(self) -> int:
+        """Write an anchor of the version held, from memory, over whatever the bucket has of it.
+
+        Raises:
+            PublishError: the baseline is damaged. FingerprintError: the base on disk is. StoreError: the store failed.
+            ConflictError: the run is another writer's, or gone.
+        """
+        self.mend()
+        overwritten = self.baseline.overwritten()
+        if overwritten:
+            raise FingerprintError(
+                f"tensor {overwritten[0]!r} is read from the base, which was overwritten since: no anchor is written"
+            )
+        with TemporaryDirectory(prefix="delta-sync-") as folder:
+            objects = []
+            for ref, path in versions.shards(Path(folder), self.baseline, self._options.shard_bytes):
+                self.writer.put_file(ref, path)
+                objects.append(ref)
+        document = versions.anchor_beside(self.held, self.baseline, objects)
+        # Another run may lie there by now, whose anchor this would overwrite.
+        try:
+            self.writer.check_fence()
+        except ConflictError as error:
+            self.stopped = error
+            raise
+        self._bucket.put(anchor_key(self.held.version), document.to_bytes())
+        return self.held.version
+
+    def _check_share(self, patch: Patch, version: int) -> None:
+        """Compare a part of the baseline with what was published; the open patch is accounted for.
+
+        Raises:
+            PublishError: it was damaged. The patch, made against damaged bits, is taken back, and what differs then is
+                fetched from the bucket.
+        """
+        damaged = self.baseline.damaged(self.baseline.share(self._options.rescan_bytes), patch.fingerprints)
+        if not damaged:
+            return
+        self.suspect = True
+        patch.revert()
+        names = sorted({*self._names(damaged), *self.mend()})
+        raise PublishError(
+            f"version {version} is not published: the baseline in memory was damaged in {_listed(names)}; it was "
+            "restored from the bucket, the next publish carries the changes: have the machine's memory checked"
+        )
+
+    def _make_durable(self, patch: Patch, version: int, step: int, progress: Progress, watch: Stopwatch) -> None:
+        try:
+            watch.lap()
+            changes = patch.changes()
+            context = DeltaContext(self.writer.run, version, self.held.version)
+            coding = (self._options.codec, self._options.compression)
+            data = encode(changes, self.baseline.table, *coding, context) if patch.changed else None
+            progress.seconds["encode"] = watch.lap()
+            objects = [] if data is None else [self.writer.put_object(data)]
+            manifest = versions.delta(self.newest, self.held, step, coding, objects, changes, self.writer.epoch)
+            progress.payload_bytes = manifest.payload_bytes
+            self._commit(manifest, patch)
+        except (ConflictError, UncertainError):
+            raise
+        except FormerVersionError as error:
+            patch.revert()
+            self._adopt(error)
+            raise PublishError(
+                f"{error.message}; this publisher goes on from there, and the next publish carries the changes of step "
+                f"{step}"
+            ) from error
+        except DeltaSyncError as error:
+            raise PublishError(
+                f"version {version} (step {step}) could not be made durable: {error}; the next publish "
+                "carries its changes"
+            ) from error
+
+    def _commit(self, manifest: Manifest, patch: Patch) -> None:
+        try:
+            self.writer.commit(manifest)
+        except ConflictError as error:
+            self.stopped = error
+            raise
+        except UncertainError:
+            self._uncertain = manifest
+            raise
+        self._settle(patch, manifest)
+
+    def _settle(self, patch: Patch, manifest: Manifest) -> None:
+        patch.settle()
+        self.held = manifest
+        self.release()
+
+    def _adopt(self, former: FormerVersionError) -> None:
+        """Go on from the last version of the writer before."""
+        manifest = former.manifest
+        try:
+            self._hold(manifest)
+        except DeltaSyncError as error:
+            raise PublishError(
+                f"{former.message}, and cannot be rebuilt: {error}; if that stays so, start this publisher again, "
+                "which begins anew behind it"
+            ) from error
+        self.writer.adopt(manifest)
+        self.writer.point_head()
+
+    def _hold(self, manifest: Manifest) -> None:
+        state = restore(self.run, manifest, self._base).state
+        self.baseline.take(state, manifest.model_fingerprint)
+        self.held = manifest
+
+    def _names(self, tensors: list[int]) -> list[str]:
+        return [self.baseline.table[tensor].name for tensor in tensors]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:5]))}{more}"

@@ -1,0 +1,217 @@
+"""Take a run over: claim it, and hold the bits of its newest version, read back from the bucket.
+
+Order: whether the model fits, claim, head, weights. Whatever ends this early leaves at most a claim, which fences the
+writer of before and is otherwise without effect.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from trainer_side import versions
+from trainer_side.baseline import Baseline
+from trainer_side.changes import compile_kernels
+from trainer_side.claims import Found, claim, find_end
+from trainer_side.naming import LiveTensors
+from trainer_side.options import Options
+from trainer_side.start import Opened, begin, holds_run
+from trainer_side.writer import FormerVersionError, RunWriter
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain_checks import check_base
+from vllm_delta_sync.chain_read import restore
+from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DeltaSyncError,
+    FingerprintError,
+    FormatError,
+    NotFoundError,
+    TensorMismatchError,
+)
+from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMismatchError)
+"""What says that data in the bucket is bad. A store that fails says nothing about its data."""
+
+_ATTEMPTS = 8
+
+Call = Callable[[Callable[[], None]], None]
+
+
+def open_or_begin(
+    bucket: Bucket, live: LiveTensors, base: str | Path | None, options: Options, call: Call
+) -> tuple[Opened, str | Path | None]:
+    """Take over the run that is in the bucket, or begin one.
+
+    Args:
+        base: see ``Publisher``.
+        call: makes a call in a thread that no interrupt hits, and raises what it raises.
+
+    Returns:
+        The run, and where its version 0 lies as far as the caller knows.
+
+    Raises:
+        ConflictError: there is a part of a run, or a run that is not to be resumed. Else as ``begin`` and ``Takeover``.
+    """
+    if not holds_run(bucket):
+        resolved = None if base is None else resolve_base(base)
+        path = None if resolved is None else resolved.path
+        baseline = Baseline.captured(live, path)
+        _prepare(baseline, options, call)
+        call(baseline.scan)
+        return begin(bucket, baseline, resolved, options), path
+    if not options.resume:
+        raise ConflictError(
+            f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to go on with that run"
+        )
+    place = base
+    # A branch may need the URL of the run that it comes from.
+    if base is not None and "://" not in str(base):
+        place = resolve_base(base).path
+        check_base(place)
+    takeover = Takeover(bucket, live, place, options, call)
+    _prepare(takeover.baseline, options, call)
+    return takeover.publishable(), place
+
+
+def _prepare(baseline: Baseline, options: Options, call: Call) -> None:
+    call(lambda: compile_kernels(baseline.table))
+    # The codec's own check of the table, now rather than at the first version.
+    encode(Changes(), baseline.table, options.codec, options.compression, DeltaContext("", 1, 0))
+
+
+class Takeover:
+    """Takes a run over, in steps; see ``publishable``.
+
+    Args:
+        base: where the checkpoint of version 0 lies, or the run branched from, if not at the recorded place.
+        call: see ``open_or_begin``.
+
+    Raises:
+        TensorMismatchError, ModelError: the model does not fit into the run.
+        DeltaSyncError: run.json or tensors.json is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        live: LiveTensors,
+        base: str | Path | None,
+        options: Options,
+        call: Call,
+    ) -> None:
+        self._bucket, self._live, self._base, self._options, self._call = bucket, live, base, options, call
+        self._run = Run(bucket)
+        self._epoch = 0
+        self.baseline = Baseline.of_run(live, self._run.table)
+
+    def publishable(self) -> Opened:
+        """Claim the run and hold its newest version; where that is lost, commit the weights of now behind it.
+
+        Raises:
+            StoreError: the store failed.
+            ConflictError: another publisher has taken the run over meanwhile.
+            DeltaSyncError: the newest version is lost and the model does not hold all tensors: why it is lost.
+        """
+        done: list[Opened] = []
+        lost: list[tuple[Found, DeltaSyncError]] = []
+
+        def take() -> None:
+            self._epoch = claim(self._run, find_end(self._run))
+            found = find_end(self._run)
+            try:
+                done.append(self._restored(found))
+            except UNREADABLE as error:
+                _let_go(error)
+                lost.append((found, error))
+
+        self._call(take)
+        if lost:
+            found, problem = lost[0]
+            self._capture(found, problem)
+            self._call(lambda: done.append(self._begun_anew(found)))
+        return done[0]
+
+    def _restored(self, found: Found) -> Opened:
+        if found.problem is not None or found.manifest is None:
+            raise found.problem or ChainError("no manifest is good")
+        head = found.manifest
+        state = restore(self._run, head, self._base, in_memory=True).state
+        self.baseline.take(state, head.model_fingerprint)
+        writer = self._writer(head)
+        writer.point_head()
+        logger.info(
+            "run %s goes on from version %d, step %d, in epoch %d", writer.run, head.version, head.step, self._epoch
+        )
+        return Opened(self.baseline, writer, head)
+
+    def _writer(self, newest: Manifest | None) -> RunWriter:
+        writer = RunWriter(self._bucket, self._run.info, self._epoch, self._options.read_back)
+        if newest is not None:
+            writer.adopt(newest)
+        return writer
+
+    # The newest version is lost
+
+    def _capture(self, found: Found, problem: DeltaSyncError) -> None:
+        logger.error(
+            "version %d of %s cannot be rebuilt, so the weights of now are committed as a full snapshot behind it: %s",
+            found.version, self._bucket.url, problem,
+        )  # fmt: skip
+        absent, rest = self.baseline.absent(), None
+        if absent:
+            rest = _checkpoint(self._base)
+            odd = [name for name in absent if rest is None or name not in rest.specs]
+            odd = odd or [name for name in absent if rest and rest.specs[name] != self._run.table.by_name(name)]
+            if odd:
+                raise type(problem)(
+                    f"version {found.version} cannot be rebuilt ({problem}), and to begin anew the model lacks tensor "
+                    f"{odd[0]!r} ({len(odd)} in all); pass base= with a checkpoint that has it, repair the run, or "
+                    "start a new one"
+                ) from problem
+            logger.warning("tensors that the model does not hold are taken from base: %s", ", ".join(absent[:5]))
+        self.baseline.capture(self._live, rest)
+
+    def _begun_anew(self, found: Found) -> Opened:
+        self.baseline.scan()
+        writer = self._writer(None)
+        objects: list[ObjectRef] = []
+        with TemporaryDirectory(prefix="delta-sync-") as folder:
+            for ref, path in versions.shards(Path(folder), self.baseline, self._options.shard_bytes):
+                writer.put_file(ref, path)
+                objects.append(ref)
+        for _ in range(_ATTEMPTS):
+            place = (found.version + 1, found.digest)
+            manifest = versions.anchor_behind(writer.run, self.baseline, objects, place, found.manifest, self._epoch)
+            try:
+                writer.commit(manifest)
+            except (ConflictError, FormerVersionError):
+                before, found = found, find_end(self._run)
+                theirs = found.manifest if found.problem is None else None
+                if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch):
+                    raise
+                # The former writer's last commit came in between.
+                writer = self._writer(None)
+                continue
+            writer.announce()
+            return Opened(self.baseline, writer, manifest)
+        raise ConflictError(f"versions keep appearing at {self._bucket.url}; another publisher writes there")
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the calls that failed still hold: weights, before others are captured."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _checkpoint(base: str | Path | None) -> Checkpoint | None:
+    return Checkpoint(base) if base is not None and Path(base).is_dir() else None

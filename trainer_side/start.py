@@ -1,0 +1,259 @@
+"""The beginning of a run: claim a URL and commit version 0, or give the URL back."""
+
+import logging
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from trainer_side import versions
+from trainer_side.baseline import Baseline
+from trainer_side.options import Options
+from trainer_side.versions import timestamp
+from trainer_side.writer import RunWriter, UncertainError
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.checkpoint import ResolvedBase
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, LimitError, NotFoundError
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.documents import CLAIMS_PREFIX
+from vllm_delta_sync.wire.manifest import (
+    HEAD_KEY,
+    RUN_KEY,
+    TABLE_KEY,
+    VERSIONS_PREFIX,
+    Manifest,
+    ObjectRef,
+    RunInfo,
+    version_key,
+)
+from vllm_delta_sync.wire.table import TensorTable
+
+logger = logging.getLogger(__name__)
+
+
+def new_run(table: TensorTable) -> RunInfo:
+    """run.json of a run that begins now."""
+    return RunInfo(
+        run=secrets.token_hex(16),
+        created_at=timestamp(),
+        tensors=table.digest,
+        total=table.total,
+        full_bytes=table.full_bytes,
+    )
+
+
+def holds_run(bucket: Bucket) -> bool:
+    """Whether there is a run, whole or damaged.
+
+    Raises:
+        ConflictError: there is a part of one.
+    """
+    found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
+    versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
+    if versions and RUN_KEY in found:
+        return True
+    found += [VERSIONS_PREFIX] if versions else []
+    # Claims of a run that is gone would fence the writer of a new one.
+    found += [CLAIMS_PREFIX] if next(iter(bucket.list(CLAIMS_PREFIX)), None) is not None else []
+    if found:
+        keys = ", ".join(found)
+        raise ConflictError(
+            f"{bucket.url} holds {keys} but no whole run: another publisher is starting there, or a start "
+            f"crashed, or a run was half removed; publish to a new run URL, or, if nobody uses this one, remove "
+            f"{keys} by hand"
+        )
+    return False
+
+
+@dataclass
+class Opened:
+    """A run that can be published to.
+
+    Attributes:
+        baseline: holds the bits of ``held``. writer: its ``newest`` is ``held``.
+    """
+
+    baseline: Baseline
+    writer: RunWriter
+    held: Manifest
+
+
+def begin(bucket: Bucket, baseline: Baseline, base: ResolvedBase | None, options: Options) -> Opened:
+    """Commit the baseline as version 0 of a new run.
+
+    Raises:
+        ConflictError: there is a run at the URL already.
+        StoreError: the store failed; what this call has written is removed, and the message names what could not be.
+        UncertainError: version 0 may have been written; the URL stays claimed.
+    """
+    info = new_run(baseline.table)
+    writer = RunWriter(bucket, info, 0, options.read_back)
+    difference = baseline.first_difference
+    if base is not None and difference is not None:
+        logger.warning(
+            "the model's weights are not those of base %s (first difference in tensor %s): version 0 is a full "
+            "snapshot",
+            base.path, difference,
+        )  # fmt: skip
+    with Start(bucket, writer, info, baseline.table) as start:
+        start.claim()
+        if base is not None and difference is None:
+            manifest = versions.reference(info.run, baseline, base.recorded)
+        else:
+            with TemporaryDirectory(prefix="delta-sync-") as folder:
+                shards = versions.shards(Path(folder), baseline, options.shard_bytes)
+                manifest = versions.anchor(info.run, baseline, start.put_shards(shards))
+        start.commit(manifest)
+    writer.announce()
+    return Opened(baseline, writer, manifest)
+
+
+@dataclass
+class _Made:
+    """What a start has written so far.
+
+    Attributes:
+        keys: created by it for certain. maybe: key → content, of puts whose outcome is not known.
+        committing: version 0 as it may have been written.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    maybe: dict[str, bytes] = field(default_factory=dict)
+    committing: Manifest | None = None
+
+
+class Start:
+    """Starts one run at a URL where nothing is.
+
+    Args:
+        writer: of the run that is to be. info, table: run.json and tensors.json.
+    """
+
+    def __init__(self, bucket: Bucket, writer: RunWriter, info: RunInfo, table: TensorTable) -> None:
+        self._bucket = bucket
+        self._writer = writer
+        self._info = info
+        self._table = table
+        self._made = _Made()
+
+    def claim(self) -> None:
+        """Write run.json and tensors.json.
+
+        Raises:
+            ConflictError: there is a run at the URL already. StoreError: the store failed.
+        """
+        self._create(RUN_KEY, self._info.to_bytes())
+        self._create(TABLE_KEY, self._table.to_bytes())
+
+    def put_shards(self, shards: Iterable[tuple[ObjectRef, Path]]) -> list[ObjectRef]:
+        """Store the objects of version 0; raises StoreError."""
+        refs = []
+        for ref, path in shards:
+            try:
+                self._bucket.put(ref.key, path, if_absent=True)
+                self._made.keys.append(ref.key)
+            except ConflictError:
+                # Left by an earlier start, perhaps damaged since.
+                self._bucket.put(ref.key, path)
+            self._writer.check_object(ref)
+            refs.append(ref)
+        return refs
+
+    def commit(self, manifest: Manifest) -> None:
+        """Commit version 0; raises as ``RunWriter.commit``."""
+        self._made.committing = manifest
+        self._writer.commit(manifest)
+
+    def __enter__(self) -> "Start":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Take back what was written, unless version 0 is there, or may be; the message then says so.
+
+        Raises:
+            DeltaSyncError: the error of before, with what is left named.
+        """
+        if error is None:
+            return
+        if isinstance(error, UncertainError):
+            raise UncertainError(f"{error.message}; {self._kept()}") from error
+        if not isinstance(error, DeltaSyncError):
+            self._abandon()
+            return
+        left = self._take_back()
+        if left:
+            raise type(error)(f"{error.message}; {self._left(left)}") from error
+
+    def _create(self, key: str, data: bytes) -> None:
+        made = self._made
+        made.maybe[key] = data
+        try:
+            self._bucket.put(key, data, if_absent=True)
+        except ConflictError as error:
+            # A put whose answer was lost and that the store's client repeats finds its own object. Only run.json
+            # proves by its content whose it is: it holds the random id of the run.
+            if not self._reads(key, data):
+                del made.maybe[key]
+                raise ConflictError(
+                    f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL"
+                ) from error
+            if key != RUN_KEY:
+                del made.maybe[key]
+                return
+        made.keys.append(key)
+        del made.maybe[key]
+
+    def _take_back(self) -> list[str]:
+        """Remove what this start has created; return the keys that may still be there."""
+        left: list[str] = []
+        made = self._made
+        # The claim goes last: as long as it stands nobody else writes here.
+        for key in [*reversed(made.maybe), *reversed(made.keys)]:
+            try:
+                if key in made.keys or self._reads(key, made.maybe[key]):
+                    self._bucket.delete(key)
+            except DeltaSyncError as error:
+                logger.warning("%s of a failed start was not removed: %s", key, error)
+                left.append(key)
+        return left
+
+    def _abandon(self) -> None:
+        """After an interrupt: take back, unless version 0 may be there."""
+        try:
+            written = self._made.committing is not None and self._writer.holds(self._made.committing)
+        except UncertainError:
+            written = True
+        if written:
+            logger.warning("interrupted while version 0 was written; %s", self._kept())
+            return
+        left = self._take_back()
+        if left:
+            logger.warning("interrupted; %s", self._left(left))
+
+    def _reads(self, key: str, data: bytes) -> bool:
+        try:
+            return self._bucket.get(key, max_bytes=max(len(data), limits.MAX_JSON_BYTES)) == data
+        except (NotFoundError, LimitError):
+            return False
+
+    def _kept(self) -> str:
+        return (
+            f"{self._bucket.url} stays claimed by run {self._info.run}: start again, which goes on with that run if "
+            "its version 0 is there, or publish to a new run URL"
+        )
+
+    def _left(self, keys: list[str]) -> str:
+        names = ", ".join(keys)
+        return (
+            f"this failed start may have left {names} in {self._bucket.url}: remove by hand what is there, or "
+            "publish to a new run URL"
+        )
+
+
+def _present(bucket: Bucket, key: str) -> bool:
+    try:
+        bucket.stat(key)
+    except NotFoundError:
+        return False
+    return True

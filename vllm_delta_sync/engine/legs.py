@@ -1,0 +1,116 @@
+"""What one commit takes, and where it starts; as objects for the controller, as plain data for the ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain_plan import Step
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.documents import Anchor, FoldedRange
+from vllm_delta_sync.wire.manifest import Manifest
+
+Key = tuple[str, str]
+"""Run id and key of a document."""
+REBUILD = "rebuild"
+"""Stands for the key of a document where a version is rebuilt from whatever there is."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A version of a run: what the ranks hold."""
+
+    run: Run
+    manifest: Manifest
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One commit.
+
+    Attributes:
+        target: the version of the followed run that it ends at.
+        steps: folded into one; of several runs, if the way leads across branches. Empty: the target is taken whole.
+        anchor: the anchor beside the chain that holds the target; None if the target is an anchor itself.
+        rebuild: whether each rank makes the target from whatever there is.
+    """
+
+    target: Manifest
+    steps: list[Step] = field(default_factory=list)
+    anchor: Anchor | None = None
+    rebuild: bool = False
+
+    @property
+    def versions(self) -> int:
+        """How many versions it spans."""
+        return sum(_span(step) for step in self.steps) or 1
+
+    @property
+    def changed(self) -> int:
+        """Elements carried."""
+        return sum(step.changed for step in self.steps) if self.steps else self.target.total
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of objects to read; 0 where only the ranks find out."""
+        if self.steps:
+            return sum(step.payload_bytes for step in self.steps)
+        return 0 if self.rebuild else (self.anchor or self.target).payload_bytes
+
+    def key(self, index: int) -> Key:
+        """The document to avoid if step number ``index`` is bad."""
+        if self.steps:
+            return self.steps[index].run.info.run, self.steps[index].key
+        if self.rebuild:
+            return self.target.run, REBUILD
+        version = self.target.version
+        return self.target.run, side.anchor_key(version) if self.anchor is not None else keys.version_key(version)
+
+    def to_plain(self) -> dict[str, Any]:
+        """For the way to the ranks. Runs other than the followed one go by their URL."""
+        return {
+            "target": _text(self.target),
+            "steps": [
+                {
+                    "document": _text(step.document),
+                    "folded": isinstance(step.document, FoldedRange),
+                    "backwards": step.backwards,
+                    "url": None if step.run.info.run == self.target.run else step.run.bucket.url,
+                }
+                for step in self.steps
+            ],
+            "anchor": None if self.anchor is None else _text(self.anchor),
+            "rebuild": self.rebuild,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any], run_at: Callable[[str | None], Run]) -> "Leg":
+        """Inverse of ``to_plain``.
+
+        Args:
+            run_at: the run at a URL; None: the followed one.
+        """
+        return cls(
+            Manifest.from_bytes(plain["target"].encode()),
+            [_step(step, run_at) for step in plain["steps"]],
+            None if plain["anchor"] is None else Anchor.from_bytes(plain["anchor"].encode()),
+            plain["rebuild"],
+        )
+
+
+def _step(plain: dict[str, Any], run_at: Callable[[str | None], Run]) -> Step:
+    kind = FoldedRange if plain["folded"] else Manifest
+    return Step(run_at(plain["url"]), kind.from_bytes(plain["document"].encode()), plain["backwards"])
+
+
+def _text(document: Manifest | FoldedRange | Anchor) -> str:
+    return document.to_bytes().decode()
+
+
+def _span(step: Step) -> int:
+    return step.high - step.low if isinstance(step.document, FoldedRange) else 1

@@ -1,0 +1,77 @@
+"""Runs that branch from runs: version 0 of a branch is a version of its source, so a way may lead across both."""
+
+import logging
+from typing import NamedTuple
+
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.errors import DeltaSyncError, StoreError
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+DEEPEST = 64
+"""Branches of branches that are looked into."""
+
+
+class Point(NamedTuple):
+    """A version of a run."""
+
+    run: Run
+    version: int
+
+
+class Stretch(NamedTuple):
+    """From one version of a run to another."""
+
+    run: Run
+    first: int
+    last: int
+
+
+def line(run: Run, version: int) -> list[Point]:
+    """A version, and the versions of other runs that its run, and theirs, begin with: youngest first.
+
+    Ends where a source is not there any more, or has other tensors.
+
+    Raises:
+        StoreError: the store failed. NotFoundError, FormatError, ChainError: a run has no good version 0.
+    """
+    found = [Point(run, version)]
+    while len(found) < DEEPEST:
+        first = run.manifest(0)
+        if first.base is None or first.base.run is None or first.base.version is None:
+            break
+        try:
+            source = run.origin(first)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            logger.warning("the run that run %s branches from cannot be used: %s", run.info.run, error.message)
+            break
+        if source.table.digest != run.table.digest or any(source.info.run == known.run.info.run for known in found):
+            break
+        found.append(Point(source, first.base.version))
+        run = source
+    return found
+
+
+def across(held: list[Point], wanted: list[Point]) -> list[Stretch] | None:
+    """How to get from the first point of one line to the first of another; None if they have no run in common."""
+    for up, point in enumerate(held):
+        for down, other in enumerate(wanted):
+            if point.run.info.run == other.run.info.run:
+                return [
+                    *(Stretch(run, version, 0) for run, version in held[:up]),
+                    Stretch(other.run, point.version, other.version),
+                    *(Stretch(run, 0, version) for run, version in reversed(wanted[:down])),
+                ]
+    return None
+
+
+def run_with_id(url: str, run_id: str) -> Run | None:
+    """The run at a URL, if it is the one meant and can be read."""
+    try:
+        run = open_run(url)
+    except DeltaSyncError:
+        return None
+    return run if run.info.run == run_id else None

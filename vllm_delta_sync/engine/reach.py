@@ -1,0 +1,31 @@
+"""How far steps lead, where they do not lead all the way."""
+
+from vllm_delta_sync.chain_plan import Planner
+from vllm_delta_sync.errors import DeltaSyncError, StoreError
+
+GALLOP = 1024
+"""Versions that are first tried at once."""
+
+
+def reach(planner: Planner, start: int, target: int) -> list[int]:
+    """Versions up to ``target`` that steps lead to, each from the one before, the first from ``start``; by galloping.
+
+    From one version there may be a way that there is not from the one before it: a folded range back, for example.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    stops: list[int] = []
+    at, span = start, GALLOP
+    while at < target and span:
+        aim = min(target, at + span)
+        try:
+            planner.path(at, aim)
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            span = (aim - at) // 2
+            continue
+        stops.append(aim)
+        at = aim
+    return stops

@@ -1,0 +1,58 @@
+"""Stage one commit on one rank: steps folded and routed, an anchor, or a rebuild."""
+
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.engine.legs import Leg
+from vllm_delta_sync.engine.patch import StagedPatch, stage
+from vllm_delta_sync.engine.reading import Clock, fetcher, read_steps
+from vllm_delta_sync.engine.routes import RouteMap
+from vllm_delta_sync.engine.wholes import stage_anchor, stage_rebuilt
+from vllm_delta_sync.errors import ChainError, FingerprintError
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.manifest import Manifest
+
+
+def stage_leg(
+    leg: Leg,
+    run: Run,
+    cache: ObjectCache | None,
+    routes: RouteMap,
+    held: list[Fingerprint],
+    folder: str,
+    clock: Clock,
+) -> StagedPatch:
+    """Everything that a rank writes for one commit; nothing is written yet.
+
+    Args:
+        run: the one followed. held: per tensor id, the fingerprint before the commit. folder: see ``stage_rebuilt``.
+
+    Raises:
+        ChainError: the target is of another run. FingerprintError: the weights held are not what it was made against.
+        Else as ``read_steps``, ``stage``, ``stage_anchor`` and ``stage_rebuilt``.
+    """
+    target = leg.target
+    if target.run != run.info.run:
+        raise ChainError(f"version {target.version} is of run {target.run}, this rank follows {run.info.run}")
+    if leg.steps:
+        changes = read_steps(leg.steps, cache, held, routes, clock)
+        patch = stage(target.version, changes, routes, held)
+    elif leg.rebuild:
+        patch = stage_rebuilt(run, target, folder, routes)
+    else:
+        patch = stage_anchor(leg.anchor or target, fetcher(run, cache), routes)
+    if not leg.steps:
+        # Read, decoded and routed piece by piece.
+        clock.tick("fetch")
+        clock.tick("decode")
+    _check_total(target, patch)
+    clock.tick("route")
+    return patch
+
+
+def _check_total(target: Manifest, patch: StagedPatch) -> None:
+    total = sum(patch.fingerprints, Fingerprint())
+    if total != target.model_fingerprint:
+        raise FingerprintError(
+            f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
+            f"{target.fingerprint}: the weights held are not those it was made against"
+        )

@@ -1,0 +1,369 @@
+"""Which way to take from what is held to a version: steps, the weights of a version as a whole, or a rebuild.
+
+What turns out to be bad is avoided until the next look into the bucket, and another way is looked for. Only when there
+is none, the versions before it are taken, and then it is an error.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NoReturn
+
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain_plan import FOLD_WIDTH, Planner, Step, plan
+from vllm_delta_sync.engine.history import History
+from vllm_delta_sync.engine.legs import REBUILD, Key, Leg, Place
+from vllm_delta_sync.engine.lineage import Point, Stretch, across, line
+from vllm_delta_sync.engine.reach import reach
+from vllm_delta_sync.engine.transaction import blamed
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, FingerprintError, MemoryLimitError, StoreError
+from vllm_delta_sync.wire.documents import anchor_key
+from vllm_delta_sync.wire.manifest import Manifest, version_key
+
+STAGED_BYTES = 32
+"""Memory that staging takes at most per changed element of a 16-bit dtype: decoded 10, folded 10 more, routed 14, and
+never all of it at once."""
+LONGEST = 1024
+"""Steps in one commit."""
+ROOTS = 8
+"""Anchors that are tried, newest first."""
+
+Way = list[tuple[Step, int | None]]
+"""Steps, each with the version of the followed run that it ends at; None if that is none of it."""
+
+
+class Ways:
+    """Plans commits in the run of a history."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._longest = LONGEST
+        self._longest_until = -1
+        self._bad: dict[Key, DeltaSyncError] = {}
+        self._avoid: dict[str, set[str]] = {}
+        self._planners: dict[str, Planner] = {}
+        # Digest and message per document that was committed and taken back: trying again would only pause again.
+        self._rejected: dict[Key, tuple[str, str]] = {}
+
+    def forget(self) -> None:
+        """Another run is followed."""
+        self.refresh()
+        self._rejected.clear()
+        self._longest, self._longest_until = LONGEST, -1
+
+    def refresh(self) -> None:
+        """The bucket was looked into again: what was bad may have healed, and there may be shorter ways."""
+        self._bad.clear()
+        self._avoid.clear()
+        self._planners.clear()
+
+    @property
+    def avoided(self) -> list[str]:
+        """What turned out to be bad since the last look, for the log."""
+        return [key for _, key in self._bad]
+
+    def next(self, place: Place | None, target: int, room: int) -> Leg:
+        """The next commit on the way to a version of the followed run, or as close to it as anything leads.
+
+        Args:
+            place: what is held; None: weights that are no version of any run known.
+            room: bytes of memory that steps folded into one commit may take. One that is needed is taken anyway.
+
+        Raises:
+            DeltaSyncError: nothing leads any further; the first reason.
+        """
+        if place is None:
+            return self._from_nothing(target)
+        while True:
+            try:
+                way = self._way(place, target)
+                leg = None if self._meets_rejected(way) else self._cut(place, way, room)
+            except StoreError:
+                raise
+            except DeltaSyncError as error:
+                known = len(self._bad)
+                leg = self._around(place, target, room)
+                if leg is not None:
+                    return leg
+                if len(self._bad) == known:
+                    self._give_up(place, target, error)
+                continue
+            if leg is not None:
+                return self._cheaper(place, target, way) or leg
+
+    # What was learnt
+
+    def without(self, leg: Leg, error: DeltaSyncError) -> bool:
+        """Staging a commit failed: do not plan it so again. False if the error says nothing about the versions."""
+        index = blamed(error)
+        passing = isinstance(error, StoreError | MemoryLimitError)
+        if index is None and len(leg.steps) > 1:
+            if self._shorten(leg):
+                return True
+            index = len(leg.steps) - 1
+        if passing or leg.key(index or 0) in self._bad:
+            return False
+        self._mark(leg.key(index or 0), error)
+        return True
+
+    def mismatched(self, leg: Leg, reason: str) -> None:
+        """A commit was taken back though the weights were right: one of its steps is wrong."""
+        if len(leg.steps) > 1 and self._shorten(leg):
+            return
+        document = leg.steps[-1].document if leg.steps else leg.anchor or leg.target
+        key = leg.key(len(leg.steps) - 1)
+        self._rejected[key] = (document.digest, reason)
+        self._mark(key, FingerprintError(reason))
+        # It is found.
+        self._longest, self._longest_until = LONGEST, -1
+
+    def committed(self, version: int) -> None:
+        """A version was committed."""
+        if version >= self._longest_until:
+            self._longest = LONGEST
+
+    def _shorten(self, leg: Leg) -> bool:
+        """Take fewer steps at once until those of ``leg`` are behind; False if it was as short as can be."""
+        if self._longest <= len(leg.steps) // 2:
+            return False
+        self._longest, self._longest_until = max(1, len(leg.steps) // 2), max(self._longest_until, leg.target.version)
+        return True
+
+    def _mark(self, key: Key, error: DeltaSyncError) -> None:
+        self._bad[key] = error
+        self._avoid.setdefault(key[0], set()).add(key[1])
+
+    def _meets_rejected(self, way: Way) -> bool:
+        for step, _ in way:
+            key = (step.run.info.run, step.key)
+            digest, reason = self._rejected.get(key, ("", ""))
+            if digest == step.document.digest:
+                self._mark(key, FingerprintError(reason))
+                return True
+        return False
+
+    # Steps
+
+    @property
+    def _run(self) -> Run:
+        return self._history.run
+
+    @property
+    def _own(self) -> Planner:
+        return self._planner(self._run)
+
+    def _planner(self, run: Run) -> Planner:
+        name = run.info.run
+        if name not in self._planners:
+            # The set is shared: what turns out to be bad later is avoided too.
+            self._planners[name] = Planner(run, self._avoid.setdefault(name, set()))
+            if name == self._run.info.run and self._history.head is not None:
+                self._planners[name].know(self._history.head)
+        return self._planners[name]
+
+    def _way(self, place: Place, target: int) -> Way:
+        """Errors as ``Planner.path``."""
+        self._planner(place.run).know(place.manifest)
+        if self._history.is_own(place):
+            steps = self._own.path(place.version, target)
+            self._check_epochs(
+                [place.manifest, *(step.document for step in steps if isinstance(step.document, Manifest))]
+            )
+            return [(step, step.end) for step in steps]
+        wanted = [Point(self._run, target), *self._history.origins()]
+        stretches = across(line(place.run, place.version), wanted)
+        way = [found for stretch in stretches or [] for found in self._walk(stretch)]
+        if not way:
+            raise ChainError(f"nothing leads from run {place.run.info.run} to run {self._run.info.run}")
+        if way[-1][1] is None:
+            # It ends in the source, at what is version 0 of the branch.
+            way[-1] = (way[-1][0], 0)
+        return way
+
+    def _walk(self, stretch: Stretch) -> Way:
+        steps = self._planner(stretch.run).path(stretch.first, stretch.last)
+        if stretch.run.info.run == self._run.info.run:
+            return [(step, step.end) for step in steps]
+        return [(step, None) for step in steps]
+
+    def _check_epochs(self, manifests: list[Manifest]) -> None:
+        ordered = sorted(manifests, key=lambda manifest: manifest.version)
+        for before, after in pairwise(ordered):
+            if after.epoch < before.epoch:
+                raise ChainError(
+                    f"version {after.version} was written in epoch {after.epoch}, version {before.version} before it "
+                    f"in epoch {before.epoch}: its publisher had lost the run to another"
+                )
+
+    def _cut(self, place: Place, way: Way, room: int) -> Leg | None:
+        """As many steps as fit, ending at a version beyond what is served; None: try again, something was marked bad.
+
+        Raises:
+            ChainError: no manifest on the way can be read.
+        """
+        floor = place.version if self._history.is_own(place) else -1
+        fitting: list[int] = []
+        beyond: list[int] = []
+        for number, (step, end) in enumerate(way, 1):
+            room -= STAGED_BYTES * step.changed
+            if end is not None and end > floor:
+                (fitting if room >= 0 and number <= self._longest else beyond).append(number)
+        for number in [*reversed(fitting), *beyond]:
+            step, end = way[number - 1]
+            try:
+                target = self._own.manifest(-1 if end is None else end)
+            except StoreError:
+                raise
+            except DeltaSyncError:
+                continue
+            if target.fingerprint != step.high_fingerprint.hex() and not step.backwards:
+                self._mark((step.run.info.run, step.key), ChainError(f"{step.key} is of another version {end}"))
+                return None
+            return Leg(target, [taken for taken, _ in way[:number]])
+        raise ChainError(f"no version after {place.version} on the way has a manifest that can be read")
+
+    # Other ways
+
+    def _cheaper(self, place: Place, target: int, way: Way) -> Leg | None:
+        """An anchor that is less to read than many steps."""
+        cost = sum(step.payload_bytes for step, _ in way)
+        if cost <= self._run.info.full_bytes:
+            return None
+        found = self._root(place.version if self._history.is_own(place) else -1, target)
+        return found[0] if found is not None and found[1] < cost else None
+
+    def _from_nothing(self, target: int) -> Leg:
+        found = self._root(-1, target) or self._root(-1, target, all_the_way=False)
+        leg = found[0] if found is not None else self._rebuilt(target)
+        if leg is None:
+            raise next(iter(self._bad.values()), ChainError(f"nothing leads to version {target}"))
+        return leg
+
+    def _around(self, place: Place, target: int, room: int) -> Leg | None:
+        """Where no steps lead to the target; None: there is no other way, unless something was just marked bad."""
+        own = self._history.is_own(place)
+        if own:
+            self._check_same_history(place)
+        above = place.version if own else -1
+        found = self._root(above, target)
+        if found is not None:
+            return found[0]
+        stops = reach(self._own, place.version, target) if own else []
+        reached = stops[-1] if stops else above
+        leg = None
+        if reached < target:
+            leg = self._detour(place, reached + 1, target, room) if own else self._rebuilt(target)
+        if leg is None and reached < target:
+            found = self._root(reached, target, all_the_way=False)
+            leg = None if found is None else found[0]
+        return leg or self._part_way(place, stops, room)
+
+    def _part_way(self, place: Place, stops: list[int], room: int) -> Leg | None:
+        """To the last of the versions that can be reached one from the other, or at least to the first."""
+        for stop in [*stops[-1:], *stops[:1]]:
+            try:
+                return self._cut(place, self._way(place, stop), room)
+            except StoreError:
+                raise
+            except DeltaSyncError:
+                continue
+        return None
+
+    def _check_same_history(self, place: Place) -> None:
+        """What is served must be part of the chain that is followed further."""
+        try:
+            there = self._run.manifest(place.version)
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            return
+        if there.digest != place.manifest.digest:
+            raise ChainError(
+                f"version {place.version} is {place.manifest.digest} here and {there.digest} in the bucket: the "
+                "history was rewritten"
+            )
+
+    def _detour(self, place: Place, blocked: int, target: int, room: int) -> Leg | None:
+        """Across a version that cannot be taken: back to where a folded range begins, or all anew from what is kept."""
+        breaks = {item.version for item in self._own.manifest(target).breaks}
+        anew = blocked in breaks
+        for first in _crossing(blocked, target):
+            if first >= place.version:
+                continue
+            try:
+                onward = self._own.path(first, target)
+                anew = True
+                steps = [*self._own.path(place.version, first), *onward]
+                return self._cut(place, [(step, step.end) for step in steps], room)
+            except StoreError:
+                raise
+            except DeltaSyncError:
+                continue
+        return self._rebuilt(target) if anew else None
+
+    def _rebuilt(self, target: int) -> Leg | None:
+        avoid = self._avoid.get(self._run.info.run, set())
+        if REBUILD in avoid:
+            return None
+        try:
+            manifest = self._own.manifest(target)
+            plan(self._run, manifest, avoid)
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            return None
+        return Leg(manifest, rebuild=True)
+
+    def _root(self, above: int, target: int, all_the_way: bool = True) -> tuple[Leg, int] | None:
+        """The newest version beyond ``above`` that is there as a whole, and the bytes to read from it to the target.
+
+        Args:
+            all_the_way: whether steps must lead from it to the target.
+        """
+        for version, beside in self._roots(above, target):
+            try:
+                leg = self._whole(version, beside)
+                steps = self._own.path(version, target) if all_the_way else []
+            except StoreError:
+                raise
+            except DeltaSyncError:
+                continue
+            return leg, leg.payload_bytes + sum(step.payload_bytes for step in steps)
+        return None
+
+    def _roots(self, above: int, target: int) -> list[tuple[int, bool]]:
+        inside = [item.version for item in self._own.manifest(target).breaks if item.base_version is None]
+        if above < 0 and self._history.manifest(0).kind == "anchor":
+            inside.append(0)
+        avoid = self._avoid.get(self._run.info.run, set())
+        found = [(version, False) for version in inside if version_key(version) not in avoid]
+        found += [(version, True) for version in self._run.anchors() if anchor_key(version) not in avoid]
+        return sorted(((v, beside) for v, beside in found if above < v <= target), reverse=True)[:ROOTS]
+
+    def _whole(self, version: int, beside: bool) -> Leg:
+        manifest = self._own.manifest(version)
+        if not beside:
+            if manifest.kind != "anchor":
+                raise ChainError(f"version {version} is no anchor")
+            return Leg(manifest)
+        anchor = self._run.anchor(version)
+        if anchor.manifest != manifest.digest or anchor.fingerprint != manifest.fingerprint:
+            raise ChainError(f"the anchor of version {version} was made of another version {anchor.manifest}")
+        return Leg(manifest, anchor=anchor)
+
+    def _give_up(self, place: Place, target: int, error: DeltaSyncError) -> NoReturn:
+        """Raise what is wrong with the next version, rather than that there is no way."""
+        if not self._history.is_own(place):
+            raise next(iter(self._bad.values()), error)
+        blocked = [place.version, *reach(self._own, place.version, target)][-1] + 1
+        known = self._bad.get((self._run.info.run, version_key(blocked)))
+        if known is None and blocked <= target:
+            self._history.manifest(blocked)
+        raise known or error
+
+
+def _crossing(version: int, target: int) -> Iterator[int]:
+    """Where folded ranges that lead across a version, and not beyond the target, would begin."""
+    size = FOLD_WIDTH
+    while (first := (version - 1) // size * size) + size <= target:
+        yield first
+        size *= FOLD_WIDTH

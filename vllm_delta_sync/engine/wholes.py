@@ -1,0 +1,76 @@
+"""Stage a version as a whole: from an anchor, or rebuilt from the bucket; what is held already is left out."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain_checks import read_shard
+from vllm_delta_sync.engine.patch import DensePatch, StagedPatch, dense_view, source_view
+from vllm_delta_sync.engine.rebuild import restored
+from vllm_delta_sync.engine.routes import Route, RouteMap
+from vllm_delta_sync.errors import FingerprintError, FormatError
+from vllm_delta_sync.torch_bits import SIGNED
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.documents import Anchor
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+
+
+def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], bytes], routes: RouteMap) -> StagedPatch:
+    """A patch that makes of whatever a rank holds the version of an anchor. Memory of one shard, and of the patch.
+
+    Raises:
+        FormatError: a tensor is missing or carried twice. FingerprintError: a tensor is not as declared.
+        NotFoundError, DigestError, TensorMismatchError: an object is missing or damaged.
+    """
+    found: dict[int, Fingerprint] = {}
+    dense: list[DensePatch] = []
+    declared = document.tensor_fingerprints or {}
+    for ref in document.objects:
+        for name, bits in read_shard(fetch(ref), routes.table, ref.key):
+            tensor = routes.table.index(name)
+            if tensor in found:
+                raise FormatError(f"{ref.key}: tensor {name!r} is carried twice")
+            found[tensor] = fingerprint_tensor(name, bits)
+            if found[tensor].hex() != declared.get(name):
+                raise FingerprintError(
+                    f"anchor of version {document.version}: tensor {name!r} has fingerprint {found[tensor].hex()}, it "
+                    f"says {declared.get(name)}"
+                )
+            dense += _patches(tensor, bits, routes)
+    absent = next((spec.name for tensor, spec in enumerate(routes.table) if tensor not in found), None)
+    if absent is not None:
+        raise FormatError(f"anchor of version {document.version} lacks tensor {absent!r}")
+    fingerprints = [found[tensor] for tensor in range(len(routes.table))]
+    return StagedPatch(document.version, [], Fingerprint(), dense, fingerprints)
+
+
+def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> StagedPatch:
+    """A patch that makes of whatever a rank holds the target version. O(model) memory, or disk, while it is made.
+
+    Args:
+        folder: model folder that vLLM was started with; see ``restored``.
+
+    Raises:
+        DeltaSyncError: as ``restored``.
+    """
+    state = restored(run, target, folder)
+    dense = [patch for tensor, bits in enumerate(state.bits) for patch in _patches(tensor, bits, routes)]
+    return StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
+
+
+def _patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DensePatch]:
+    parts = [part for route in routes.routes[tensor] if (part := _different(bits, route, routes)) is not None]
+    return [DensePatch(tensor, parts)] if parts else []
+
+
+def _different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
+    # torch warns of memory that cannot be written, though nothing writes there: the patch is a copy.
+    whole = bits if bits.flags.writeable else bits.copy()
+    flat = torch.from_numpy(whole.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
+    right = source_view(flat, route)
+    held = dense_view(routes.destinations[route.destination].flat, route)
+    if torch.equal(right, held.to(right.device)):
+        return None
+    return route, right.clone(memory_format=torch.contiguous_format)
