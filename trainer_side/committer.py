@@ -1,6 +1,7 @@
 """What a publisher does in its background thread: everything that must not be left half done by an interrupt."""
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,10 +18,12 @@ from vllm_delta_sync.chain_read import restore
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FingerprintError, NotFoundError, PublishError
 from vllm_delta_sync.tagging import delete_tag, set_tag
 from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.documents import anchor_key
+from vllm_delta_sync.wire.documents import TAGS_PREFIX, anchor_key, tag_of_key
 from vllm_delta_sync.wire.manifest import Manifest
 
 logger = logging.getLogger(__name__)
+
+_REBASE_TAG = re.compile(r"rebase-([0-9]+)-[0-9]+")
 
 
 class Committer:
@@ -57,6 +60,7 @@ class Committer:
         self.stopped: ConflictError | None = None
         self.suspect = False
         self._rebased: str | None = None
+        self._swept = opened.writer.epoch == 0
 
     @property
     def newest(self) -> Manifest:
@@ -109,7 +113,8 @@ class Committer:
         """Hold the bits of an older version, so that the next one builds on that.
 
         Raises:
-            NotFoundError: there is no such version. DeltaSyncError: it cannot be rebuilt; nothing has changed.
+            NotFoundError: there is no such version. LimitError: the run has too many breaks.
+            DeltaSyncError: it cannot be rebuilt; nothing has changed.
         """
         if version == self.held.version:
             return
@@ -120,6 +125,7 @@ class Committer:
             self._hold(newest)
             self.release()
             return
+        versions.check_breaks(newest.breaks)
         # Until the next version builds on it, nothing else tells retention that it is needed.
         name = f"rebase-{self.writer.epoch}-{version}"
         set_tag(self.run, name, version)
@@ -232,6 +238,8 @@ class Committer:
             manifest = versions.delta(self.newest, self.held, step, coding, objects, changes, self.writer.epoch)
             progress.payload_bytes = manifest.payload_bytes
             self._commit(manifest, patch)
+            if data is not None:
+                self.writer.put_missing(objects[0], data)
         except (ConflictError, UncertainError):
             raise
         except FormerVersionError as error:
@@ -262,6 +270,24 @@ class Committer:
         patch.settle()
         self.held = manifest
         self.release()
+        if not self._swept:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove tags that hold what former writers of the run had rebased to when they ended.
+
+        Only after a commit: until then the last version of such a writer may appear, which builds on what they hold.
+        """
+        self._swept = True
+        try:
+            names = [tag_of_key(item.key) for item in self._bucket.list(TAGS_PREFIX + "rebase-")]
+        except DeltaSyncError as error:
+            logger.warning("whether former writers have left tags is not known: %s", error)
+            return
+        for name in names:
+            match = None if name is None else _REBASE_TAG.fullmatch(name)
+            if match is not None and int(match[1]) < self.writer.epoch:
+                self._drop(name)
 
     def _adopt(self, former: FormerVersionError) -> None:
         """Go on from the last version of the writer before."""

@@ -81,7 +81,7 @@ class Publisher:
             codec: ``packed`` (``auto``) or ``raw``. compression: ``zstd`` or ``none``.
             notice: ZeroMQ address to announce versions on, such as ``tcp://*:5555``.
             resume: False refuses a run that is there already.
-            anchor_every: make an anchor of each k-th version; None: when replaying has become dearer than an anchor.
+            anchor_every: each k-th version gets an anchor; None: when replaying has become dearer than an anchor.
             fold: keep folded ranges, so that whoever is far behind catches up with few objects.
             read_back: read each object and manifest back and compare before a version counts as durable.
             rescan_bytes: at each version, compare so many bytes of the baseline in memory with what was published,

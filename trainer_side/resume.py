@@ -120,6 +120,7 @@ class Takeover:
             StoreError: the store failed.
             ConflictError: another publisher has taken the run over meanwhile.
             DeltaSyncError: the newest version is lost and the model does not hold all tensors: why it is lost.
+            LimitError: it is lost, and the run has too many breaks for another.
         """
         done: list[Opened] = []
         lost: list[tuple[Found, DeltaSyncError]] = []
@@ -181,6 +182,7 @@ class Takeover:
         self.baseline.capture(self._live, rest)
 
     def _begun_anew(self, found: Found) -> Opened:
+        versions.check_breaks([] if found.manifest is None else found.manifest.breaks)
         self.baseline.scan()
         writer = self._writer(None)
         objects: list[ObjectRef] = []

@@ -70,9 +70,14 @@ def anchor_behind(
     return Manifest(kind="anchor", **_carried(baseline, objects), **whole)
 
 
-def _with_break(breaks: list[Break], version: int, base_version: int | None) -> list[Break]:
+def check_breaks(breaks: list[Break]) -> None:
+    """Raise LimitError if a run with these can have no break more."""
     if len(breaks) >= limits.MAX_BREAKS:
         raise LimitError(f"the run has {len(breaks)} breaks (MAX_BREAKS); branch it, or start a new run")
+
+
+def _with_break(breaks: list[Break], version: int, base_version: int | None) -> list[Break]:
+    check_breaks(breaks)
     return [*breaks, Break(version=version, base_version=base_version)]
 
 

@@ -109,6 +109,25 @@ class RunWriter:
         if found != ref.sha256:
             raise StoreError(f"object {ref.key} reads back with SHA-256 {found}: check the store")
 
+    def put_missing(self, ref: ObjectRef, data: bytes) -> None:
+        """Put a committed version's object again if it was removed before its manifest was there.
+
+        A collection whose ``min_age`` is shorter than the upload took has seen an object of nobody's. A failure only
+        warns: the version is committed.
+        """
+        try:
+            self._bucket.stat(ref.key)
+            return
+        except NotFoundError:
+            logger.warning("object %s was removed while its version was committed; it is put again", ref.key)
+        except DeltaSyncError as error:
+            logger.warning("whether object %s is still there is not known: %s", ref.key, error)
+            return
+        try:
+            self._bucket.put(ref.key, data)
+        except DeltaSyncError as error:
+            logger.error("object %s of a committed version is gone and could not be put again: %s", ref.key, error)
+
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest: when this returns, the version is durable and ``newest``.
 

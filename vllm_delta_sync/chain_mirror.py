@@ -45,6 +45,9 @@ class Mirror:
             attempts = [partial(self._beside, key) for key in self._ways(version)]
         elif version is not None:
             attempts = [partial(self._manifest, version), *([partial(self._manifest, version - 1)] if version else [])]
+        elif finding.key == keys.HEAD_KEY:
+            # With it the only proof of the newest manifest may be gone, and that damaged where nobody sees it.
+            attempts = [partial(self._manifest, self._census.top)]
         else:
             attempts = [partial(self._beside, finding.key)]
         for attempt in attempts:
@@ -121,8 +124,6 @@ class Mirror:
             return None
 
     def _beside(self, key: str) -> str | None:
-        if key == keys.HEAD_KEY:
-            return None
         data = self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
         if data == self._stored(key) or not self._fits(key, data):
             return None

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_delta_sync import __version__, cli_compact, cli_retention
-from vllm_delta_sync.cli_arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url, count, positive
+from vllm_delta_sync import __version__, cli_compact, cli_repair, cli_retention, cli_verify
+from vllm_delta_sync.cli_arguments import Answer, Command, add_bucket, add_json, bucket_url, count, positive
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 
 INTERRUPTED = 130
@@ -41,7 +41,7 @@ examples:
   delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
   delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
 """
-MODULES = (cli_retention, cli_compact)
+MODULES = (cli_verify, cli_repair, cli_retention, cli_compact)
 """Further subcommands: each has ``add`` and ``COMMANDS``."""
 # Settings that `serve` takes as flags: field, metavar, help. Values are checked where settings are.
 SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
@@ -132,18 +132,6 @@ def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
     inspect.add_argument("--all", action="store_true", help="list every tensor")
     add_json(inspect)
 
-    verify = commands.add_parser(
-        "verify",
-        help="check a run from version 0 to the head",
-        description="Read all of a run and check it: chain, digests, contents of objects, and the fingerprint of every "
-        "version against weights that are rebuilt in memory.",
-        epilog="examples:\n  delta-sync verify --bucket /data/runs/a\n"
-        "  delta-sync verify --bucket /data/runs/a --base /models/qwen3 --json\n",
-    )
-    add_bucket(verify)
-    add_base(verify)
-    add_json(verify)
-
 
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
@@ -179,13 +167,6 @@ def _inspect(options: argparse.Namespace) -> Answer:
     return document, lambda: cli_views.print_version(document, top)
 
 
-def _verify(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync import cli_views
-
-    document = cli_views.verify_document(bucket_url(options), options.base)
-    return document, lambda: cli_views.print_verified(document)
-
-
 def _serve(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.engine import launch
 
@@ -203,7 +184,6 @@ COMMANDS: dict[str, Command] = {
     "serve": _serve,
     "log": _log,
     "inspect": _inspect,
-    "verify": _verify,
     **{name: command for module in MODULES for name, command in module.COMMANDS.items()},
 }
 
@@ -274,7 +254,7 @@ def run(arguments: Sequence[str]) -> int:
         report(error, as_json)
         sys.stdout.flush()
         return error.exit_code
-    return 0
+    return int(document.get("exit_code", 0))
 
 
 def main() -> int:

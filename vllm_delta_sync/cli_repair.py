@@ -1,13 +1,11 @@
 """``delta-sync repair``: arguments and output; what it does is in ``chain_repair``."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
+from vllm_delta_sync.cli_arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url
 from vllm_delta_sync.cli_text import Progress, clean, print_fields
-from vllm_delta_sync.cli_verify import bucket_of, show
-
-Answer = tuple[dict[str, Any], Callable[[], None]]
+from vllm_delta_sync.cli_verify import show
 
 EXAMPLES = """\
 Checks the run as `delta-sync verify --all` does, and mends what it finds: from a mirror, from anchors and folded
@@ -30,11 +28,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         description="Bring back, or rebuild, what a run lacks.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--bucket", metavar="URL", help="run URL; default: $DELTA_SYNC_BUCKET")
+    add_bucket(parser)
     parser.add_argument("--mirror", metavar="URL", help="a copy of the run to take from; it may be damaged too")
-    parser.add_argument("--base", metavar="DIR", help="checkpoint of version 0, where it is not at the recorded path")
+    add_base(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say what could be repaired, and what is lost")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
 
 
 def _repair(options: argparse.Namespace) -> Answer:
@@ -43,7 +41,7 @@ def _repair(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.retention_record import ranges
     from vllm_delta_sync.wire import manifest as keys
 
-    bucket = open_bucket(bucket_of(options))
+    bucket = open_bucket(bucket_url(options))
     bar = Progress(sum(1 for _ in bucket.list(keys.VERSIONS_PREFIX)), "versions")
     try:
         report = repair(bucket, options.mirror, options.base, options.dry_run, lambda so_far: show(bar, so_far))
@@ -81,4 +79,4 @@ def _print(document: dict[str, Any]) -> None:
     )
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {"repair": _repair}
+COMMANDS: dict[str, Command] = {"repair": _repair}

@@ -1,15 +1,11 @@
 """``delta-sync verify``: arguments and output; what it does is in ``chain_verify``."""
 
 import argparse
-import os
-from collections.abc import Callable
 from typing import Any
 
 from vllm_delta_sync.chain_findings import Finding, VerifyReport
+from vllm_delta_sync.cli_arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url
 from vllm_delta_sync.cli_text import Progress, clean, print_fields, size
-from vllm_delta_sync.errors import UsageError
-
-Answer = tuple[dict[str, Any], Callable[[], None]]
 
 EXAMPLES = """\
 Stops at the first thing that does not hold, and names version, object and tensor; --all goes on and lists everything.
@@ -31,29 +27,17 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "the fingerprint of every version against weights that are rebuilt.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--bucket", metavar="URL", help="run URL; default: $DELTA_SYNC_BUCKET")
-    parser.add_argument("--base", metavar="DIR", help="checkpoint of version 0, where it is not at the recorded path")
+    add_bucket(parser)
+    add_base(parser)
     parser.add_argument("--all", action="store_true", help="list every problem, not only the first")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def bucket_of(options: argparse.Namespace) -> str:
-    """The run that is meant.
-
-    Raises:
-        UsageError: none is.
-    """
-    url: str | None = options.bucket or os.environ.get("DELTA_SYNC_BUCKET")
-    if not url:
-        raise UsageError("--bucket URL is missing and DELTA_SYNC_BUCKET is not set; say which run is meant")
-    return url
+    add_json(parser)
 
 
 def _verify(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.chain_verify import verify_run
 
-    run = open_run(bucket_of(options))
+    run = open_run(bucket_url(options))
     bar = Progress(max(run.versions(), default=0) + 1, "versions")
     try:
         report = verify_run(run, options.base, lambda so_far: show(bar, so_far), options.all)
@@ -138,4 +122,4 @@ def _weights(document: dict[str, Any]) -> str:
     return "rebuilt, and equal to the fingerprint of every version" + (" that is kept" if document["gone"] else "")
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {"verify": _verify}
+COMMANDS: dict[str, Command] = {"verify": _verify}

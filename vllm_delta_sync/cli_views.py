@@ -1,4 +1,4 @@
-"""What ``log``, ``inspect`` and ``verify`` say: a document for programs, and its printed form for people."""
+"""What ``log`` and ``inspect`` say: a document for programs, and its printed form for people."""
 
 import json
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.cli_text import Progress, percent, print_columns, print_fields, shape, size, times
+from vllm_delta_sync.cli_text import percent, print_columns, print_fields, shape, size, times
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.wire.canonical import load_canonical
 from vllm_delta_sync.wire.changes import Changes, Sparse
@@ -267,48 +267,3 @@ def print_file(document: Document, top: int | None) -> None:
     print_fields(fields)
     print()
     _print_tensors(document["entries"], top)
-
-
-# verify
-
-
-def verify_document(url: str, base: str | None) -> Document:
-    """Check a run; what does not hold is raised."""
-    run = open_run(url)
-    bar = Progress(run.head().version + 1, "versions")
-    try:
-        report = run.verify(base, lambda so_far: bar.update(so_far.versions, size(so_far.bytes)))
-    finally:
-        bar.close()
-    return {
-        "verdict": True,
-        "run": run.info.run,
-        "url": run.bucket.url,
-        "versions": report.versions,
-        "head": report.head,
-        "fingerprint": run.manifest(report.head).fingerprint,
-        "objects": report.objects,
-        "bytes": report.bytes,
-        "replayed": report.replayed,
-        "notes": report.notes,
-    }
-
-
-def print_verified(document: Document) -> None:
-    """The verdict, and what it rests on."""
-    print_fields(
-        [
-            ("verdict", "ok"),
-            ("run", document["run"]),
-            ("versions", f"0 to {document['head']}: chain and digests hold"),
-            ("objects", f"{document['objects']}, {size(document['bytes'])}: complete, undamaged, well-formed"),
-            (
-                "weights",
-                "rebuilt, and equal to the fingerprint of every version"
-                if document["replayed"]
-                else "not rebuilt; declared changes lead from fingerprint to fingerprint",
-            ),
-            ("fingerprint", document["fingerprint"]),
-            *(("note", note) for note in document["notes"]),
-        ]
-    )

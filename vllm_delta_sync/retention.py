@@ -23,6 +23,7 @@ from vllm_delta_sync.retention_record import empty_record, ranges
 from vllm_delta_sync.retention_survey import Survey, survey
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.documents import RETENTION_KEY, Retention
+from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX, version_key
 
 __all__ = ["Policy", "Report", "collect"]
 
@@ -98,7 +99,7 @@ class _Collector:
         if (declared.gone, declared.going, declared.kept) != (written.gone, written.going, written.kept):
             self._run.bucket.put(RETENTION_KEY, declared.to_bytes())
             written = declared
-        removed = self._remove([*again.documents.values(), *again.objects.values()])
+        removed = self._remove([*again.documents.values(), *again.objects.values()], found)
         self._finish(written)
         return self._report(found, again, removed, False)
 
@@ -118,17 +119,27 @@ class _Collector:
             created_at=timestamp(),
         )
 
-    def _remove(self, doomed: list[ObjectInfo]) -> list[ObjectInfo]:
+    def _remove(self, doomed: list[ObjectInfo], found: Survey) -> list[ObjectInfo]:
+        listed = {key for owner in (*found.chain, *found.sides) for key, _ in owner.refs}
         removed: list[ObjectInfo] = []
         size = 0
         for number, info in enumerate(doomed, 1):
-            if self._unchanged(info):
+            # What no document lists may be of a version that was committed since.
+            free = not info.key.startswith(OBJECTS_PREFIX) or info.key in listed or self._is_head(found.head)
+            if free and self._unchanged(info):
                 self._run.bucket.delete(info.key)
                 removed.append(info)
                 size += info.bytes
             if self._progress is not None:
                 self._progress(number, len(doomed), size)
         return removed
+
+    def _is_head(self, version: int) -> bool:
+        try:
+            self._run.bucket.stat(version_key(version + 1))
+        except NotFoundError:
+            return True
+        return False
 
     def _unchanged(self, info: ObjectInfo) -> bool:
         """Whether nobody has removed it, or put it again, since the bucket was looked at."""

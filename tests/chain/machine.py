@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tests.chain.events import ANY, FAULTS, LAGS, NONE, READS, SEEDS, WRITES, Events, pick
+from tests.chain.events import ANY, FAULTS, LAGS, NONE, READS, SEEDS, Events, pick
 from tests.chain.store import Fault
 from tests.chain.store_events import StoreEvents
 from tests.chain.tensors import TRAININGS, copy_bits, first_tensors, tensors_of, train
@@ -12,6 +12,11 @@ from vllm_delta_sync.errors import ConflictError
 from vllm_delta_sync.wire import manifest as keys
 
 HOWS = st.sampled_from(TRAININGS)
+PUBLISH_FAULTS = st.one_of(
+    st.builds(Fault, write=st.integers(0, 3), after=st.booleans(), dies=st.booleans(), blind=st.booleans()),
+    st.builds(Fault, read=st.integers(0, 5), blind=st.booleans()),
+    FAULTS,
+)
 
 
 class WriterEvents(Events):
@@ -34,11 +39,13 @@ class WriterEvents(Events):
                 self.publish_with(writer, number)
 
     @precondition(lambda self: self.world.writers)
-    @rule(which=ANY, how=HOWS, seed=SEEDS, fault=st.one_of(WRITES, WRITES, READS, LAGS))
-    def publish_badly(self, which: int, how: str, seed: int, fault: Fault) -> None:
+    @rule(which=ANY, how=HOWS, seed=SEEDS, faults=st.lists(PUBLISH_FAULTS, min_size=1, max_size=4))
+    def publish_badly(self, which: int, how: str, seed: int, faults: list[Fault]) -> None:
         writer = pick(self.world.writers, which)
-        train(writer.tensors, how, seed)
-        self.publish_with(writer, seed % 7, fault)
+        for number, fault in enumerate(faults):
+            if writer in self.world.writers:
+                train(writer.tensors, how, seed + number)
+                self.publish_with(writer, seed % 7, fault)
 
     @rule(which=ANY, same=st.booleans(), seed=SEEDS, fault=FAULTS)
     def take_over(self, which: int, same: bool, seed: int, fault: Fault) -> None:

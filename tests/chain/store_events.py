@@ -26,7 +26,7 @@ POLICIES = st.builds(
     keep_seconds=st.sampled_from([None, None, 60.0, 1e6]),
     min_age=st.sampled_from([0.0, 60.0, 3600.0]),
 )
-OLD = st.builds(Policy, keep_last=st.integers(1, 8), min_age=st.just(60.0))
+OLD = st.builds(Policy, keep_last=st.integers(1, 4), min_age=st.just(60.0))
 MEANWHILE = ["publish", "take over", "tag", "branch", "compact", "collect"]
 
 
@@ -116,10 +116,11 @@ class StoreEvents(Events):
         if clean and fault.lag == 0:
             self.read_some(line)
 
-    @rule(which=ANY, policy=OLD, moment=st.integers(0, 20), what=st.sampled_from(MEANWHILE), number=ANY)
+    @rule(which=ANY, policy=OLD, moment=st.integers(0, 9), what=st.sampled_from(MEANWHILE), number=ANY)
     def collect_meanwhile(self, which: int, policy: Policy, moment: int, what: str, number: int) -> None:
         """Between two writes of a collection somebody publishes, tags, branches, folds, collects, or takes over."""
         line = self.line(which)
+        self.world.clock.now += 2 * policy.min_age
         process, left = Process(), [moment]
 
         def meanwhile(key: str) -> None:
