@@ -94,7 +94,13 @@ class Baseline:
             TensorMismatchError, ModelError: a live tensor does not fit into the run.
         """
         specs = {spec.name: spec for spec in table}
-        baseline = cls(table, target_names(live, specs, "the run that is to be resumed"), None)
+        try:
+            names = target_names(live, specs, "the run that is to be resumed")
+        except TensorMismatchError as error:
+            raise TensorMismatchError(
+                f"{error.message}; publish the model that the run is of, or start a new run under a new URL"
+            ) from error
+        baseline = cls(table, names, None)
         baseline._warn_of_kept("run")
         return baseline
 

@@ -71,6 +71,7 @@ def scratch_folder(parent: str | Path | None, purpose: str, needed: int) -> Iter
         StoreError: it cannot be made, or there is less room than needed.
     """
     place = Path(tempfile.gettempdir() if parent is None else parent)
+    mend = "set TMPDIR" if parent is None else "name another folder"
     with ExitStack() as stack:
         try:
             _sweep(place)
@@ -78,7 +79,7 @@ def scratch_folder(parent: str | Path | None, purpose: str, needed: int) -> Iter
             if free < needed:
                 raise StoreError(
                     f"{purpose} needs {needed:,} bytes of scratch in {str(place)!r}, {free:,} are free; free space "
-                    "there or set TMPDIR"
+                    f"there or {mend}"
                 )
             folder = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=place, ignore_cleanup_errors=True)
             path = Path(stack.enter_context(folder))
@@ -88,7 +89,7 @@ def scratch_folder(parent: str | Path | None, purpose: str, needed: int) -> Iter
             os.rename(path / "new", path / LOCK_NAME)
         except OSError as error:
             raise StoreError(
-                f"scratch folder in {str(place)!r} cannot be made: {error.strerror}; set TMPDIR to a writable directory"
+                f"scratch folder in {str(place)!r} cannot be made: {error.strerror}; {mend} that can be written to"
             ) from error
         yield path
 

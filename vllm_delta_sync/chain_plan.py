@@ -141,6 +141,8 @@ class Planner:
         self._avoid = avoid
         self._manifests: dict[int, Manifest] = {}
         self._folds: dict[tuple[int, int], FoldedRange | None] = {}
+        self._breaks: dict[int, int | None] = {}
+        self._rewritten: set[int] = set()
         self._retention: Retention | None = None
         self._asked = False
 
@@ -156,12 +158,12 @@ class Planner:
         """
         while held != target:
             steps = self._walk(held, target)
-            odd = self._unlinked(steps)
+            odd = self._unlinked(steps, (held, target))
             if odd is None:
                 return steps
             if not isinstance(odd.document, FoldedRange):
-                raise GapError(f"{odd.key} does not follow from what is before it: the history was rewritten")
-            if not self._learn(odd):
+                self._rewritten.add(odd.high)
+            elif not self._learn(odd):
                 self._folds[odd.low, odd.high] = None
         return []
 
@@ -179,8 +181,8 @@ class Planner:
 
     def _walk(self, held: int, target: int) -> list[Step]:
         top = self.manifest(max(held, target))
-        breaks = {item.version: item.base_version for item in top.breaks}
-        up, down = _stretches(held, breaks), _stretches(target, breaks)
+        self._breaks = {item.version: item.base_version for item in top.breaks}
+        up, down = _stretches(held, self._breaks), _stretches(target, self._breaks)
         starts = [begin for begin, _ in down]
         common = next((place for place, (begin, _) in enumerate(up) if begin in starts), None)
         if common is None:
@@ -249,10 +251,12 @@ class Planner:
     def _delta(self, version: int) -> Step:
         """The step into a version from the one that it builds on; a folded range in its place if it is lost."""
         reason = ""
-        if keys.version_key(version) in self._avoid:
-            reason = "is damaged or missing"
-        elif self._gone(version):
+        if self._gone(version):
             reason = "is no longer kept"
+        elif keys.version_key(version) in self._avoid:
+            reason = "is damaged or missing"
+        elif version in self._rewritten:
+            reason = "is not the one that the version after it names: the history was rewritten"
         else:
             try:
                 manifest = self.manifest(version)
@@ -263,7 +267,8 @@ class Planner:
                 raise
             except DeltaSyncError as error:
                 reason = f"cannot be read ({error.message})"
-        repaired = self._folded(version - 1, version)
+        # A range never ends at a version that does not build on the one before.
+        repaired = None if version in self._breaks else self._folded(version - 1, version)
         if repaired is None:
             raise GapError(f"version {version} {reason}, and no folded range leads across it")
         return Step(self._run, repaired)
@@ -276,14 +281,28 @@ class Planner:
             self._asked, self._retention = True, self._run.retention()
         return self._retention is not None and self._retention.is_gone(version)
 
-    def _unlinked(self, steps: list[Step]) -> Step | None:
-        """The first step that names another manifest than those read, or than the steps beside it; deltas are right."""
-        known = {version: manifest.digest for version, manifest in self._manifests.items()}
-        for step in sorted(steps, key=lambda step: isinstance(step.document, FoldedRange)):
-            for version, digest in ((step.low, step.low_digest), (step.high, step.high_digest)):
-                if digest is not None and known.setdefault(version, digest) != digest:
-                    return step
-        return None
+    def _unlinked(self, steps: list[Step], ends: tuple[int, int]) -> Step | None:
+        """The first step that names another manifest than those at both ends, or than the steps beside it.
+
+        Deltas are asked first, the newest first: each is vouched for by the one after it.
+        """
+        known = {version: self._manifests[version].digest for version in ends if version in self._manifests}
+        deltas = [step for step in steps if not isinstance(step.document, FoldedRange)]
+        for step in sorted(deltas, key=lambda step: -step.high):
+            if (odd := _contradicts(step, known)) is not None:
+                return odd
+        for version, manifest in self._manifests.items():
+            known.setdefault(version, manifest.digest)
+        folds = (step for step in steps if isinstance(step.document, FoldedRange))
+        return next((odd for step in folds if (odd := _contradicts(step, known)) is not None), None)
+
+
+def _contradicts(step: Step, known: dict[int, str]) -> Step | None:
+    """The step, if it names other manifests than those known; they are known afterwards."""
+    for version, digest in ((step.high, step.high_digest), (step.low, step.low_digest)):
+        if digest is not None and known.setdefault(version, digest) != digest:
+            return step
+    return None
 
 
 def _stretches(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain_checks import check_fingerprint, check_tensors, decode_objects, object_limit, read_shard
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.chain_lazy import declared, fetch_file, open_step, scratch_folder
-from vllm_delta_sync.chain_plan import Plan, Step, plan
+from vllm_delta_sync.chain_plan import GapError, Plan, Step, plan
 from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
 from vllm_delta_sync.errors import (
     ChainError,
@@ -32,7 +33,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.container import Buffer
-from vllm_delta_sync.wire.documents import Anchor
+from vllm_delta_sync.wire.documents import Anchor, FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 from vllm_delta_sync.wire.state import ModelState
@@ -75,6 +76,7 @@ def restore(
     in_memory: bool | None = None,
     progress: Progress | None = None,
     avoid: set[str] | None = None,
+    scratch: str | Path | None = None,
 ) -> Restored:
     """Rebuild a version: O(model) memory, or O(model) of the temporary directory's disk.
 
@@ -83,10 +85,12 @@ def restore(
         in_memory: None decides by the model's size (``IN_MEMORY_BYTES``).
         progress: called after each object.
         avoid: keys of documents known to be bad; those that turn out to be are added.
+        scratch: folder for temporary files; None for the system's.
 
     Raises:
         BaseError: version 0 lies elsewhere, is needed, and is not at hand.
         FingerprintError, TensorMismatchError: the base is another checkpoint.
+        NotFoundError: the version is no longer kept, or an object is missing.
         DeltaSyncError: the first thing that was wrong, where no other way leads to the version.
         StoreError: the store failed, or there is no room for the weights.
     """
@@ -98,8 +102,8 @@ def restore(
         except StoreError:
             raise
         except DeltaSyncError as error:
-            raise first or error from error
-        attempt = _Attempt(run, found, base, in_memory, progress)
+            raise _unkept(run, target, first or error) from error
+        attempt = _Attempt(run, found, base, in_memory, progress, scratch)
         try:
             return Restored(target, attempt.build(), found)
         except StoreError:
@@ -112,6 +116,19 @@ def restore(
             logger.warning(
                 "%s cannot be used, looking for another way to version %d: %s", attempt.key, target.version, error
             )
+
+
+def _unkept(run: RunDocuments, target: Manifest, error: DeltaSyncError) -> DeltaSyncError:
+    """What to say of a version that cannot be rebuilt: that it was let go of, if nothing but that is wrong."""
+    if isinstance(error, BaseError) or not isinstance(error, NotFoundError | GapError):
+        return error
+    record = run.retention()
+    if record is None or not record.gave_up(target.version):
+        return error
+    return NotFoundError(
+        f"version {target.version} is no longer kept: what leads to it was removed (delta-sync gc); choose another "
+        f"version: {error.message}"
+    )
 
 
 class _Attempt:
@@ -128,19 +145,23 @@ class _Attempt:
         base: str | Path | None,
         in_memory: bool | None,
         progress: Progress | None,
+        scratch: str | Path | None,
     ) -> None:
         self._run, self._plan, self._base, self._in_memory = run, found, base, in_memory
         self._progress = progress
+        self._scratch = scratch
         self._done = 0
         self.key = found.root_key
 
     def build(self) -> ModelState:
-        state = whole(self._run, self._plan.root, self._plan.beside, self._base, self._in_memory)
+        state = whole(self._run, self._plan.root, self._plan.beside, self._base, self._in_memory, self._scratch)
         self._count(self._plan.bytes - sum(step.payload_bytes for step in self._plan.steps))
         for step in self._plan.steps:
             self.key = step.key
-            apply = apply_step if step.changed <= DECODED_ELEMENTS else apply_mapped
-            apply(step, state)
+            if step.changed <= DECODED_ELEMENTS:
+                apply_step(step, state)
+            else:
+                apply_mapped(step, state, self._scratch)
             self._count(step.payload_bytes)
         return state
 
@@ -161,14 +182,14 @@ def apply_step(step: Step, state: ModelState) -> None:
     state.apply(changes)
 
 
-def apply_mapped(step: Step, state: ModelState) -> None:
+def apply_mapped(step: Step, state: ModelState, scratch: str | Path | None = None) -> None:
     """As ``apply_step``, in the memory of a few tensors: objects go through a scratch folder and are decoded in pieces.
 
     Raises:
         FingerprintError: as ``apply_step``; if a piece does not come out as declared, the state is unusable.
         StoreError: there is no room for the objects. Else as ``step_changes``.
     """
-    with scratch_folder(None, step.key, step.payload_bytes) as folder:
+    with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
         try:
             parts = open_step(step, folder)
         except UnsupportedError:
@@ -191,11 +212,15 @@ def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
         FingerprintError: what its objects declare does not lead to, or back from, what its document declares.
     """
     reached = held + changes.fingerprint
-    expected, found = (step.high_fingerprint, held if step.backwards else reached)
-    if found != expected:
+    low, high = (reached, held) if step.backwards else (held, reached)
+    if high != step.high_fingerprint:
         raise FingerprintError(
-            f"{step.key}: objects lead {'back from' if step.backwards else 'to'} fingerprint {found.hex()}, it says "
-            f"{expected.hex()}"
+            f"{step.key}: objects lead {'back from' if step.backwards else 'to'} fingerprint {high.hex()}, it says "
+            f"{step.high_fingerprint.hex()}"
+        )
+    if isinstance(step.document, FoldedRange) and low.hex() != step.document.first_fingerprint:
+        raise FingerprintError(
+            f"{step.key} is made for weights of fingerprint {step.document.first_fingerprint}, these have {low.hex()}"
         )
     return reached
 
@@ -220,6 +245,7 @@ def whole(
     beside: bool = False,
     base: str | Path | None = None,
     in_memory: bool | None = None,
+    scratch: str | Path | None = None,
 ) -> ModelState:
     """Weights of a version that is held whole somewhere: an anchor, one beside the chain, a checkpoint, another run.
 
@@ -227,21 +253,22 @@ def whole(
         BaseError: it is not at hand. FingerprintError, TensorMismatchError: a tensor is not as declared.
         DeltaSyncError: an object is missing or damaged.
     """
-    scratch = None if _fits_in_memory(run.table, in_memory) else scratch_file
+    room = scratch_file if scratch is None else partial(scratch_file, folder=scratch)
+    place = None if _fits_in_memory(run.table, in_memory) else room
     if beside:
         anchor = run.anchor(root.version)
         if anchor.manifest != root.digest or anchor.fingerprint != root.fingerprint:
             raise ChainError(f"the anchor of version {root.version} was made of another version {anchor.manifest}")
-        return _checked(anchor, ModelState(run.table, _shards(run, anchor), scratch))
+        return _checked(anchor, ModelState(run.table, _shards(run, anchor, scratch), place))
     if root.kind == "anchor":
-        return _checked(root, ModelState(run.table, _shards(run, root), scratch))
+        return _checked(root, ModelState(run.table, _shards(run, root, scratch), place))
     if root.base is not None and root.base.run is not None:
-        return _checked(root, _branched(run, root, base, in_memory))
+        return _checked(root, _branched(run, root, base, in_memory, scratch))
     path = locate_base(root, base)
     checkpoint = Checkpoint(path)
     try:
         tensors = ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
-        return _checked(root, ModelState(run.table, tensors, scratch))
+        return _checked(root, ModelState(run.table, tensors, place))
     except (FingerprintError, TensorMismatchError) as error:
         raise type(error)(
             f"{error}: the checkpoint in {str(path)!r} is not the one that the run started from, or was overwritten "
@@ -269,7 +296,13 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
     return path
 
 
-def _branched(run: RunDocuments, root: Manifest, base: str | Path | None, in_memory: bool | None) -> ModelState:
+def _branched(
+    run: RunDocuments,
+    root: Manifest,
+    base: str | Path | None,
+    in_memory: bool | None,
+    scratch: str | Path | None,
+) -> ModelState:
     """Version 0 of a branch, from the run that it comes from, or from whatever lies beyond that."""
     recorded = root.base.location if root.base is not None else ""
     try:
@@ -283,7 +316,7 @@ def _branched(run: RunDocuments, root: Manifest, base: str | Path | None, in_mem
         raise ChainError(f"run {run.info.run} branches from {source.info.run}, which has other tensors")
     version = root.base.version if root.base is not None and root.base.version is not None else 0
     further = None if base is None or _is_run(base) else base
-    return restore(source, source.manifest(version), further, in_memory).state
+    return restore(source, source.manifest(version), further, in_memory, scratch=scratch).state
 
 
 def _is_run(base: str | Path) -> bool:
@@ -295,11 +328,11 @@ def _is_run(base: str | Path) -> bool:
     return True
 
 
-def _shards(run: RunDocuments, document: Manifest | Anchor) -> Iterator[tuple[str, Bits]]:
+def _shards(run: RunDocuments, document: Manifest | Anchor, scratch: str | Path | None) -> Iterator[tuple[str, Bits]]:
     """(name, bits) of an anchor's tensors; one shard is held at a time."""
     seen: set[str] = set()
     for ref in document.objects:
-        with _shard(run, ref) as data:
+        with _shard(run, ref, scratch) as data:
             for name, bits in read_shard(data, run.table, ref.key):
                 if name in seen:
                     raise ChainError(f"{ref.key}: tensor {name!r} is carried twice")
@@ -308,11 +341,11 @@ def _shards(run: RunDocuments, document: Manifest | Anchor) -> Iterator[tuple[st
 
 
 @contextmanager
-def _shard(run: RunDocuments, ref: ObjectRef) -> Iterator[Buffer]:
+def _shard(run: RunDocuments, ref: ObjectRef, scratch: str | Path | None) -> Iterator[Buffer]:
     if ref.bytes <= MAPPED_BYTES:
         yield run.fetch(ref)
         return
-    with scratch_folder(None, ref.key, ref.bytes) as folder:
+    with scratch_folder(scratch, ref.key, ref.bytes) as folder:
         yield np.memmap(fetch_file(run.bucket, ref, folder, object_limit(run.table)), np.uint8, mode="r")
 
 
@@ -327,20 +360,20 @@ def _fits_in_memory(table: TensorTable, in_memory: bool | None) -> bool:
     return table.full_bytes <= IN_MEMORY_BYTES if in_memory is None else in_memory
 
 
-def scratch_file(size: int) -> np.ndarray:
+def scratch_file(size: int, folder: str | Path | None = None) -> np.ndarray:
     """(size,) bytes of a temporary file that has no name any more, so that nothing is left whatever happens.
 
     Raises:
         StoreError: there is no room for it.
     """
-    folder = tempfile.gettempdir()
+    place = tempfile.gettempdir() if folder is None else str(folder)
     try:
-        with tempfile.TemporaryFile(prefix="delta-sync-", dir=folder) as file:
+        with tempfile.TemporaryFile(prefix="delta-sync-", dir=place) as file:
             # Room is asked for now: a page that cannot be written later would end the process.
             os.posix_fallocate(file.fileno(), 0, max(1, size))
             return np.memmap(file, np.uint8, mode="r+", shape=(size,)) if size else np.empty(0, np.uint8)
     except OSError as error:
         raise StoreError(
-            f"no room for {size:,} bytes of weights in {folder}: {error.strerror or error}; free space there, or "
-            "set TMPDIR"
+            f"no room for {size:,} bytes of weights in {place}: {error.strerror or error}; free space there, or "
+            f"{'set TMPDIR' if folder is None else 'name another folder'}"
         ) from error

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+from vllm_delta_sync.chain_checks import check_base
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.chain_plan import FOLD_WIDTH, Planner
 from vllm_delta_sync.compaction_anchor import existing_anchor, make_anchor
@@ -265,6 +266,7 @@ def compact(
         DeltaSyncError: the anchor cannot be made. Ranges that cannot be made are reported as skipped.
     """
     began = time.monotonic()
+    check_base(base)
     head = run.head()
     report = CompactReport(head.version)
     target = None if anchor is None else run.resolve(None if anchor == "head" else anchor)

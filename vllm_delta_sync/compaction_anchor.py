@@ -41,7 +41,7 @@ def make_anchor(
 
     Args:
         base: as ``chain_read.restore``. replace: make it anew where there is one, for instance with damaged shards.
-        scratch: folder for one shard at a time; None for the system's temporary directory.
+        scratch: folder for the weights and one shard at a time; None for the system's temporary directory.
         shard_bytes: how large a shard becomes; a tensor is never split, so one may be larger.
         stop: asked now and then; True ends it.
 
@@ -57,7 +57,9 @@ def make_anchor(
     if found is not None:
         return found
     small = run.table.full_bytes <= IN_MEMORY_BYTES
-    state = restore(run, target, base, in_memory=small, progress=lambda _read, _all: check_stop(stop)).state
+    state = restore(
+        run, target, base, in_memory=small, progress=lambda _read, _all: check_stop(stop), scratch=scratch
+    ).state
     shards = shard_tables(run.table, shard_bytes)
     largest = max((shard.full_bytes for shard in shards), default=0)
     with scratch_folder(scratch, f"the anchor of version {version}", largest + largest // 64) as folder:

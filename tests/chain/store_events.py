@@ -27,7 +27,8 @@ POLICIES = st.builds(
     min_age=st.sampled_from([0.0, 60.0, 3600.0]),
 )
 OLD = st.builds(Policy, keep_last=st.integers(1, 4), min_age=st.just(60.0))
-MEANWHILE = ["publish", "take over", "tag", "branch", "compact", "collect"]
+MOMENTS = st.sampled_from([0, 0, 0, 1, 2, 5])
+MEANWHILE = ["publish", "take over", "tag", "tag", "branch", "compact", "collect"]
 
 
 class StoreEvents(Events):
@@ -100,8 +101,8 @@ class StoreEvents(Events):
         """Remove what no version needs that is kept; whatever comes in between, those that are kept can be read."""
         reports: list[Report] = []
         clean, before, now = line.healthy, set(line.gone), self.world.clock.now
-        wanted = set(line.tags.values())
-        wanted |= {other.source[1] for other in self.world.lines.values() if other.source and other.source[0] is line}
+        tags = dict(line.tags)
+        wanted = {other.source[1] for other in self.world.lines.values() if other.source and other.source[0] is line}
         error = self.world.attempt(
             process or Process(), fault, lambda: reports.append(collect(self.opened(line), policy, dry, now=now))
         )
@@ -112,11 +113,13 @@ class StoreEvents(Events):
             assert error is None, error
             head = reports[0].head
             wanted |= set(range(max(0, head + 1 - policy.keep_last), head + 1))
+            # A tag that moved meanwhile holds what it was on no more.
+            wanted |= {version for name, version in tags.items() if line.tags.get(name) == version}
             assert wanted <= reports[0].kept.keys() | before | line.lost, "versions that the policy keeps were given up"
         if clean and fault.lag == 0:
             self.read_some(line)
 
-    @rule(which=ANY, policy=OLD, moment=st.integers(0, 9), what=st.sampled_from(MEANWHILE), number=ANY)
+    @rule(which=ANY, policy=OLD, moment=MOMENTS, what=st.sampled_from(MEANWHILE), number=ANY)
     def collect_meanwhile(self, which: int, policy: Policy, moment: int, what: str, number: int) -> None:
         """Between two writes of a collection somebody publishes, tags, branches, folds, collects, or takes over."""
         line = self.line(which)

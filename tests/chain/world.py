@@ -24,7 +24,6 @@ from tests.chain.tensors import (
     copy_bits,
     equal,
     fingerprint,
-    first_tensors,
     gather,
     tensors_of,
 )
@@ -400,6 +399,3 @@ def patched() -> Iterator[None]:
             yield
         finally:
             World._present = None
-
-
-__all__ = ["NO_FAULT", "Follower", "Line", "Version", "World", "Writer", "first_tensors", "patched"]

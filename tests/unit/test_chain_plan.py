@@ -215,3 +215,22 @@ def test_every_way_in_a_random_tree_is_exact(tmp_path_factory: pytest.TempPathFa
     except DeltaSyncError as error:
         pytest.fail(str(error))
     assert all(np.array_equal(got, right) for got, right in zip(state.bits, tree.writer.bits[target], strict=True))
+
+
+def test_rewritten_version_is_crossed_by_a_range_of_one(tree: Tree) -> None:
+    tree.deltas(4)
+    forged = tree.run.manifest(2).model_copy(update={"step": 7})
+    forged._raw = None
+    tree.writer.bucket.put(keys.version_key(2), forged.to_bytes())
+    with pytest.raises(GapError, match="version 2 is not the one that the version after it names"):
+        path(tree.run, 0, 4)
+    tree.writer.fold(1, 2)
+    tree.expect(path(tree.run, 0, 4), 0, 4)
+
+
+def test_nothing_stands_in_for_a_version_that_builds_on_an_older_one(tree: Tree) -> None:
+    tree.deltas(4)
+    tree.delta(base=1)
+    tree.writer.fold(4, 5)
+    with pytest.raises(GapError, match="version 5 is damaged or missing"):
+        path(tree.run, 1, 5, avoid={keys.version_key(5)})

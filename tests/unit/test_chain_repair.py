@@ -12,10 +12,9 @@ from tests.damage import Damage, Whole, random_run
 from tests.samples import nudge
 from tests.unit.test_chain import reference_run, save_base
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.overlay import OverlayBucket
 from vllm_delta_sync.chain_repair import RepairReport, repair
 from vllm_delta_sync.chain_verify import verify_run
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.manifest import Head
@@ -285,29 +284,6 @@ def test_a_dry_run_writes_nothing_and_says_the_same(whole: Whole) -> None:
     assert repair(whole.run, mirror=mirror) == dry
     assert dry.lost == []
     assert_whole(whole)
-
-
-def test_the_overlay_of_a_dry_run_is_a_bucket(tmp_path: Path) -> None:
-    inner = open_bucket(tmp_path / "inner")
-    for key in ("a", "b/c", "d"):
-        inner.put(key, b"inner")
-    with OverlayBucket(inner) as overlay:
-        overlay.put("b/c", b"outer!")
-        overlay.put("e", b"new", if_absent=True)
-        overlay.delete("a")
-        with pytest.raises(ConflictError):
-            overlay.put("d", b"x", if_absent=True)
-        assert [(item.key, item.bytes) for item in overlay.list()] == [("b/c", 6), ("d", 5), ("e", 3)]
-        assert (overlay.get("b/c"), overlay.get("d"), overlay.get_range("e", 1, 9)) == (b"outer!", b"inner", b"ew")
-        assert overlay.stat("b/c").bytes == 6
-        overlay.get_file("e", tmp_path / "copy")
-        for call in (overlay.get, overlay.stat):
-            with pytest.raises(NotFoundError):
-                call("a")
-        overlay.put("a", b"again", if_absent=True)
-        assert overlay.get("a") == b"again"
-    assert (tmp_path / "copy").read_bytes() == b"new"
-    assert [(item.key, item.bytes) for item in inner.list()] == [("a", 5), ("b/c", 5), ("d", 5)]
 
 
 def test_a_run_that_refers_to_a_base(tmp_path: Path) -> None:

@@ -91,7 +91,12 @@ def test_ended_in_the_middle(written: Written, tmp_path: Path) -> None:
         written.publish(share=0.001)
     command = [sys.executable, "-m", "vllm_delta_sync.cli", "compact", "--bucket", str(written.folder)]
     process = subprocess.Popen(
-        [*command, "--scratch", str(scratch)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--scratch", str(scratch)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests in the background of a shell has told children to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     folds = written.folder / "folds"
     while not (folds.is_dir() and any(folds.iterdir())) and process.poll() is None:

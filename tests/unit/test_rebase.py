@@ -11,7 +11,9 @@ from tests.faults.hooks import FailAt, Hooked, Trainer, assert_holds
 from trainer_side import Publisher
 from trainer_side.worker import Job
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import NotFoundError, PublishError, StoreError, UsageError
+from vllm_delta_sync.errors import LimitError, NotFoundError, PublishError, StoreError, UsageError
+from vllm_delta_sync.tagging import set_tag
+from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.manifest import Manifest
 
 
@@ -225,3 +227,40 @@ def test_version_rebased_to_is_kept_until_the_next_builds_on_it(bucket: Hooked, 
         assert tagged() == []
         publisher.rebase(1)
     assert tagged() == []
+
+
+def test_one_break_too_many_is_refused_before_anything_is_published(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BREAKS", 1)
+    with Publisher(trainer.live, bucket) as publisher:
+        history = publish(publisher, trainer, 2)
+        publisher.rebase(0)
+        trainer.step()
+        publisher.publish(step=3, wait=True)
+        history.append(trainer.copy())
+        publisher.flush()
+        with pytest.raises(LimitError, match="MAX_BREAKS"):
+            publisher.rebase(1)
+        assert open_run(bucket.url).tags() == {}
+        trainer.step()
+        assert publisher.publish(step=4).version == 4
+        history.append(trainer.copy())
+    assert breaks(bucket) == [(3, 0)]
+    for version, expected in enumerate(history):
+        assert_holds(bucket, version, expected)
+
+
+def test_what_a_former_writer_was_rebased_to_is_let_go_of(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 3)
+    run = open_run(bucket.url)
+    # As a writer leaves it that is killed after a rebase.
+    set_tag(run, "rebase-0-1", 1)
+    set_tag(run, "rebase-to-be", 1)
+    with Publisher(trainer.live, bucket) as publisher:
+        assert run.tags().keys() == {"rebase-0-1", "rebase-to-be"}
+        publisher.rebase(2)
+        publish(publisher, trainer, 1)
+        assert run.tags().keys() == {"rebase-to-be"}
+    assert breaks(bucket) == [(4, 2)]

@@ -16,7 +16,15 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.branching import branch
 from vllm_delta_sync.bucket import ObjectInfo, open_bucket
-from vllm_delta_sync.errors import ConflictError, FormatError, NotFoundError, TensorMismatchError, UnsupportedError
+from vllm_delta_sync.errors import (
+    ConflictError,
+    FormatError,
+    LimitError,
+    NotFoundError,
+    TensorMismatchError,
+    UnsupportedError,
+)
+from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Claim, claim_key
 from vllm_delta_sync.wire.manifest import HEAD_KEY, Manifest, version_key
 
@@ -373,3 +381,21 @@ def test_versions_that_a_listing_does_not_show_yet_are_found(url: str, monkeypat
         monkeypatch.setattr(bucket, "list", late)
         with Publisher(live, bucket) as publisher:
             assert publisher.version == 4
+
+
+def test_model_that_does_not_fit_is_told_what_to_do(url: str) -> None:
+    live, _ = published(url, 1)
+    live["other"] = live.pop("a")
+    with pytest.raises(TensorMismatchError, match="publish the model that the run is of, or start a new run"):
+        Publisher(live, url)
+    assert open_run(url).newest_claim() == 0
+
+
+def test_run_that_can_have_no_break_more_is_not_begun_anew(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, _ = published(url, 2)
+    damage(url, open_run(url).manifest(2).objects[0].key)
+    before = keys(url)
+    monkeypatch.setattr(limits, "MAX_BREAKS", 0)
+    with pytest.raises(LimitError, match="MAX_BREAKS"):
+        Publisher(live, url)
+    assert keys(url) - before == {claim_key(1)}
