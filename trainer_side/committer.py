@@ -1,7 +1,6 @@
 """What a publisher does in its background thread: everything that must not be left half done by an interrupt."""
 
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,14 +15,12 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain_read import restore
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FingerprintError, NotFoundError, PublishError
-from vllm_delta_sync.tagging import delete_tag, set_tag
+from vllm_delta_sync.tagging import delete_tag, rebase_epoch, rebase_tag, set_tag
 from vllm_delta_sync.wire.delta import DeltaContext, encode
 from vllm_delta_sync.wire.documents import TAGS_PREFIX, anchor_key, tag_of_key
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
 logger = logging.getLogger(__name__)
-
-_REBASE_TAG = re.compile(r"rebase-([0-9]+)-[0-9]+")
 
 
 class Committer:
@@ -127,7 +124,7 @@ class Committer:
             return
         versions.check_breaks(newest.breaks)
         # Until the next version builds on it, nothing else tells retention that it is needed.
-        name = f"rebase-{self.writer.epoch}-{version}"
+        name = rebase_tag(self.writer.epoch, version)
         set_tag(self.run, name, version)
         before, self._rebased = self._rebased, name
         try:
@@ -193,11 +190,7 @@ class Committer:
             raise FingerprintError(
                 f"tensor {overwritten[0]!r} is read from the base, which was overwritten since: no anchor is written"
             )
-        with TemporaryDirectory(prefix="delta-sync-") as folder:
-            objects = []
-            for ref, path in versions.shards(Path(folder), self.baseline, self._options.shard_bytes):
-                self.writer.put_file(ref, path)
-                objects.append(ref)
+        objects = self._put_shards()
         document = versions.anchor_beside(self.held, self.baseline, objects)
         # Another run may lie there by now, whose anchor this would overwrite.
         try:
@@ -206,7 +199,18 @@ class Committer:
             self.stopped = error
             raise
         self._bucket.put(anchor_key(self.held.version), document.to_bytes())
+        if not all(self.writer.has_object(ref) for ref in objects):
+            # A collection has removed what no document named yet.
+            self._put_shards()
         return self.held.version
+
+    def _put_shards(self) -> list[ObjectRef]:
+        objects = []
+        with TemporaryDirectory(prefix="delta-sync-") as folder:
+            for ref, path in versions.shards(Path(folder), self.baseline, self._options.shard_bytes):
+                self.writer.put_file(ref, path)
+                objects.append(ref)
+        return objects
 
     def _check_share(self, patch: Patch, version: int) -> None:
         """Compare a part of the baseline with what was published; the open patch is accounted for.
@@ -285,8 +289,8 @@ class Committer:
             logger.warning("whether former writers have left tags is not known: %s", error)
             return
         for name in names:
-            match = None if name is None else _REBASE_TAG.fullmatch(name)
-            if match is not None and int(match[1]) < self.writer.epoch:
+            epoch = None if name is None else rebase_epoch(name)
+            if epoch is not None and epoch < self.writer.epoch:
                 self._drop(name)
 
     def _adopt(self, former: FormerVersionError) -> None:

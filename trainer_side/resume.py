@@ -21,7 +21,7 @@ from trainer_side.writer import FormerVersionError, RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain_checks import check_base
-from vllm_delta_sync.chain_read import restore
+from vllm_delta_sync.chain_read import BaseError, restore
 from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
 from vllm_delta_sync.errors import (
     ChainError,
@@ -119,6 +119,7 @@ class Takeover:
         Raises:
             StoreError: the store failed.
             ConflictError: another publisher has taken the run over meanwhile.
+            NotFoundError: the base that version 0 refers to is needed and not at hand.
             DeltaSyncError: the newest version is lost and the model does not hold all tensors: why it is lost.
             LimitError: it is lost, and the run has too many breaks for another.
         """
@@ -130,6 +131,9 @@ class Takeover:
             found = find_end(self._run)
             try:
                 done.append(self._restored(found))
+            except BaseError:
+                # Nothing of the chain is lost: somebody has to say where the base is.
+                raise
             except UNREADABLE as error:
                 _let_go(error)
                 lost.append((found, error))

@@ -109,6 +109,13 @@ class RunWriter:
         if found != ref.sha256:
             raise StoreError(f"object {ref.key} reads back with SHA-256 {found}: check the store")
 
+    def has_object(self, ref: ObjectRef) -> bool:
+        """Whether an object is there, at its size. Raises StoreError."""
+        try:
+            return self._bucket.stat(ref.key).bytes == ref.bytes
+        except NotFoundError:
+            return False
+
     def put_missing(self, ref: ObjectRef, data: bytes) -> None:
         """Put a committed version's object again if it was removed before its manifest was there.
 
@@ -116,13 +123,12 @@ class RunWriter:
         warns: the version is committed.
         """
         try:
-            self._bucket.stat(ref.key)
-            return
-        except NotFoundError:
-            logger.warning("object %s was removed while its version was committed; it is put again", ref.key)
+            if self.has_object(ref):
+                return
         except DeltaSyncError as error:
             logger.warning("whether object %s is still there is not known: %s", ref.key, error)
             return
+        logger.warning("object %s was removed while its version was committed; it is put again", ref.key)
         try:
             self._bucket.put(ref.key, data)
         except DeltaSyncError as error:

@@ -110,10 +110,22 @@ class Run(RunDocuments):
                     places[name].copy_(tensor)
 
     def verify(
-        self, base: str | Path | None = None, progress: Callable[[VerifyReport], None] | None = None
+        self,
+        base: str | Path | None = None,
+        progress: Callable[[VerifyReport], None] | None = None,
+        findings: bool = False,
     ) -> VerifyReport:
-        """Check all of the run; see ``chain_verify.verify_run``."""
-        return verify_run(self, base, progress)
+        """Check all of the run: chain, digests, contents, and the weights of every version that is kept.
+
+        Args:
+            base: as ``snapshot``. progress: called with the report so far, now and then.
+            findings: go on after something that does not hold, and list it in the report, rather than raise it.
+
+        Raises:
+            NotFoundError: ``base`` is given and not there. StoreError: the store failed.
+            DeltaSyncError: without ``findings``, the first thing that does not hold, by version, object and tensor.
+        """
+        return verify_run(self, base, progress, findings)
 
 
 def _check_places(places: "Mapping[str, torch.Tensor]", specs: Mapping[str, TensorSpec], strict: bool) -> None:

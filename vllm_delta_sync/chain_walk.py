@@ -17,9 +17,9 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     StoreError,
 )
-from vllm_delta_sync.retention_record import Collection, read_record
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.documents import Retention
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest
 from vllm_delta_sync.wire.state import ModelState
@@ -44,7 +44,7 @@ class Walk:
     ) -> None:
         self._run, self._census, self._base, self._findings, self._report = run, census, base, findings, report
         self._contents = Contents(run, report)
-        self._record: Collection | None = read_record(run)
+        self._record: Retention | None = run.retention()
         # Documents that no way may lead through: damaged, or with their objects gone.
         self._avoid = {finding.key for finding in census.findings}
         self._starts: dict[int, list[int]] = {}
@@ -102,7 +102,7 @@ class Walk:
         if version in self._anchors:
             self._check_beside(manifest)
         if lost and all(isinstance(finding.error, NotFoundError) for finding in lost):
-            self._record = read_record(self._run)
+            self._record = self._run.retention()
             if self._is_gone(version):
                 # Removed while this was under way.
                 gone, lost = True, []

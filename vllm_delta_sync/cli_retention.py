@@ -31,6 +31,7 @@ examples:
   delta-sync tag --bucket /data/runs/a
   delta-sync tag best --bucket /data/runs/a --version 420
   delta-sync tag release-1 --bucket /data/runs/a --milestone
+  delta-sync compact --bucket /data/runs/a --anchor tag:release-1   (where no publisher is running)
   delta-sync tag best --bucket /data/runs/a --delete
 """
 BRANCH_EXAMPLES = """\
@@ -56,7 +57,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     tag.add_argument("name", metavar="NAME", nargs="?", help="1 to 100 of A-Z a-z 0-9 . _ -")
     add_bucket(tag)
     tag.add_argument("--version", type=version, metavar="N|tag:NAME", help="the version; default: the head")
-    tag.add_argument("--milestone", action="store_true", help="give it an anchor of its own, which gc keeps as well")
+    tag.add_argument("--milestone", action="store_true", help="its publisher makes an anchor of it, which gc keeps")
     tag.add_argument("--delete", action="store_true", help="remove the tag")
     add_json(tag)
 
@@ -78,7 +79,7 @@ def _add_gc(commands: "argparse._SubParsersAction[Any]") -> None:
     gc.add_argument("--keep-last", type=positive, default=100, metavar="N", help="newest versions (default: 100)")
     gc.add_argument("--keep-every", type=positive, metavar="K", help="versions whose number K divides")
     gc.add_argument("--keep-for", type=_duration, metavar="TIME", help="versions published within this time")
-    gc.add_argument("--no-tagged", action="store_true", help="keep no version because of a tag, save for branches")
+    gc.add_argument("--no-tagged", action="store_true", help="tags keep no version, save those of branches and rebases")
     gc.add_argument(
         "--min-age", type=_duration, default=3600.0, metavar="TIME", help="what was put later stays (default: 1h)"
     )

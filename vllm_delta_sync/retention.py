@@ -82,7 +82,7 @@ class _Collector:
 
     def collect(self, dry_run: bool, now: float | None) -> Report:
         record = self._run.retention()
-        found = survey(self._run)
+        found = survey(self._run, record=record)
         if dry_run:
             planned = plan_collection(found, self._policy, time.time() if now is None else now, record)
             return self._report(found, planned, [*planned.documents.values(), *planned.objects.values()], True)
@@ -91,7 +91,7 @@ class _Collector:
         written = self._record(found, planned)
         self._run.bucket.put(RETENTION_KEY, written.to_bytes())
         # Whoever sets a tag from here on reads what has just been written.
-        found = survey(self._run, found)
+        found = survey(self._run, found, record)
         again = plan_collection(found, self._policy, at, record)
         again.documents = _both(planned.documents, again.documents)
         again.objects = _both(planned.objects, again.objects)

@@ -7,6 +7,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.retention_record import spelled
 from vllm_delta_sync.retention_survey import NOTHING, Owner, Survey, ways_from, ways_to
+from vllm_delta_sync.tagging import rebase_epoch
 from vllm_delta_sync.wire.documents import Lease, Retention
 
 DAY = 24 * 3600.0
@@ -19,7 +20,8 @@ class Policy:
     Attributes:
         keep_last: so many of the newest versions, and every delta of them.
         keep_every: versions whose number it divides, other than 0; None for none.
-        keep_tagged: versions that have a tag. Those that other runs branch from are kept in any case.
+        keep_tagged: versions that have a tag. Those that other runs branch from, or that the publisher has rebased
+            to, are kept in any case.
         keep_seconds: versions published less than so many seconds ago; None for none.
         min_age: seconds. Must be longer than an upload, a compaction, and any reader that has no lease takes.
         longest_pin: seconds. A lease holds no version that was published longer ago than this: anybody may write
@@ -134,7 +136,8 @@ class _Planning:
                 if self._age(owner.info) < policy.keep_seconds:
                     want(owner.end, "recent")
         for name, tag in survey.tags.items():
-            if tag.branch is not None or policy.keep_tagged:
+            # What the publisher has rebased to is not its owner's to choose: the next version builds on it.
+            if tag.branch is not None or policy.keep_tagged or rebase_epoch(name) is not None:
                 want(tag.version, f"branch {tag.branch}" if tag.branch is not None else f"tag {name}")
         for lease in self._leases:
             for version in self._held(lease):

@@ -13,7 +13,7 @@ from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, No
 from vllm_delta_sync.leases import Leases, read_leases
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.documents import Tag
+from vllm_delta_sync.wire.documents import Retention, Tag
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
 NOTHING = -1
@@ -90,13 +90,15 @@ class Survey:
         return [owner for owner in (*self.chain, *self.sides) if owner.used and self.whole(owner)]
 
 
-def survey(run: RunDocuments, known: Survey | None = None) -> Survey:
+def survey(run: RunDocuments, known: Survey | None = None, record: Retention | None = None) -> Survey:
     """Look at everything in the run: each document once, then what objects there are.
 
     Documents come first: whatever one lists was put before it, so the listing of objects that follows has it.
 
     Args:
         known: an earlier look; what has not been put again since is not read again.
+        record: what the last collection wrote. Where the listing of objects says otherwise, they are asked for one by
+            one: a listing may lag behind.
 
     Raises:
         NotFoundError: nothing is published. ConflictError: another run took the URL meanwhile.
@@ -111,9 +113,30 @@ def survey(run: RunDocuments, known: Survey | None = None) -> Survey:
     found.leases = read_leases(run)
     found.notes += [f"lease ignored: {reason}" for reason in found.leases.ignored]
     found.objects = {item.key: item for item in run.bucket.list(keys.OBJECTS_PREFIX) if _OBJECT.fullmatch(item.key)}
+    _confirm(run, found, record)
     if not run.is_current():
         raise ConflictError(f"{run.bucket.url} holds another run than {run.info.run} by now; open it again")
     return found
+
+
+def _confirm(run: RunDocuments, found: Survey, record: Retention | None) -> None:
+    """Look for objects that should be there and are not listed, or are listed and were removed."""
+
+    def look(key: str) -> ObjectInfo | None:
+        try:
+            return run.bucket.stat(key)
+        except NotFoundError:
+            return None
+
+    removed = {owner.end for owner in found.chain if record is not None and record.is_gone(owner.end)}
+    expected = {key: owner.end not in removed for owner in found.chain for key, _ in owner.refs}
+    expected |= {key: True for owner in found.sides for key, _ in owner.refs}
+    doubtful = sorted(key for key, there in expected.items() if there != (key in found.objects))
+    for key, info in zip(doubtful, in_parallel(look, doubtful), strict=True):
+        if info is None:
+            found.objects.pop(key, None)
+        else:
+            found.objects[key] = info
 
 
 def _chain(run: RunDocuments, seen: dict[ObjectInfo, Owner]) -> list[Owner]:

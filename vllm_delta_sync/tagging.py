@@ -5,6 +5,8 @@ then looks at the tags, then removes. The tag is put first, then looks whether i
 retention.json gives up. So one of the two sees the other: the version is kept, or the tag is refused.
 """
 
+import re
+
 from vllm_delta_sync.bucket_calls import timestamp
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, StoreError
@@ -12,6 +14,19 @@ from vllm_delta_sync.retention_record import lasting_plan
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Tag
+
+_REBASE = re.compile(r"rebase-([0-9]{1,10})-[0-9]{1,10}")
+
+
+def rebase_tag(epoch: int, version: int) -> str:
+    """Name of the tag by which the writer of an epoch holds the version that its next one is to build on."""
+    return f"rebase-{epoch}-{version}"
+
+
+def rebase_epoch(name: str) -> int | None:
+    """The epoch of the writer that set such a tag; None if it is another."""
+    match = _REBASE.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def set_tag(run: RunDocuments, name: str, version: int | str | None = None, milestone: bool = False) -> Tag:

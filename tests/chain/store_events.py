@@ -156,6 +156,8 @@ class StoreEvents(Events):
 
     def happen(self, line: Line, what: str, number: int, policy: Policy | None = None) -> None:
         """One thing that somebody else does, without a fault."""
+        if not line.current:
+            return
         if what == "publish":
             for writer in [writer for writer in self.world.writers if writer.line is line]:
                 train(writer.tensors, "sparse", number)

@@ -27,7 +27,6 @@ from vllm_delta_sync.errors import (
     FormatError,
     NotFoundError,
 )
-from vllm_delta_sync.retention_record import Collection
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.changes import Changes
@@ -297,10 +296,10 @@ def test_a_version_that_is_kept_has_to_be_reachable() -> None:
     report = all_of(whole)
     assert ([finding.version for finding in report.findings], report.unreadable) == ([4], [4, 5, 6])
     # A collection that says that it gave them up.
-    record = Collection(run=RUN, gone=[[1, 3]], created_at=CREATED, head=6, kept=[[0, 0]])
+    record = side.Retention(run=RUN, gone=[[1, 3]], created_at=CREATED, head=6, kept=[[0, 0]])
     whole.bucket.put(side.RETENTION_KEY, record.to_bytes())
     assert (verify_run(whole.run).unreadable, verify_run(whole.run).gone) == ([], 3)
-    record = Collection(run=RUN, gone=[[1, 3]], created_at=CREATED, head=6, kept=[[0, 0], [3, 6]])
+    record = side.Retention(run=RUN, gone=[[1, 3]], created_at=CREATED, head=6, kept=[[0, 0], [3, 6]])
     whole.bucket.put(side.RETENTION_KEY, record.to_bytes())
     with pytest.raises(ChainError, match="version 3 is kept"):
         verify_run(whole.run)

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tempfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from safetensors import safe_open
 
 from tests.samples import changes_between, nudge
 from tests.written import TABLE, Written
-from vllm_delta_sync import compaction_anchor
+from vllm_delta_sync import chain_read, compaction_anchor
+from vllm_delta_sync.branching import branch
 from vllm_delta_sync.chain_checks import decode_objects
 from vllm_delta_sync.chain_lazy import open_step, scratch_folder
 from vllm_delta_sync.chain_plan import GapError, path
 from vllm_delta_sync.chain_read import restore
-from vllm_delta_sync.compaction import StoppedError, make_anchor, make_fold, upkeep
+from vllm_delta_sync.compaction import StoppedError, compact, make_anchor, make_fold, upkeep
 from vllm_delta_sync.errors import (
     ChainError,
     FingerprintError,
@@ -384,3 +386,33 @@ def test_objects_and_document_must_agree(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="it says"):
         open_step(liar, tmp_path)
     assert decode_objects(step.document, run.table, [run.fetch(ref) for ref in step.objects]).changed == step.changed
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_everything_temporary_goes_where_it_is_told_to(
+    branched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Written(tmp_path / "run", 5).run
+    expected = restore(run, run.head()).state.fingerprint
+    if branched:
+        run = branch(run, None, str(tmp_path / "branch"))
+    for module, name in ((compaction_anchor, "IN_MEMORY_BYTES"), (chain_read, "IN_MEMORY_BYTES")):
+        monkeypatch.setattr(module, name, 0)
+    monkeypatch.setattr(chain_read, "DECODED_ELEMENTS", 0)
+    monkeypatch.setattr(chain_read, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    version = run.head().version
+    with pytest.raises(StoreError, match="set TMPDIR"):
+        make_anchor(run, version)
+    with pytest.raises(StoreError, match="name another folder"):
+        make_anchor(run, version, scratch=tmp_path / "nowhere")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    assert make_anchor(run, version, scratch=scratch).fingerprint == expected.hex()
+    assert list(scratch.iterdir()) == []
+
+
+def test_base_that_is_not_there_is_refused_be_it_needed_or_not(tmp_path: Path) -> None:
+    run = Written(tmp_path / "run", 1).run
+    with pytest.raises(NotFoundError, match="is not a directory here"):
+        compact(run, tmp_path / "nowhere")

@@ -11,7 +11,9 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain_plan import plan
 from vllm_delta_sync.retention import Policy, collect
+from vllm_delta_sync.wire.documents import anchor_key
 from vllm_delta_sync.wire.manifest import version_key
 
 AT_ONCE = Policy(keep_last=1, min_age=0.0)
@@ -78,4 +80,26 @@ def test_object_of_a_version_that_is_committed_while_a_collection_removes_stays(
         paused.go.set()
         collector.join()
     assert open_run(bucket.url).verify().head == 1
+    assert_holds(bucket, 1, trainer.copy())
+
+
+def test_shards_that_are_removed_before_their_anchor_is_there_are_put_again(bucket: Hooked) -> None:
+    trainer = Trainer()
+    removed: list[str] = []
+
+    def collected(key: str) -> None:
+        if key == anchor_key(1):
+            removed.extend(collect(open_run(bucket.url), AT_ONCE).objects)
+
+    with Publisher(trainer.live, bucket, fold=False, shard_bytes=4000) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+        publisher.flush()
+        bucket.before = collected
+        assert publisher.anchor() == 1
+    run = open_run(bucket.url)
+    objects = run.anchor(1).objects
+    assert {ref.key for ref in objects} == set(removed)
+    assert len(objects) > 1
+    assert plan(run, run.head()).beside
     assert_holds(bucket, 1, trainer.copy())

@@ -12,6 +12,7 @@ from trainer_side import Publisher
 from trainer_side.worker import Job
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import LimitError, NotFoundError, PublishError, StoreError, UsageError
+from vllm_delta_sync.retention import Policy, collect
 from vllm_delta_sync.tagging import set_tag
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.manifest import Manifest
@@ -264,3 +265,16 @@ def test_what_a_former_writer_was_rebased_to_is_let_go_of(bucket: Hooked, traine
         publish(publisher, trainer, 1)
         assert run.tags().keys() == {"rebase-to-be"}
     assert breaks(bucket) == [(4, 2)]
+
+
+def test_no_policy_lets_go_of_what_the_publisher_has_rebased_to(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, fold=False) as publisher:
+        publish(publisher, trainer, 5)
+        publisher.anchor()
+        publisher.rebase(2)
+        report = collect(open_run(bucket.url), Policy(keep_last=1, keep_tagged=False, min_age=0.0))
+        assert 2 in report.kept
+        trainer.step()
+        publisher.publish(step=6, wait=True)
+    assert breaks(bucket) == [(6, 2)]
+    assert_holds(bucket, 6, trainer.live)

@@ -13,6 +13,7 @@ from vllm_delta_sync.chain_plan import path
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
+    NotFoundError,
     UsageError,
 )
 from vllm_delta_sync.leases import write_lease
@@ -363,3 +364,19 @@ def test_a_run_that_was_replaced_is_left_alone(tmp_path: Path) -> None:
 def test_policies_that_make_no_sense(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Policy(**fields)
+
+
+def test_version_that_was_let_go_of_is_said_to_be_no_longer_kept(tmp_path: Path) -> None:
+    grown = long_run(tmp_path, 24)
+    run = grown.run_
+    report = collect(run, Policy(keep_last=1, min_age=0.0))
+    let_go = max(set(range(25)) - set(report.kept) - {0})
+    with pytest.raises(NotFoundError, match=f"version {let_go} is no longer kept: .*choose another version"):
+        run.snapshot(let_go)
+    with pytest.raises(NotFoundError, match="is no longer kept"):
+        set_tag(run, "late", let_go)
+    for info in list(run.bucket.list("objects/")):
+        run.bucket.delete(info.key)
+    # That is a loss, not retention.
+    with pytest.raises(NotFoundError, match="no object"):
+        run.snapshot()
