@@ -158,6 +158,7 @@ class StoreEvents(Events):
         """One thing that somebody else does, without a fault."""
         if not line.current:
             return
+        self.enter_gone(line)
         if what == "publish":
             for writer in [writer for writer in self.world.writers if writer.line is line]:
                 train(writer.tensors, "sparse", number)
