@@ -82,10 +82,3 @@ def _is_there(run: RunDocuments, ref: ObjectRef) -> bool:
         return run.bucket.stat(ref.key).bytes == ref.bytes
     except NotFoundError:
         return False
-
-
-Collection = Retention
-
-
-def read_record(run: RunDocuments) -> Retention | None:
-    return run.retention()

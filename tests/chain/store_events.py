@@ -1,5 +1,8 @@
 """What happens to a bucket: tags, branches, folding, collections, rot, repair; also in the middle of each other."""
 
+import json
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -11,7 +14,6 @@ from vllm_delta_sync.branching import branch
 from vllm_delta_sync.chain_repair import repair
 from vllm_delta_sync.compaction import compact
 from vllm_delta_sync.retention import Policy, Report, collect
-from vllm_delta_sync.retention_record import Collection
 from vllm_delta_sync.tagging import delete_tag, set_tag
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
@@ -95,6 +97,9 @@ class StoreEvents(Events):
     @rule(which=ANY, policy=POLICIES, fault=FAULTS, dry=st.booleans())
     def collect(self, which: int, policy: Policy, fault: Fault, dry: bool) -> None:
         line = self.line(which)
+        if fault.lag:
+            # Neither may what was put be taken for forgotten before it is listed.
+            policy = replace(policy, min_age=3600.0)
         self.collect_with(line, policy, fault, dry and fault is NO_FAULT)
 
     def collect_with(self, line: Line, policy: Policy, fault: Fault, dry: bool, process: Process | None = None) -> None:
@@ -107,6 +112,7 @@ class StoreEvents(Events):
             process or Process(), fault, lambda: reports.append(collect(self.opened(line), policy, dry, now=now))
         )
         self.enter_gone(line)
+        self.drop_unread(line, dry)
         if dry:
             assert line.gone == before
         if clean and fault is NO_FAULT and not line.lost:
@@ -119,17 +125,30 @@ class StoreEvents(Events):
         if clean and fault.lag == 0:
             self.read_some(line)
 
+    def drop_unread(self, line: Line, dry: bool) -> None:
+        """A damaged document of which objects were removed, because no other lists them, cannot be brought back."""
+        place = line.place
+        for key in sorted(place.damaged):
+            if dry or not key.startswith((side.ANCHORS_PREFIX, side.FOLDS_PREFIX)):
+                continue
+            listed = [item["key"] for item in json.loads(place.intended(key) or b"{}").get("objects", [])]
+            if any(place.read(item) is None and item not in place.damaged for item in listed):
+                place.delete(key)
+
     @rule(which=ANY, policy=OLD, moment=MOMENTS, what=st.sampled_from(MEANWHILE), number=ANY)
     def collect_meanwhile(self, which: int, policy: Policy, moment: int, what: str, number: int) -> None:
         """Between two writes of a collection somebody publishes, tags, branches, folds, collects, or takes over."""
         line = self.line(which)
+        if not line.healthy:
+            return
         self.world.clock.now += 2 * policy.min_age
         process, left = Process(), [moment]
 
         def meanwhile(key: str) -> None:
             left[0] -= 1
             if left[0] == -1:
-                self.happen(line, what, number)
+                # Two collections at once are only safe if they want to keep the same.
+                self.happen(line, what, number, policy)
 
         process.before_write = meanwhile
         self.collect_with(line, policy, NO_FAULT, False, process)
@@ -171,14 +190,14 @@ class StoreEvents(Events):
             self.branch_at(line, number % len(line.versions), NO_FAULT, number)
         elif what == "compact":
             self.world.attempt(Process(), NO_FAULT, lambda: compact(self.opened(line)))
-        elif what == "collect":
+        elif what == "collect" and line.healthy:
             self.collect_with(line, policy or Policy(keep_last=1, min_age=60.0), NO_FAULT, False)
 
     def enter_gone(self, line: Line) -> None:
         """What the record of collections gives up need not be readable any more."""
         data = line.place.read(side.RETENTION_KEY)
         if data is not None and side.RETENTION_KEY not in line.place.damaged:
-            record = Collection.from_bytes(data)
+            record = side.Retention.from_bytes(data)
             line.gone |= {version for version in range(len(line.versions)) if record.gave_up(version)}
 
     @rule(which=ANY, what=ANY, how=st.sampled_from(["flip", "truncate", "empty", "delete"]), at=SEEDS)

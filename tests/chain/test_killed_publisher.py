@@ -16,7 +16,6 @@ from tests.chain.killed import digest
 from vllm_delta_sync import open_run
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.errors import NotFoundError
-from vllm_delta_sync.retention_record import read_record
 
 KILLS = 50
 LONGEST_SECONDS = 0.8
@@ -103,7 +102,7 @@ def test_publisher_killed_fifty_times_leaves_whole_states(tmp_path: Path) -> Non
                 assert (report.head, report.replayed) == (head, True)
     finally:
         nursery.close()
-    record = read_record(open_run(url))
+    record = open_run(url).retention()
     assert record is not None
     assert len(record.gone) > 1
     assert head > KILLS
@@ -120,7 +119,7 @@ def expect_whole(run: Run, recorded: Recorded, before: int, chance: random.Rando
         try:
             found = digest(dict(run.tensors(version)))
         except NotFoundError:
-            record = read_record(run)
+            record = run.retention()
             assert record is not None
             assert record.gave_up(version), f"version {version} is lost"
             continue
