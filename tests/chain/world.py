@@ -273,10 +273,6 @@ class World:
             line.reconcile(source.versions[version].bits)
         return line
 
-    def forget(self, place: Place) -> None:
-        """A branch failed: what is left there is nobody's."""
-        place.recreate()
-
     def settle_damage(self, place: Place) -> None:
         """After a repair: what is as it was put is whole; the rest stays damaged."""
         for key in sorted(place.damaged):
