@@ -23,7 +23,8 @@ class Policy:
         keep_tagged: versions that have a tag. Those that other runs branch from, or that the publisher has rebased
             to, are kept in any case.
         keep_seconds: versions published less than so many seconds ago; None for none.
-        min_age: seconds. Must be longer than an upload, a compaction, and any reader that has no lease takes.
+        min_age: seconds. Must be longer than an upload, a compaction, and any reader that has no lease takes, and than
+            the store's listings lag.
         longest_pin: seconds. A lease holds no version that was published longer ago than this: anybody may write
             leases, and a forged one must not hold a version for ever. A tag does.
 

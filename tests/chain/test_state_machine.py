@@ -5,7 +5,7 @@ A failure prints its seed and the events that lead to it, the fewest that Hypoth
     CHAIN_SEED=<seed> python -m pytest tests/chain/test_state_machine.py -s
 
 Everything follows from the seed: time, random ids and the order of requests come from the test (``world.patched``),
-nothing is kept from one session for the next, and what runs in the background is waited for after each event.
+nothing is kept from one run for the next, and what runs in the background is waited for after each event.
 CHAIN_EVENTS asks for another number of events, CHAIN_SEED=random for events that nobody has seen yet.
 """
 
