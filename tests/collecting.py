@@ -9,7 +9,6 @@ from safetensors.numpy import save_file
 
 from tests.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
-from vllm_delta_sync.bucket_calls import timestamp
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain_plan import FOLD_WIDTH
 from vllm_delta_sync.errors import ConflictError, NotFoundError
@@ -19,6 +18,7 @@ from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.documents import Tag
+from vllm_delta_sync.wire.manifest import timestamp
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 TABLE = TensorTable([TensorSpec("a", "F32", (31,)), TensorSpec("b", "I64", (3, 5))])

@@ -58,7 +58,7 @@ class Written:
         run = self.run
         folded = run.folded(first, last)
         state = state_of(self.writer.table, self.writer.bits[first])
-        changes = run.folded_changes(folded)
+        changes = run.changes(folded)
         state.apply(changes)
         for found, expected in zip(state.bits, self.writer.bits[last], strict=True):
             assert found.tobytes() == expected.tobytes()

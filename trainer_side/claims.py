@@ -9,7 +9,6 @@ import secrets
 from dataclasses import dataclass
 from hashlib import sha256
 
-from trainer_side.versions import timestamp
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain_checks import check_follows
@@ -23,8 +22,8 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
 )
 from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, Claim, claim_key, claim_of_key
-from vllm_delta_sync.wire.manifest import RUN_KEY, Manifest, version_key
+from vllm_delta_sync.wire.documents import Claim, claim_key
+from vllm_delta_sync.wire.manifest import RUN_KEY, Manifest, timestamp, version_key
 
 _READ_BYTES = 1 << 24
 
@@ -116,8 +115,7 @@ def claim(run: Run, found: Found) -> int:
         StoreError: the store failed; at worst a claim is left that fences the former writer.
     """
     bucket, writer = run.bucket, secrets.token_hex(16)
-    epochs = [epoch for item in bucket.list(CLAIMS_PREFIX) if (epoch := claim_of_key(item.key)) is not None]
-    epoch = max([*epochs, 0 if found.manifest is None else found.manifest.epoch]) + 1
+    epoch = max(run.newest_claim(), 0 if found.manifest is None else found.manifest.epoch) + 1
     while True:
         document = Claim(
             run=run.info.run,

@@ -12,6 +12,7 @@ from trainer_side.result import Progress, Stopwatch
 from trainer_side.start import Opened
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket_calls import has_object
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain_read import restore
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FingerprintError, NotFoundError, PublishError
@@ -199,7 +200,7 @@ class Committer:
             self.stopped = error
             raise
         self._bucket.put(anchor_key(self.held.version), document.to_bytes())
-        if not all(self.writer.has_object(ref) for ref in objects):
+        if not all(has_object(self._bucket, ref) for ref in objects):
             # A collection has removed what no document named yet.
             self._put_shards()
         return self.held.version

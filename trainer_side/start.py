@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from trainer_side import versions
 from trainer_side.baseline import Baseline
 from trainer_side.options import Options
-from trainer_side.versions import timestamp
 from trainer_side.writer import RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.checkpoint import ResolvedBase
@@ -25,6 +24,7 @@ from vllm_delta_sync.wire.manifest import (
     Manifest,
     ObjectRef,
     RunInfo,
+    timestamp,
     version_key,
 )
 from vllm_delta_sync.wire.table import TensorTable

@@ -1,7 +1,6 @@
 """Manifests of the three kinds of version, and the files of an anchor."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,10 @@ from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.delta import Codec, required_features
 from vllm_delta_sync.wire.documents import Anchor
-from vllm_delta_sync.wire.manifest import Base, Break, Manifest, ObjectRef, object_key
+from vllm_delta_sync.wire.manifest import Base, Break, Manifest, ObjectRef, object_key, timestamp
 
 SHARD_BYTES = 1024**3
 """Bytes of tensors in one object of an anchor; a larger tensor has an object of its own."""
-
-
-def timestamp() -> str:
-    """Now, in UTC, as manifests spell it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def shards(folder: Path, baseline: Baseline, shard_bytes: int) -> Iterator[tuple[ObjectRef, Path]]:
@@ -105,16 +99,7 @@ def _by_name(baseline: Baseline) -> dict[str, str]:
 
 def anchor_beside(manifest: Manifest, baseline: Baseline, objects: list[ObjectRef]) -> Anchor:
     """The document of an anchor beside the chain, of the version that the baseline holds."""
-    return Anchor(
-        run=manifest.run,
-        version=manifest.version,
-        manifest=manifest.digest,
-        objects=objects,
-        payload_bytes=sum(ref.bytes for ref in objects),
-        fingerprint=manifest.fingerprint,
-        tensor_fingerprints=_by_name(baseline),
-        created_at=timestamp(),
-    )
+    return Anchor.of(manifest, _by_name(baseline), objects)
 
 
 def delta(
@@ -148,7 +133,7 @@ def delta(
         base_version=held.version,
         parent=parent.digest,
         breaks=breaks,
-        reversible=not changes.full and all(group.relative for group in changes.sparse),
+        reversible=changes.reversible,
         epoch=epoch,
         codec=codec if objects else None,
         compression=("none" if codec == "raw" else compression) if objects else None,

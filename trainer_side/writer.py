@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer_side.claims import check_fence, stored_digest
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket_calls import has_object
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -109,13 +110,6 @@ class RunWriter:
         if found != ref.sha256:
             raise StoreError(f"object {ref.key} reads back with SHA-256 {found}: check the store")
 
-    def has_object(self, ref: ObjectRef) -> bool:
-        """Whether an object is there, at its size. Raises StoreError."""
-        try:
-            return self._bucket.stat(ref.key).bytes == ref.bytes
-        except NotFoundError:
-            return False
-
     def put_missing(self, ref: ObjectRef, data: bytes) -> None:
         """Put a committed version's object again if it was removed before its manifest was there.
 
@@ -123,7 +117,7 @@ class RunWriter:
         warns: the version is committed.
         """
         try:
-            if self.has_object(ref):
+            if has_object(self._bucket, ref):
                 return
         except DeltaSyncError as error:
             logger.warning("whether object %s is still there is not known: %s", ref.key, error)

@@ -8,7 +8,6 @@ import logging
 import secrets
 
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.bucket_calls import timestamp
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain_plan import Plan
 from vllm_delta_sync.chain_read import check_step, step_changes
@@ -26,7 +25,7 @@ from vllm_delta_sync.tagging import delete_tag, put_tag
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Base, Head, Manifest, RunInfo
+from vllm_delta_sync.wire.manifest import Base, Head, Manifest, RunInfo, timestamp
 
 logger = logging.getLogger(__name__)
 

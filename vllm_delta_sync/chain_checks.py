@@ -84,16 +84,6 @@ def check_tensor_fingerprints(manifest: Manifest | Anchor, table: TensorTable) -
         )
 
 
-def check_declared(parent: Manifest, manifest: Manifest, changes: Changes) -> None:
-    """Raise FingerprintError unless the declared changes lead from the parent's fingerprint to the manifest's."""
-    reached = parent.model_fingerprint + changes.fingerprint
-    if reached != manifest.model_fingerprint:
-        raise FingerprintError(
-            f"version {manifest.version}: objects lead to fingerprint {reached.hex()}, the manifest says "
-            f"{manifest.fingerprint}"
-        )
-
-
 def check_fingerprint(manifest: Manifest, measured: Fingerprint) -> None:
     """Raise FingerprintError unless ``measured`` is the manifest's."""
     if measured != manifest.model_fingerprint:
@@ -122,11 +112,6 @@ def check_base(base: str | Path | None) -> None:
         f"base {str(base)!r} is not a directory here; pass the checkpoint that the run started from, or leave it "
         "out for the recorded one"
     )
-
-
-def decode_version(manifest: Manifest, table: TensorTable, objects: list[bytes]) -> Changes:
-    """Decode a version's objects (already checked by digest) into one Changes. Errors as ``decode_objects``."""
-    return decode_objects(manifest, table, objects)
 
 
 def decode_objects(document: Manifest | FoldedRange | Anchor, table: TensorTable, objects: Sequence[Buffer]) -> Changes:

@@ -10,7 +10,6 @@ from vllm_delta_sync.chain_checks import (
     check_object,
     check_tensor_fingerprints,
     decode_objects,
-    decode_version,
     object_limit,
 )
 from vllm_delta_sync.errors import (
@@ -213,8 +212,8 @@ class RunDocuments:
         check_object(ref, data)
         return data
 
-    def changes(self, manifest: Manifest) -> Changes:
-        """Everything a version changes, fetched, verified and decoded.
+    def changes(self, document: Manifest | FoldedRange) -> Changes:
+        """Everything that a version or a folded range changes, fetched, verified and decoded.
 
         For an anchor that is every tensor in full, with no declared changes of fingerprint.
 
@@ -222,12 +221,7 @@ class RunDocuments:
             NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
                 ``wire.delta.decode``; also when the objects do not add up to what the manifest declares.
         """
-        return decode_version(manifest, self.table, [self.fetch(ref) for ref in manifest.objects])
-
-    def folded_changes(self, folded: FoldedRange) -> Changes:
-        """Everything that a folded range changes, fetched, verified and decoded. Errors as ``changes``."""
-        objects = [self.fetch(ref) for ref in folded.objects]
-        return decode_objects(folded, self.table, objects)
+        return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects])
 
     # Documents beside the chain
 

@@ -1,6 +1,5 @@
 """A version whose manifest is lost may still have its objects: find them, and let a folded range lead across it."""
 
-from vllm_delta_sync.bucket_calls import timestamp
 from vllm_delta_sync.chain_census import Census
 from vllm_delta_sync.chain_checks import object_limit
 from vllm_delta_sync.chain_documents import RunDocuments
@@ -12,7 +11,7 @@ from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.delta import DeltaContext, decode, required_features
 from vllm_delta_sync.wire.documents import FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.wire.state import ModelState
 
 

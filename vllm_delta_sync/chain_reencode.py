@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.bucket_calls import timestamp
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.chain_lazy import file_digest, scratch_folder
 from vllm_delta_sync.chain_measure import measure
@@ -18,7 +17,7 @@ from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import COMPRESSIONS
 from vllm_delta_sync.wire.delta import DeltaContext, decode, encode, required_features
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from vllm_delta_sync.bucket_calls import has_object
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.chain_lazy import file_digest, scratch_folder
 from vllm_delta_sync.chain_read import restore
@@ -10,9 +11,8 @@ from vllm_delta_sync.compaction_scratch import (
     Stop,
     check_stop,
     never,
-    timestamp,
 )
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, StoreError, UnsupportedError
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, StoreError, UnsupportedError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
 from vllm_delta_sync.wire.documents import Anchor
@@ -67,7 +67,8 @@ def make_anchor(
         for shard in shards:
             check_stop(stop)
             refs.append(_put(run, state, shard, folder))
-        document = _document(target, state, refs)
+        declared = {spec.name: value.hex() for spec, value in zip(state.table, state.fingerprints, strict=True)}
+        document = Anchor.of(target, declared, refs)
         key = side.anchor_key(version)
         try:
             run.bucket.put(key, document.to_bytes(), if_absent=not replace)
@@ -78,7 +79,7 @@ def make_anchor(
             # It is damaged, or of a version that is no longer: readers pass it over, so nothing is lost with it.
             run.bucket.put(key, document.to_bytes())
         for shard, ref in zip(shards, refs, strict=True):
-            if not _present(run, ref):
+            if not has_object(run.bucket, ref):
                 _put(run, state, shard, folder)
     return document
 
@@ -103,24 +104,3 @@ def _put(run: RunDocuments, state: ModelState, shard: TensorTable, folder: Path)
     run.bucket.put(ref.key, path)
     path.unlink()
     return ref
-
-
-def _present(run: RunDocuments, ref: ObjectRef) -> bool:
-    try:
-        return run.bucket.stat(ref.key).bytes == ref.bytes
-    except NotFoundError:
-        return False
-
-
-def _document(target: Manifest, state: ModelState, refs: list[ObjectRef]) -> Anchor:
-    declared = zip(state.table, state.fingerprints, strict=True)
-    return Anchor(
-        run=target.run,
-        version=target.version,
-        manifest=target.digest,
-        objects=refs,
-        payload_bytes=sum(ref.bytes for ref in refs),
-        fingerprint=target.fingerprint,
-        tensor_fingerprints={spec.name: value.hex() for spec, value in declared},
-        created_at=timestamp(),
-    )

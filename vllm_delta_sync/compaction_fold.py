@@ -20,7 +20,6 @@ from vllm_delta_sync.compaction_scratch import (
     never,
     put_missing,
     put_objects,
-    timestamp,
 )
 from vllm_delta_sync.errors import (
     ChainError,
@@ -36,7 +35,7 @@ from vllm_delta_sync.wire.delta import DeltaContext, required_features
 from vllm_delta_sync.wire.documents import FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.lazy import LazyDelta, fold_lazily
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.wire.spool import DeltaSpool
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,10 @@
 """What making folded ranges and anchors has in common: objects put so that they stay, and being stopped."""
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.bucket_calls import has_object
 from vllm_delta_sync.wire.manifest import ObjectRef
 
 OBJECT_BYTES = 1024**3
@@ -33,11 +32,6 @@ def check_stop(stop: Stop) -> None:
         raise StoppedError("stopped before it was finished; nothing was committed, start it again any time")
 
 
-def timestamp() -> str:
-    """Now, as documents write it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
 def put_objects(bucket: Bucket, written: Written) -> None:
     """Put objects that no document names yet."""
     for ref, path in written:
@@ -47,9 +41,5 @@ def put_objects(bucket: Bucket, written: Written) -> None:
 def put_missing(bucket: Bucket, written: Written) -> None:
     """Put those again that somebody removed before the document named them: they looked like nobody's."""
     for ref, path in written:
-        try:
-            present = bucket.stat(ref.key).bytes == ref.bytes
-        except NotFoundError:
-            present = False
-        if not present:
+        if not has_object(bucket, ref):
             bucket.put(ref.key, path)

@@ -5,20 +5,18 @@ MAX_LEASE_SECONDS, and retention bounds how long it may hold a version (``retent
 """
 
 import heapq
-import logging
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.bucket_calls import in_parallel, timestamp
+from vllm_delta_sync.bucket_calls import in_parallel
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Lease
-
-logger = logging.getLogger(__name__)
+from vllm_delta_sync.wire.manifest import timestamp
 
 MAX_LEASES = 10_000
 """How many are read, the newest first; a run that has more is being flooded."""
@@ -89,11 +87,6 @@ def write_lease(
     return lease
 
 
-def drop_lease(run: RunDocuments, receiver_id: str) -> None:
-    """Take a receiver's lease back, if there is one."""
-    run.bucket.delete(side.lease_key(receiver_id))
-
-
 def read_leases(run: RunDocuments) -> Leases:
     """All leases of a run. One that is malformed, too large or of another run is ignored, and said so.
 
@@ -110,14 +103,6 @@ def read_leases(run: RunDocuments) -> Leases:
         elif answer is not None:
             found.ignored.append(answer)
     return found
-
-
-def live_leases(run: RunDocuments, now: float) -> list[Lease]:
-    """Leases that have not ended at ``now``, by the store's clock; others are logged. Errors as ``read_leases``."""
-    found = read_leases(run)
-    for reason in found.ignored:
-        logger.warning("lease ignored: %s", reason)
-    return found.live(now)
 
 
 def _read(run: RunDocuments, item: ObjectInfo) -> HeldLease | str | None:

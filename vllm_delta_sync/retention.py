@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.bucket_calls import timestamp
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.retention_plan import Planned, Policy, plan_collection, reachable
@@ -23,7 +22,7 @@ from vllm_delta_sync.retention_record import empty_record, ranges
 from vllm_delta_sync.retention_survey import Survey, survey
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.documents import RETENTION_KEY, Retention
-from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX, version_key
+from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX, timestamp, version_key
 
 __all__ = ["Policy", "Report", "collect"]
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from vllm_delta_sync.bucket_calls import in_parallel, timestamp
+from vllm_delta_sync.bucket_calls import has_object, in_parallel
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.chain_plan import Plan, plan
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.wire.documents import Retention
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, version_of_key
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp, version_of_key
 
 Ranges = list[list[int]]
 
@@ -74,11 +74,4 @@ def _stays(run: RunDocuments, record: Retention, key: str, objects: list[ObjectR
     version = version_of_key(key)
     if version is not None and record.is_gone(version):
         return False
-    return all(in_parallel(lambda ref: _is_there(run, ref), objects))
-
-
-def _is_there(run: RunDocuments, ref: ObjectRef) -> bool:
-    try:
-        return run.bucket.stat(ref.key).bytes == ref.bytes
-    except NotFoundError:
-        return False
+    return all(in_parallel(lambda ref: has_object(run.bucket, ref), objects))

@@ -7,13 +7,13 @@ retention.json gives up. So one of the two sees the other: the version is kept, 
 
 import re
 
-from vllm_delta_sync.bucket_calls import timestamp
 from vllm_delta_sync.chain_documents import RunDocuments
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.retention_record import lasting_plan
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Tag
+from vllm_delta_sync.wire.manifest import timestamp
 
 _REBASE = re.compile(r"rebase-([0-9]{1,10})-[0-9]{1,10}")
 

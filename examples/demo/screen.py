@@ -66,13 +66,13 @@ class PlainScreen:
         number = event["step"]
         if self._steps > 5 * PLAIN_EVERY and number % PLAIN_EVERY != 0 and number > 1:
             return
-        pause = event["pauses_ms"][-1][1] if event["pauses_ms"] else float("nan")
+        pause = f"{event['pauses_ms'][-1][1]:.1f} ms" if event["pauses_ms"] else "not seen"
         self._say(
             f"step {number:3d}  reward {np.mean(record.rewards()[-SMOOTH_STEPS:]):.3f}  "
             f"version {event['version']}  served {event['served']}  "
             f"changed {100 * event['changed'] / event['total']:.2f} %  "
             f"payload {kilobytes(event['payload_bytes'])} of {kilobytes(event['full_bytes'])}  "
-            f"pause {pause:.1f} ms  lag {event['lag']:.2f}"
+            f"pause {pause}  lag {event['lag']:.2f}"
         )
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """The way from version to version: short where there are folded ranges, right whatever is damaged or missing."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,10 @@ def test_folded_ranges_make_a_long_way_short(tree: Tree) -> None:
     assert spans(steps) == [(3, 4), (4, 8), (8, 12), (12, 16), (16, 32), (32, 48), (48, 64), (64, 68), (68, 72), (72, 73), (73, 74), (74, 75)]  # fmt: skip # noqa: E501
     tree.expect(steps, 3, 75)
     assert spans(path(tree.run, 0, 64)) == [(0, 64)]
+    for held in range(0, 75, 3):
+        span = 75 - held
+        # Three ranges of each length up to the longest that fits, and three on the way down.
+        assert len(path(tree.run, held, 75)) <= 6 * (math.log(span, FOLD_WIDTH) + 1)
 
 
 def test_way_back_takes_the_same_versions_back(tree: Tree) -> None:

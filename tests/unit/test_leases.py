@@ -1,6 +1,5 @@
 """Leases: what is believed of them, and for how long."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from tests.collecting import Grown, MemoryBucket
 from vllm_delta_sync import leases
 from vllm_delta_sync.errors import StoreError, UsageError
-from vllm_delta_sync.leases import drop_lease, live_leases, read_leases, write_lease
+from vllm_delta_sync.leases import read_leases, write_lease
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Lease
@@ -20,15 +19,12 @@ def grown(tmp_path: Path) -> Grown:
     return Grown(MemoryBucket(), tmp_path, 1)
 
 
-def test_a_lease_is_written_replaced_and_taken_back(grown: Grown) -> None:
+def test_a_lease_is_written_and_replaced(grown: Grown) -> None:
     run = grown.run_
     write_lease(run, "a", None)
     write_lease(run, "a", 3, target=5, pins=[1, 2], seconds=60)
-    (lease,) = live_leases(run, grown.memory.clock)
+    (lease,) = read_leases(run).live(grown.memory.clock)
     assert (lease.receiver, lease.served, lease.target, lease.pins, lease.seconds) == ("a", 3, 5, [1, 2], 60)
-    drop_lease(run, "a")
-    drop_lease(run, "a")
-    assert live_leases(run, grown.memory.clock) == []
 
 
 def test_time_counts_from_when_the_store_has_it(grown: Grown) -> None:
@@ -38,8 +34,8 @@ def test_time_counts_from_when_the_store_has_it(grown: Grown) -> None:
     # What it says of itself counts for nothing.
     late = lease.model_copy(update={"created_at": "2999-01-01T00:00:00Z"})
     grown.memory.held[side.lease_key("a")] = (late.to_bytes(), put)
-    assert len(live_leases(run, put + 59)) == 1
-    assert live_leases(run, put + 60) == []
+    assert len(read_leases(run).live(put + 59)) == 1
+    assert read_leases(run).live(put + 60) == []
     assert len(read_leases(run).held) == 1
 
 
@@ -61,7 +57,7 @@ def test_bounds(grown: Grown, fields: dict[str, Any]) -> None:
     assert not list(grown.memory.list(side.LEASES_PREFIX))
 
 
-def test_what_is_not_believed(grown: Grown, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_believed(grown: Grown) -> None:
     run = grown.run_
     good = write_lease(run, "good", 1)
     documents = {
@@ -77,9 +73,7 @@ def test_what_is_not_believed(grown: Grown, caplog: pytest.LogCaptureFixture) ->
     found = read_leases(run)
     assert [item.lease for item in found.held] == [Lease.from_bytes(good.to_bytes())]
     assert len(found.ignored) == len(documents)
-    with caplog.at_level(logging.WARNING):
-        assert [lease.receiver for lease in live_leases(run, grown.memory.clock)] == ["good"]
-    assert len(caplog.records) == len(documents)
+    assert [lease.receiver for lease in found.live(grown.memory.clock)] == ["good"]
 
 
 def test_a_flood_is_read_up_to_a_bound(grown: Grown, monkeypatch: pytest.MonkeyPatch) -> None:

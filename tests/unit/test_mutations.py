@@ -16,7 +16,7 @@ from tests.golden.regenerate import DIRECTORY, versions
 from tests.samples import state_of
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain_checks import decode_version
+from vllm_delta_sync.chain_checks import decode_objects
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.bits import Bits
@@ -121,7 +121,7 @@ def test_damaged_objects(version: int, golden: dict[str, bytes], expected: list[
         state.table, state.fingerprints = table, list(before.fingerprints)
         state.bits = [bits.copy() for bits in before.bits]
         try:
-            changes = decode_version(refitted(manifest, data), table, [data])
+            changes = decode_objects(refitted(manifest, data), table, [data])
             if manifest.kind == "anchor":
                 state = ModelState(table, [(table[full.id].name, full.bits) for full in changes.full])
             else:

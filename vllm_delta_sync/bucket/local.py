@@ -221,7 +221,7 @@ class LocalBucket(Bucket):
                     file.flush()
                     os.fsync(file.fileno())
                     staged, now = StagedFile.of(name, file.fileno()), os.fstat(file.fileno()).st_mtime
-            except BaseException:
+            except BaseException:  # an interrupt too must not leave its staged bytes for the sweep a day later
                 _unlink(name, staging)
                 raise
             self._sweep(staging, now)

@@ -18,9 +18,11 @@ from vllm_delta_sync.wire.manifest import (
     Document,
     FormatVersion,
     Hex32,
+    Manifest,
     ObjectRef,
     Timestamp,
     Version,
+    timestamp,
 )
 
 ANCHORS_PREFIX = "anchors/"
@@ -125,6 +127,20 @@ class Anchor(Document):
     fingerprint: Hex32
     tensor_fingerprints: dict[str, Hex32]
     created_at: Timestamp
+
+    @classmethod
+    def of(cls, manifest: Manifest, tensor_fingerprints: dict[str, str], objects: list[ObjectRef]) -> Self:
+        """The document of an anchor made now, of the version of a manifest."""
+        return cls(
+            run=manifest.run,
+            version=manifest.version,
+            manifest=manifest.digest,
+            objects=objects,
+            payload_bytes=sum(ref.bytes for ref in objects),
+            fingerprint=manifest.fingerprint,
+            tensor_fingerprints=tensor_fingerprints,
+            created_at=timestamp(),
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -1,6 +1,7 @@
 """The JSON documents of a run: run.json, versions/<n>.json (manifests), HEAD.json. Keys, fields, digests."""
 
 import re
+from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Annotated, Any, Literal, Self
 
@@ -34,6 +35,11 @@ Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Version = Annotated[int, Field(ge=0, le=limits.MAX_VERSION)]
 Timestamp = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?Z$")]
 FormatVersion = Literal[1]
+
+
+def timestamp() -> str:
+    """Now, in UTC, as documents spell it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 class Document(BaseModel):
