@@ -20,10 +20,10 @@ from benchmarks.rows import Row, parse, row, write
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain_plan import Planner
-from vllm_delta_sync.chain_read import apply_step, restore, whole
-from vllm_delta_sync.compaction import compact
+from vllm_delta_sync.chain.plan import Planner
+from vllm_delta_sync.chain.read import apply_step, restore, whole
 from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.upkeep.compaction import compact
 from vllm_delta_sync.wire.documents import FoldedRange
 from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX
 

@@ -20,8 +20,8 @@ from reference_tables import RESULT_SECONDS, SPAN_FIELDS, STATUS_FIELDS, TIMINGS
 import trainer_side.publisher
 import trainer_side.result
 import vllm_delta_sync.chain
-import vllm_delta_sync.chain_documents
-import vllm_delta_sync.chain_findings
+import vllm_delta_sync.chain.documents
+import vllm_delta_sync.chain.findings
 import vllm_delta_sync.engine.offline
 from vllm_delta_sync import cli, config, errors
 from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http
@@ -269,8 +269,8 @@ def python() -> Iterator[str]:
     yield "Needs neither vLLM nor a trainer; only `Run.tensors` and `Run.load_into` need torch."
     for name in ("open_run", "Run"):
         yield stub(vllm_delta_sync.chain, name)
-    yield stub(vllm_delta_sync.chain_documents, "RunDocuments")
-    yield stub(vllm_delta_sync.chain_findings, "VerifyReport")
+    yield stub(vllm_delta_sync.chain.documents, "RunDocuments")
+    yield stub(vllm_delta_sync.chain.findings, "VerifyReport")
     yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach`"
     yield f"`WORKER_EXTENSION` is `{WORKER_EXTENSION!r}`, for `LLM(..., worker_extension_cls=WORKER_EXTENSION)`."
     for name in ("attach", "OfflineSync"):

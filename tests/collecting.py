@@ -10,9 +10,9 @@ from safetensors.numpy import save_file
 from tests.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_plan import FOLD_WIDTH
+from vllm_delta_sync.chain.plan import FOLD_WIDTH
 from vllm_delta_sync.errors import ConflictError, NotFoundError
-from vllm_delta_sync.retention import Policy
+from vllm_delta_sync.upkeep.retention import Policy
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.anchor import write_anchor

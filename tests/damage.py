@@ -10,8 +10,8 @@ import pytest
 from tests.collecting import MemoryBucket
 from tests.samples import CREATED, RUN, RunWriter, nudge, random_bits
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_plan import FOLD_WIDTH
-from vllm_delta_sync.chain_read import restore
+from vllm_delta_sync.chain.plan import FOLD_WIDTH
+from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys

@@ -11,7 +11,7 @@ from hashlib import sha256
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_checks import check_follows
+from vllm_delta_sync.chain.checks import check_follows
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,

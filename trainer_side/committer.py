@@ -12,11 +12,11 @@ from trainer_side.result import Progress, Stopwatch
 from trainer_side.start import Opened
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket_calls import has_object
+from vllm_delta_sync.bucket.calls import has_object
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_read import restore
+from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FingerprintError, NotFoundError, PublishError
-from vllm_delta_sync.tagging import delete_tag, rebase_epoch, rebase_tag, set_tag
+from vllm_delta_sync.upkeep.tagging import delete_tag, rebase_epoch, rebase_tag, set_tag
 from vllm_delta_sync.wire.delta import DeltaContext, encode
 from vllm_delta_sync.wire.documents import TAGS_PREFIX, anchor_key, tag_of_key
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef

@@ -253,7 +253,7 @@ class Publisher:
             NotFoundError: there is no such version. UsageError: the name cannot be a tag's.
             ConflictError: a run branches at the tag of that name; or as ``flush``. StoreError: the store failed.
         """
-        from vllm_delta_sync.tagging import set_tag
+        from vllm_delta_sync.upkeep.tagging import set_tag
 
         number = None if version is None else check_version(version)
         with self._lock:

@@ -20,8 +20,8 @@ from trainer_side.start import Opened, begin, holds_run
 from trainer_side.writer import FormerVersionError, RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_checks import check_base
-from vllm_delta_sync.chain_read import BaseError, restore
+from vllm_delta_sync.chain.checks import check_base
+from vllm_delta_sync.chain.read import BaseError, restore
 from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
 from vllm_delta_sync.errors import (
     ChainError,

@@ -90,7 +90,7 @@ class Upkeep:
             logger.exception("%s", failure)
 
     def _look_after(self, manifest: Manifest) -> None:
-        from vllm_delta_sync.compaction import upkeep
+        from vllm_delta_sync.upkeep.compaction import upkeep
 
         options = self._options
         upkeep(
@@ -103,7 +103,7 @@ class Upkeep:
         )
 
     def _anchor(self, version: int) -> None:
-        from vllm_delta_sync.compaction import make_anchor
+        from vllm_delta_sync.upkeep.compaction import make_anchor
 
         make_anchor(self._reader, version, self._base, stop=self._stop)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer_side.claims import check_fence, stored_digest
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket_calls import has_object
+from vllm_delta_sync.bucket.calls import has_object
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from vllm_delta_sync.chain_checks import check_object
+from vllm_delta_sync.chain.checks import check_object
 from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.wire.manifest import ObjectRef
 

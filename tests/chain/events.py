@@ -14,7 +14,7 @@ from tests.chain.store import Fault, Place
 from tests.chain.tensors import copy_bits, equal, fingerprint, first_tensors, save_checkpoint, tensors_of, train
 from tests.chain.world import NO_FAULT, Follower, Line, World, Writer
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain_verify import verify_run
+from vllm_delta_sync.chain.verify import verify_run
 from vllm_delta_sync.errors import ChainError, ConflictError, NotFoundError, StoreError
 from vllm_delta_sync.wire import manifest as keys
 

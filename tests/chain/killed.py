@@ -19,8 +19,8 @@ import torch
 from tests.chain.tensors import SHAPES, TRAININGS, copy_bits, first_tensors, train
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.compaction import compact
-from vllm_delta_sync.retention import Policy, collect
+from vllm_delta_sync.upkeep.compaction import compact
+from vllm_delta_sync.upkeep.retention import Policy, collect
 
 MIN_AGE_SECONDS = 3.0
 """Longer than anything here takes between putting an object and listing it."""

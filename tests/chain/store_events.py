@@ -10,11 +10,11 @@ from tests.chain.events import ANY, FAULTS, SEEDS, Events, pick
 from tests.chain.store import Fault, Process
 from tests.chain.tensors import copy_bits, tensors_of, train
 from tests.chain.world import NO_FAULT, Line
-from vllm_delta_sync.branching import branch
-from vllm_delta_sync.chain_repair import repair
-from vllm_delta_sync.compaction import compact
-from vllm_delta_sync.retention import Policy, Report, collect
-from vllm_delta_sync.tagging import delete_tag, set_tag
+from vllm_delta_sync.upkeep.branching import branch
+from vllm_delta_sync.upkeep.compaction import compact
+from vllm_delta_sync.upkeep.repair import repair
+from vllm_delta_sync.upkeep.retention import Policy, Report, collect
+from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 

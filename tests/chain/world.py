@@ -31,8 +31,8 @@ from tests.modules import ModulePort
 from trainer_side import Publisher
 from trainer_side.upkeep import Upkeep
 from vllm_delta_sync import bucket as buckets
-from vllm_delta_sync import bucket_calls
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket import calls as bucket_calls
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import ranks
 from vllm_delta_sync.engine.receiver import Receiver

@@ -8,13 +8,13 @@ import pytest
 
 from tests.collecting import TABLE
 from tests.samples import RunWriter, nudge, random_bits
-from vllm_delta_sync.branching import branch, branch_tag, tensor_fingerprints
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError, StoreError, UsageError
-from vllm_delta_sync.retention import Policy, collect
-from vllm_delta_sync.tagging import delete_tag, set_tag
+from vllm_delta_sync.upkeep.branching import branch, branch_tag, tensor_fingerprints
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.fingerprint import fingerprint_tensor

@@ -19,7 +19,7 @@ from tests.golden.regenerate import DIRECTORY, table, versions
 from tests.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain_verify import VerifyReport
+from vllm_delta_sync.chain.verify import VerifyReport
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.test_chain import HEAD, edit, path
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain_checks import object_limit
+from vllm_delta_sync.chain.checks import object_limit
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,

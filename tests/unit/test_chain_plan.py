@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.samples import RunWriter, nudge, random_bits, state_of
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain_plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
-from vllm_delta_sync.chain_read import apply_mapped, apply_step
+from vllm_delta_sync.chain.plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
+from vllm_delta_sync.chain.read import apply_mapped, apply_step
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys

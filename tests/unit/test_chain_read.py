@@ -9,9 +9,9 @@ import torch
 
 from tests.samples import RUN, nudge, random_bits
 from tests.unit.test_chain_plan import TABLE, Tree
-from vllm_delta_sync import chain_read
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain_read import scratch_file
+from vllm_delta_sync.chain import read as chain_read
+from vllm_delta_sync.chain.read import scratch_file
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,

@@ -9,11 +9,11 @@ from tests.collecting import MemoryBucket
 from tests.damage import TABLE, Whole
 from tests.samples import RUN, changes_between, nudge, state_of
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_measure import measure
-from vllm_delta_sync.chain_reencode import difference, lost_object, put_anchor, put_fold, put_lost_shard
-from vllm_delta_sync.chain_repair import repair
-from vllm_delta_sync.chain_verify import verify_run
+from vllm_delta_sync.chain.measure import measure
+from vllm_delta_sync.chain.verify import verify_run
 from vllm_delta_sync.errors import DigestError
+from vllm_delta_sync.upkeep.repair import repair
+from vllm_delta_sync.upkeep.repair_deltas import difference, lost_object, put_anchor, put_fold, put_lost_shard
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.anchor import shard_tables
 from vllm_delta_sync.wire.changes import Changes, Sparse

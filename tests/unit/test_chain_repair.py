@@ -12,9 +12,9 @@ from tests.damage import Damage, Whole, random_run
 from tests.samples import nudge
 from tests.unit.test_chain import reference_run, save_base
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain_repair import RepairReport, repair
-from vllm_delta_sync.chain_verify import verify_run
+from vllm_delta_sync.chain.verify import verify_run
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
+from vllm_delta_sync.upkeep.repair import RepairReport, repair
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.manifest import Head

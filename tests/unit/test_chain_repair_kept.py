@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tests.collecting import MemoryBucket
 from tests.damage import Damage, Whole, random_run
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_repair import repair
-from vllm_delta_sync.chain_verify import verify_run
-from vllm_delta_sync.retention import Policy, collect
+from vllm_delta_sync.chain.verify import verify_run
+from vllm_delta_sync.upkeep.repair import repair
+from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 

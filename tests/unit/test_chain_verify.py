@@ -16,9 +16,9 @@ from safetensors.torch import load, save
 from tests.damage import TABLE, Damage, Whole, random_run
 from tests.samples import CREATED, RUN, changes_between, nudge, state_of
 from tests.unit.test_chain import reference_run, save_base
-from vllm_delta_sync import chain_read
-from vllm_delta_sync.chain_measure import measure
-from vllm_delta_sync.chain_verify import VerifyReport, verify_run
+from vllm_delta_sync.chain import read as chain_read
+from vllm_delta_sync.chain.measure import measure
+from vllm_delta_sync.chain.verify import VerifyReport, verify_run
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,

@@ -20,7 +20,7 @@ from tests.golden.regenerate import DIRECTORY
 from tests.unit.test_chain import SMALL, reference_run, save_base
 from vllm_delta_sync import __version__, cli
 from vllm_delta_sync.cli import split_serve
-from vllm_delta_sync.cli_text import clean, percent, shape, size, times
+from vllm_delta_sync.cli.text import clean, percent, shape, size, times
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.wire.container import write_container

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.test_cli import answer, delta_sync
 from tests.written import Written
-from vllm_delta_sync.chain_plan import path
-from vllm_delta_sync.chain_read import restore
+from vllm_delta_sync.chain.plan import path
+from vllm_delta_sync.chain.read import restore
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.golden.regenerate import DIRECTORY
-from vllm_delta_sync import cli_repair, cli_verify
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.compaction import make_anchor, make_fold
+from vllm_delta_sync.cli import repair as cli_repair
+from vllm_delta_sync.cli import verify as cli_verify
 from vllm_delta_sync.errors import DigestError, NotFoundError, UsageError
+from vllm_delta_sync.upkeep.compaction import make_anchor, make_fold
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 

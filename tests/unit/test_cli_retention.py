@@ -14,11 +14,12 @@ import pytest
 
 from tests.collecting import TABLE, write_whole
 from tests.samples import RunWriter, nudge, random_bits
-from vllm_delta_sync import cli, retention
+from vllm_delta_sync import cli
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.cli_retention import _duration
+from vllm_delta_sync.cli.retention import _duration
+from vllm_delta_sync.upkeep import retention
 
 VERSIONS = 20
 

@@ -11,13 +11,11 @@ from safetensors import safe_open
 
 from tests.samples import changes_between, nudge
 from tests.written import TABLE, Written
-from vllm_delta_sync import chain_read, compaction_anchor
-from vllm_delta_sync.branching import branch
-from vllm_delta_sync.chain_checks import decode_objects
-from vllm_delta_sync.chain_lazy import open_step
-from vllm_delta_sync.chain_plan import GapError, path
-from vllm_delta_sync.chain_read import restore
-from vllm_delta_sync.compaction import compact, make_anchor, make_fold, upkeep
+from vllm_delta_sync.chain import read as chain_read
+from vllm_delta_sync.chain.checks import decode_objects
+from vllm_delta_sync.chain.lazy import open_step
+from vllm_delta_sync.chain.plan import GapError, path
+from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.errors import (
     ChainError,
     FingerprintError,
@@ -27,6 +25,9 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
+from vllm_delta_sync.upkeep import compaction_anchor
+from vllm_delta_sync.upkeep.branching import branch
+from vllm_delta_sync.upkeep.compaction import compact, make_anchor, make_fold, upkeep
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import spool as spooling
 from vllm_delta_sync.wire.delta import DeltaContext, encode

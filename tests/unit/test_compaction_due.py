@@ -11,10 +11,10 @@ from tests.samples import RunWriter
 from tests.written import TABLE, Written
 from vllm_delta_sync.bucket import ObjectInfo, open_bucket
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain_plan import path
-from vllm_delta_sync.chain_read import restore
-from vllm_delta_sync.compaction import compact, due_folds, upkeep
+from vllm_delta_sync.chain.plan import path
+from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.errors import NotFoundError, StoreError
+from vllm_delta_sync.upkeep.compaction import compact, due_folds, upkeep
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.written import Written
-from vllm_delta_sync.chain_lazy import scratch_folder
-from vllm_delta_sync.compaction import StoppedError, make_anchor, make_fold
+from vllm_delta_sync.chain.lazy import scratch_folder
 from vllm_delta_sync.errors import (
     StoreError,
 )
+from vllm_delta_sync.upkeep.compaction import StoppedError, make_anchor, make_fold
 
 
 def objects(folder: Path) -> set[str]:
@@ -68,7 +68,7 @@ def test_no_room_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 SMALL_FILES = """
 import resource, sys
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.compaction import make_fold
+from vllm_delta_sync.upkeep.compaction import make_fold
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.wire.kernels import add_distances
 from vllm_delta_sync.wire import fold_kernels
@@ -99,7 +99,7 @@ def test_scratch_that_fills_up(tmp_path: Path) -> None:
 
 HOLD = """
 import sys
-from vllm_delta_sync.chain_lazy import scratch_folder
+from vllm_delta_sync.chain.lazy import scratch_folder
 with scratch_folder(sys.argv[1], "a test", 0) as folder:
     (folder / "left").write_bytes(b"x")
     print(folder, flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.regenerate import DIRECTORY, TREE
-from vllm_delta_sync.chain_checks import object_limit
+from vllm_delta_sync.chain.checks import object_limit
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.delta import FEATURES

@@ -16,7 +16,7 @@ from tests.golden.regenerate import DIRECTORY, versions
 from tests.samples import state_of
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain_checks import decode_objects
+from vllm_delta_sync.chain.checks import decode_objects
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.bits import Bits

@@ -11,8 +11,8 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_plan import plan
-from vllm_delta_sync.retention import Policy, collect
+from vllm_delta_sync.chain.plan import plan
+from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.wire.documents import anchor_key
 from vllm_delta_sync.wire.manifest import version_key
 

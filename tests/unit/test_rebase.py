@@ -12,8 +12,8 @@ from trainer_side import Publisher
 from trainer_side.worker import Job
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import LimitError, NotFoundError, PublishError, StoreError, UsageError
-from vllm_delta_sync.retention import Policy, collect
-from vllm_delta_sync.tagging import set_tag
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.manifest import Manifest
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.chains import Chain, Server
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain_plan import FOLD_WIDTH
-from vllm_delta_sync.chain_read import restore
+from vllm_delta_sync.chain.plan import FOLD_WIDTH
+from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.engine.rebuild import newest, rebuild
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange

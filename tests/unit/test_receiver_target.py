@@ -17,8 +17,8 @@ from vllm_delta_sync.engine.keeper import LeaseKeeper
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.service import ReceiverService
 from vllm_delta_sync.errors import BusyError, ChainError, NotFoundError, SettingsError, StoreError
-from vllm_delta_sync.leases import read_leases
-from vllm_delta_sync.tagging import set_tag
+from vllm_delta_sync.upkeep.leases import read_leases
+from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire import manifest as keys
 
 WAIT = 30

@@ -14,7 +14,6 @@ from tests.architectures import adamw, qwen3, same_bits, saved, train
 from tests.publishing import Tensors, assert_holds, damage, keys, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.branching import branch
 from vllm_delta_sync.bucket import ObjectInfo, open_bucket
 from vllm_delta_sync.errors import (
     ConflictError,
@@ -24,6 +23,7 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UnsupportedError,
 )
+from vllm_delta_sync.upkeep.branching import branch
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Claim, claim_key
 from vllm_delta_sync.wire.manifest import HEAD_KEY, Manifest, version_key

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from tests.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_plan import path
+from vllm_delta_sync.chain.plan import path
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
     NotFoundError,
     UsageError,
 )
-from vllm_delta_sync.leases import write_lease
-from vllm_delta_sync.retention import Policy, Report, collect
-from vllm_delta_sync.tagging import set_tag
+from vllm_delta_sync.upkeep.leases import write_lease
+from vllm_delta_sync.upkeep.retention import Policy, Report, collect
+from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.manifest import RunInfo

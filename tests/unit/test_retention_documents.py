@@ -6,7 +6,7 @@ import pytest
 
 from tests.collecting import HOUR, Grown, MemoryBucket, long_run, objects
 from vllm_delta_sync.errors import ChainError, FormatError
-from vllm_delta_sync.retention import Policy, collect
+from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.documents import FoldedRange, Tag

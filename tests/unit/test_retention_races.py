@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.collecting import HOUR, LARGE, POLICIES, STEPS, Grown, MemoryBucket, long_run, objects, play
 from vllm_delta_sync.errors import NotFoundError
-from vllm_delta_sync.retention import Policy, collect
-from vllm_delta_sync.tagging import set_tag
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire import documents as side
 
 FEW = Policy(keep_last=3)

@@ -6,9 +6,9 @@ import pytest
 
 from tests.collecting import Crash, Grown, MemoryBucket, long_run
 from vllm_delta_sync.errors import ConflictError, NotFoundError, UsageError
-from vllm_delta_sync.retention import Policy, collect
-from vllm_delta_sync.retention_record import empty_record
-from vllm_delta_sync.tagging import delete_tag, set_tag
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.retention_record import empty_record
+from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.documents import RETENTION_KEY, Tag
 

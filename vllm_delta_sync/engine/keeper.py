@@ -9,7 +9,7 @@ import time
 
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.leases import write_lease
+from vllm_delta_sync.upkeep.leases import write_lease
 from vllm_delta_sync.wire.limits import MAX_LEASE_PINS
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_plan import Step
+from vllm_delta_sync.chain.plan import Step
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange

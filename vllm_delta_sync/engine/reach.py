@@ -1,6 +1,6 @@
 """How far steps lead, where they do not lead all the way."""
 
-from vllm_delta_sync.chain_plan import Planner
+from vllm_delta_sync.chain.plan import Planner
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
 
 GALLOP = 1024

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.chain_documents import RunDocuments
-from vllm_delta_sync.chain_plan import Step
-from vllm_delta_sync.chain_read import check_step, step_changes
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.plan import Step
+from vllm_delta_sync.chain.read import check_step, step_changes
 from vllm_delta_sync.engine.patch import local_part
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.transaction import blame

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_plan import Planner
-from vllm_delta_sync.chain_read import BaseError, restore
+from vllm_delta_sync.chain.plan import Planner
+from vllm_delta_sync.chain.read import BaseError, restore
 from vllm_delta_sync.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.engine.reach import reach
 from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
@@ -73,7 +73,7 @@ def rebuild(run: Run, head: Manifest, folder: str) -> tuple[Manifest, ModelState
 
 
 def restored(run: Run, target: Manifest, folder: str, avoid: set[str] | None = None) -> ModelState:
-    """Rebuild a version: O(model) memory, or disk where the model is large; see ``chain_read.restore``.
+    """Rebuild a version: O(model) memory, or disk where the model is large; see ``chain.read.restore``.
 
     Args:
         folder: model folder given to vLLM. If it holds safetensors they are the base of a run by reference,

@@ -7,7 +7,7 @@ it. One thread drives it; ``status`` may be called from any.
 import logging
 from collections.abc import Callable
 
-from vllm_delta_sync.chain_documents import TAG_PREFIX
+from vllm_delta_sync.chain.documents import TAG_PREFIX
 from vllm_delta_sync.config import HEAD, Settings
 from vllm_delta_sync.engine.history import History
 from vllm_delta_sync.engine.legs import Place

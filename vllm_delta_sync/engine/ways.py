@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NoReturn
 
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_plan import FOLD_WIDTH, Planner, Step, plan
+from vllm_delta_sync.chain.plan import FOLD_WIDTH, Planner, Step, plan
 from vllm_delta_sync.engine.history import History
 from vllm_delta_sync.engine.legs import REBUILD, Key, Leg, Place
 from vllm_delta_sync.engine.lineage import Point, Stretch, across, line

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain_checks import read_shard
+from vllm_delta_sync.chain.checks import read_shard
 from vllm_delta_sync.engine.patch import DensePatch, StagedPatch, dense_view, source_view
 from vllm_delta_sync.engine.rebuild import restored
 from vllm_delta_sync.engine.routes import Route, RouteMap

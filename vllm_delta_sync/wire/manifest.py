@@ -171,6 +171,19 @@ class Break(BaseModel):
     base_version: Version | None
 
 
+class Quarantine(BaseModel):
+    """Why a version is not to be served, though it is a link of the chain.
+
+    Attributes:
+        reasons: what the publisher's gate found, for people.
+        sound: newest version before this one that is not quarantined; null if there is none.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    reasons: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(min_length=1, max_length=64)]
+    sound: Version | None
+
+
 class Manifest(Document):
     """versions/<n>.json: writing it is what commits a version.
 
@@ -184,6 +197,7 @@ class Manifest(Document):
             reader knows the shape of the whole chain from one manifest.
         reversible: whether the objects carry distances only, so that the version can be taken back.
         epoch: which writer of the run wrote it; see ``documents.Claim``. The first writer's is 0.
+        quarantine: set for a version that receivers skip unless they are told to serve it.
         changed: elements carried by the objects. total: elements of the model.
         payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
     """
@@ -200,6 +214,7 @@ class Manifest(Document):
     breaks: Annotated[list[Break], Field(max_length=limits.MAX_BREAKS)] = []
     reversible: bool = False
     epoch: Count = 0
+    quarantine: Quarantine | None = None
     codec: str | None = None
     compression: str | None = None
     objects: Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)] = []
@@ -228,6 +243,9 @@ class Manifest(Document):
             raise ValueError("an object is listed twice")
         if self.kind == "reference" and (self.objects or not first):
             raise ValueError("a reference is version 0 and has no objects")
+        sound = None if self.quarantine is None else self.quarantine.sound
+        if sound is not None and sound >= self.version:
+            raise ValueError("quarantine.sound does not precede version")
         self._check_breaks()
         return self
 
@@ -244,6 +262,11 @@ class Manifest(Document):
     @property
     def model_fingerprint(self) -> Fingerprint:
         return Fingerprint.from_hex(self.fingerprint)
+
+    @property
+    def sound(self) -> int | None:
+        """Newest version up to this one that is not quarantined; None if all are."""
+        return self.version if self.quarantine is None else self.quarantine.sound
 
 
 class Head(Document):

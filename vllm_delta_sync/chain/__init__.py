@@ -1,0 +1,158 @@
+"""Read a run without vLLM and without a trainer: its head, its log, and the weights of any version, bit for bit."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain.checks import check_base
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.read import Progress, restore
+from vllm_delta_sync.chain.verify import VerifyReport, verify_run
+from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.wire.table import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+Version = int | str | None
+"""A version's number, ``tag:NAME``, or None for the head."""
+
+
+def open_run(url: str) -> "Run":
+    """Open a run for reading.
+
+    Args:
+        url: run URL, such as ``file:///data/runs/a`` or a plain path.
+
+    Raises:
+        UsageError: the URL's scheme is not understood.
+        NotFoundError: there is no run at the URL.
+        FormatError: run.json or tensors.json is malformed.
+    """
+    return Run(open_bucket(url))
+
+
+class Run(RunDocuments):
+    """One run in a bucket, read only: its documents, and the weights of its versions."""
+
+    def snapshot(
+        self,
+        version: Version = None,
+        base: str | Path | None = None,
+        in_memory: bool | None = None,
+        progress: Progress | None = None,
+    ) -> ModelState:
+        """Rebuild a version.
+
+        Args:
+            version: a number, ``tag:NAME``, or None for the head.
+            base: checkpoint directory of version 0, where the run refers to one that is not at the recorded path; or
+                the URL of the run that this one branches from.
+            in_memory: see ``chain.read.restore``. progress: called with bytes read so far and in all.
+
+        Raises:
+            NotFoundError: there is no such version, or the base is not at hand.
+            FingerprintError, TensorMismatchError: weights, or those of the base, are not as declared.
+            DeltaSyncError: something that is needed is damaged or missing.
+        """
+        check_base(base)
+        return restore(self, self.resolve(version), base, in_memory, progress).state
+
+    def tensors(
+        self, version: Version = None, base: str | Path | None = None, names: Collection[str] | None = None
+    ) -> "Iterator[tuple[str, torch.Tensor]]":
+        """(checkpoint name, tensor) of a version, bit-exact, in the served dtypes.
+
+        Tensors of large models lie in a temporary file, and are read from it when they are touched.
+
+        Args:
+            version, base: as ``snapshot``. names: only these.
+
+        Raises:
+            TensorMismatchError: the run has no tensor of one of the names. Else as ``snapshot``.
+        """
+        from vllm_delta_sync.torch_bits import tensor_from_bits
+
+        chosen = None if names is None else {self.table.by_name(name).name for name in names}
+        state = self.snapshot(version, base)
+        for spec, bits in zip(self.table, state.bits, strict=True):
+            if chosen is None or spec.name in chosen:
+                yield spec.name, tensor_from_bits(bits, spec)
+
+    def load_into(
+        self,
+        target: "torch.nn.Module | Mapping[str, torch.Tensor]",
+        version: Version = None,
+        base: str | Path | None = None,
+        strict: bool = True,
+    ) -> None:
+        """Write a version's weights into a model or a state dict, in place, one tensor at a time.
+
+        Args:
+            target: what has the run's tensor names. A tensor that another of its names fills already (a tied head)
+                need not be in the run.
+            version, base: as ``snapshot``.
+            strict: whether every tensor of the target must be in the run, and the reverse.
+
+        Raises:
+            TensorMismatchError: names or shapes do not fit, or a target's dtype cannot hold the values exactly;
+                nothing is written. Else as ``snapshot``.
+        """
+        import torch
+
+        places = dict(target.state_dict(keep_vars=True) if isinstance(target, torch.nn.Module) else target)
+        _check_places(places, {spec.name: spec for spec in self.table}, strict)
+        with torch.no_grad():
+            for name, tensor in self.tensors(version, base):
+                if name in places:
+                    places[name].copy_(tensor)
+
+    def verify(
+        self,
+        base: str | Path | None = None,
+        progress: Callable[[VerifyReport], None] | None = None,
+        findings: bool = False,
+    ) -> VerifyReport:
+        """Check all of the run: chain, digests, contents, and the weights of every version that is kept.
+
+        Args:
+            base: as ``snapshot``. progress: called with the report so far, now and then.
+            findings: go on after something that does not hold, and list it in the report, rather than raise it.
+
+        Raises:
+            NotFoundError: ``base`` is given and not there. StoreError: the store failed.
+            DeltaSyncError: without ``findings``, the first thing that does not hold, by version, object and tensor.
+        """
+        return verify_run(self, base, progress, findings)
+
+
+def _check_places(places: "Mapping[str, torch.Tensor]", specs: Mapping[str, TensorSpec], strict: bool) -> None:
+    import torch
+
+    from vllm_delta_sync.torch_bits import TORCH_DTYPES
+
+    filled = {places[name].untyped_storage().data_ptr() for name in specs if name in places}
+    if strict:
+        absent = next((name for name in specs if name not in places), None)
+        if absent is not None:
+            raise TensorMismatchError(
+                f"tensor {absent!r} of the run is not in the target; pass strict=False to skip it"
+            )
+        extra = (name for name, place in places.items() if name not in specs)
+        odd = next((name for name in extra if places[name].untyped_storage().data_ptr() not in filled), None)
+        if odd is not None:
+            raise TensorMismatchError(f"tensor {odd!r} of the target is not in the run; pass strict=False to leave it")
+    for name, spec in specs.items():
+        if name not in places:
+            continue
+        place, dtype = places[name], TORCH_DTYPES[spec.dtype]
+        if tuple(place.shape) != spec.shape:
+            raise TensorMismatchError(
+                f"tensor {name!r} is {list(place.shape)} in the target, {list(spec.shape)} in the run"
+            )
+        if place.dtype != dtype and torch.promote_types(place.dtype, dtype) != place.dtype:
+            raise TensorMismatchError(
+                f"tensor {name!r} is {place.dtype} in the target, which cannot hold every {dtype} of the run"
+            )

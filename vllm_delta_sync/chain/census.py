@@ -1,0 +1,293 @@
+"""Read every document of a run, and tell which are as they were committed.
+
+A manifest is bound by its digest: the next manifest names it, and so do HEAD.json, tags, anchors, folded ranges and
+claims. The chain is read from its newest end down, so that each manifest is judged by one that was judged before it.
+"""
+
+from collections.abc import Callable
+from hashlib import sha256
+from typing import TypeVar
+
+from vllm_delta_sync.chain.checks import check_follows
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.findings import Finding
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, FingerprintError, NotFoundError, StoreError
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.documents import Claim, Retention
+from vllm_delta_sync.wire.manifest import Head, Manifest
+
+MISSING_AT_MOST = 1000
+"""A HEAD.json that points further beyond the newest manifest is taken for damaged itself."""
+
+_Found = TypeVar("_Found")
+
+
+class Census:
+    """The documents of a run.
+
+    Attributes:
+        findings: what is wrong with them, HEAD.json first, then versions ascending.
+        top: newest version that there is, or that something names.
+        digests, fingerprints: by version, of good manifests. confirmed: those of them that something names by digest.
+        unreadable: versions whose manifest is missing or malformed. epochs: first version of each.
+        anchors: versions, and folds: pairs, of which there is a readable document. tags: by name, their versions.
+        pointed: version that HEAD.json names; None if it is missing or damaged.
+
+    Raises:
+        NotFoundError: nothing is published yet. StoreError: the store failed.
+    """
+
+    def __init__(self, run: RunDocuments) -> None:
+        self._run = run
+        self._named: dict[int, dict[str, str]] = {}
+        self._parents: dict[int, str] = {}
+        self._beside: list[tuple[str, int, str, str | None]] = []
+        self.epochs: dict[int, int] = {}
+        self._claims: dict[int, Claim] = {}
+        self.confirmed: set[int] = set()
+        self._found: list[tuple[int, Finding]] = []
+        self.unreadable: set[int] = set()
+        self.digests: dict[int, str] = {}
+        self.fingerprints: dict[int, str] = {}
+        self.anchors: set[int] = set()
+        self.folds: set[tuple[int, int]] = set()
+        self.tags: dict[str, int] = {}
+        # In this order: a publisher may be at work, and what is read later may only be newer.
+        head = self._head()
+        self._read_beside()
+        self._read_claims()
+        self._read_retention()
+        self.top = self._top(head)
+        self._read_chain()
+        self._link(head)
+        self._link_claims()
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for _, finding in sorted(self._found, key=lambda item: item[0])]
+
+    def manifest(self, version: int) -> Manifest | None:
+        """A version's manifest, if it is good."""
+        if version not in self.digests:
+            return None
+        return self._run.manifest(version)
+
+    def wanted(self, version: int) -> set[str]:
+        """Digests that a manifest may have: what the next one names if that is good, else what anything names."""
+        parent = self._parents.get(version + 1)
+        if parent is not None and version + 1 in self.digests:
+            return {parent}
+        return {*self._named.get(version, {}), *([] if parent is None else [parent])}
+
+    def only_head_names(self, version: int) -> bool:
+        """Whether nothing names a version by digest, or HEAD.json alone."""
+        return set(self._named.get(version, {}).values()) <= {keys.HEAD_KEY} and version + 1 not in self._parents
+
+    def _add(self, rank: int, finding: Finding) -> None:
+        self._found.append((rank, finding))
+
+    def _try(self, key: str, read: Callable[[], _Found], version: int | None = None) -> _Found | None:
+        try:
+            return read()
+        except StoreError:
+            raise
+        except NotFoundError:
+            return None  # removed since it was listed
+        except DeltaSyncError as error:
+            self._add(_LAST, Finding(key, error, version))
+            return None
+
+    def _head(self) -> Head | None:
+        self.pointed: int | None = None
+        try:
+            data = self._run.bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
+            head = Head.from_bytes(data, keys.HEAD_KEY)
+            if head.run != self._run.info.run:
+                raise ChainError(f"{keys.HEAD_KEY} points into run {head.run}, this is {self._run.info.run}")
+        except (StoreError, NotFoundError) as error:
+            if isinstance(error, StoreError):
+                raise
+            return None
+        except DeltaSyncError as error:
+            self._add(_FIRST, Finding(keys.HEAD_KEY, error))
+            return None
+        self.pointed = head.version
+        self._name(head.version, head.manifest, keys.HEAD_KEY)
+        return head
+
+    def _name(self, version: int, digest: str, key: str, fingerprint: str | None = None) -> None:
+        self._named.setdefault(version, {}).setdefault(digest, key)
+        if key != keys.HEAD_KEY:
+            self._beside.append((key, version, digest, fingerprint))
+
+    def _read_beside(self) -> None:
+        for version in self._run.anchors():
+            key = side.anchor_key(version)
+            anchor = self._try(key, lambda version=version: self._run.anchor(version), version)  # type: ignore[misc]
+            if anchor is not None:
+                self.anchors.add(version)
+                self._name(version, anchor.manifest, key, anchor.fingerprint)
+        for pair in self._run.folds():
+            key = side.fold_key(*pair)
+            folded = self._try(key, lambda pair=pair: self._run.folded(*pair), pair[1])  # type: ignore[misc]
+            if folded is not None:
+                self.folds.add(pair)
+                self._name(folded.first, folded.first_manifest, key, folded.first_fingerprint)
+                self._name(folded.last, folded.last_manifest, key, folded.last_fingerprint)
+        for item in self._run.bucket.list(side.TAGS_PREFIX):
+            name = side.tag_of_key(item.key)
+            tag = None if name is None else self._try(item.key, lambda name=name: self._run.tag(name))  # type: ignore[misc]
+            if name is not None and tag is not None:
+                self.tags[name] = tag.version
+                self._name(tag.version, tag.manifest, item.key)
+
+    def _read_claims(self) -> None:
+        for item in self._run.bucket.list(side.CLAIMS_PREFIX):
+            epoch = side.claim_of_key(item.key)
+            if epoch is None:
+                continue
+            claim = self._try(item.key, lambda epoch=epoch: self._run.claim(epoch))  # type: ignore[misc]
+            if claim is not None and claim.epoch != epoch:
+                self._add(_LAST, Finding(item.key, ChainError(f"{item.key} says that it is of epoch {claim.epoch}")))
+            elif claim is not None:
+                self._claims[epoch] = claim
+                self._name(claim.version, claim.manifest, item.key)
+
+    def _read_retention(self) -> None:
+        def read() -> None:
+            data = self._run.bucket.get(side.RETENTION_KEY, max_bytes=limits.MAX_JSON_BYTES)
+            record = Retention.from_bytes(data, side.RETENTION_KEY)
+            if record.run != self._run.info.run:
+                raise ChainError(f"{side.RETENTION_KEY} belongs to run {record.run}, this is {self._run.info.run}")
+
+        self._try(side.RETENTION_KEY, read)
+
+    def _top(self, head: Head | None) -> int:
+        newest = max(self._run.versions(), default=-1)
+        if newest < 0 and not self._named:
+            raise NotFoundError(f"run {self._run.info.run} at {self._run.bucket.url!r} has no version")
+        if head is not None and head.version > newest + MISSING_AT_MOST:
+            error = NotFoundError(
+                f"{keys.HEAD_KEY} names version {head.version}, whose manifest {keys.version_key(head.version)} is not "
+                f"there; the newest is {newest}"
+            )
+            self._add(_FIRST, Finding(keys.HEAD_KEY, error, head.version))
+        return max([newest, *(version for version in self._named if version <= newest + MISSING_AT_MOST)])
+
+    # The chain
+
+    def _read_chain(self) -> None:
+        above: Manifest | None = None
+        for version in range(self.top, -1, -1):
+            key = keys.version_key(version)
+            try:
+                manifest = self._run.manifest(version)
+            except StoreError:
+                raise
+            except DeltaSyncError as error:
+                self._add(version, Finding(key, self._passed_over(version, error, above), version))
+                self.unreadable.add(version)
+                above = None
+                continue
+            self._parents[version] = manifest.parent or ""
+            above = manifest if self._judge(manifest, above) else None
+            if above is not None:
+                self.digests[version] = manifest.digest
+                self.fingerprints[version] = manifest.fingerprint
+                self.epochs[manifest.epoch] = version
+
+    def _passed_over(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
+        """Says so if the next version was written over a damaged manifest, which is then part of the history."""
+        if above is None or isinstance(error, NotFoundError):
+            return error
+        data = self._run.bucket.get(keys.version_key(version))
+        if sha256(data).hexdigest() != above.parent:
+            return error
+        return type(error)(f"{error.message} (version {version + 1} was published over it, so that it stays)")
+
+    def _judge(self, manifest: Manifest, above: Manifest | None) -> bool:
+        """Whether a manifest is good; otherwise, or if the one above it is not, that is a finding."""
+        version, digest = manifest.version, manifest.digest
+        named = self._named.get(version, {})
+        if above is not None:
+            try:
+                check_follows(manifest, above)
+            except ChainError as error:
+                wrong_epoch = above.parent == digest
+                if wrong_epoch or digest in named or above.version not in self.confirmed:
+                    # Either way the one above is what cannot stand.
+                    self._add(above.version, Finding(keys.version_key(above.version), error, above.version))
+                    for known in (self.digests, self.fingerprints):
+                        known.pop(above.version, None)
+                    above = manifest if wrong_epoch else None
+                else:
+                    self._add(version, Finding(keys.version_key(version), error, version))
+                    return False
+        if above is None and named and digest not in named:
+            other, key = next(iter(named.items()))
+            contradiction = ChainError(
+                f"{key} points at manifest {other} as version {version}, which has digest {digest}: one of them was "
+                "rewritten"
+            )
+            self._add(version, Finding(keys.version_key(version), contradiction, version))
+            return False
+        if above is not None or digest in named:
+            self.confirmed.add(version)
+        return True
+
+    # What the others say of it
+
+    def _link(self, head: Head | None) -> None:
+        error: DeltaSyncError
+        if head is not None and self.digests.get(head.version, head.manifest) != head.manifest:
+            error = ChainError(
+                f"{keys.HEAD_KEY} points at manifest {head.manifest} as version {head.version}, which has digest "
+                f"{self.digests[head.version]}: {keys.HEAD_KEY} was rewritten"
+            )
+            self._add(_FIRST, Finding(keys.HEAD_KEY, error, head.version))
+        for key, version, digest, fingerprint in self._beside:
+            if version > self.top:
+                self._add(_LAST, Finding(key, NotFoundError(f"{key} names version {version}, which is not there")))
+            elif self.digests.get(version, digest) != digest:
+                error = ChainError(
+                    f"{key} names manifest {digest} as version {version}, which has digest {self.digests[version]}"
+                )
+                self._add(_LAST, Finding(key, error, version))
+            elif fingerprint is not None and self.fingerprints.get(version, fingerprint) != fingerprint:
+                error = FingerprintError(
+                    f"{key} gives version {version} fingerprint {fingerprint}, its manifest says "
+                    f"{self.fingerprints[version]}"
+                )
+                self._add(_LAST, Finding(key, error, version))
+
+    def _link_claims(self) -> None:
+        error: DeltaSyncError
+        damaged = {finding.key for _, finding in self._found}
+        for epoch, first in self.epochs.items():
+            key = side.claim_key(epoch)
+            if epoch == 0 or key in damaged:
+                continue
+            claim = self._claims.get(epoch)
+            if claim is None:
+                error = NotFoundError(f"version {first} is of epoch {epoch}, and {key} is not there")
+                self._add(_LAST, Finding(key, error, first))
+            elif claim.version >= first:
+                error = ChainError(
+                    f"{key} was written when version {claim.version} was there, and version {first} is of its epoch"
+                )
+                self._add(_LAST, Finding(key, error, first))
+
+    def usable_folds(self) -> list[tuple[int, int]]:
+        """Folded ranges without a finding, ascending."""
+        damaged = {finding.key for _, finding in self._found}
+        return sorted(pair for pair in self.folds if side.fold_key(*pair) not in damaged)
+
+    def usable_anchors(self) -> set[int]:
+        """Versions with an anchor beside the chain that has no finding."""
+        damaged = {finding.key for _, finding in self._found}
+        return {version for version in self.anchors if side.anchor_key(version) not in damaged}
+
+
+_FIRST, _LAST = -1, limits.MAX_VERSION + 1

@@ -1,0 +1,344 @@
+"""The documents of a run, read and checked one by one: what is committed, the head, and what lies beside the chain."""
+
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Self, TypeVar
+
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.chain.checks import (
+    check_follows,
+    check_object,
+    check_tensor_fingerprints,
+    decode_objects,
+    object_limit,
+)
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    DigestError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.documents import Anchor, Claim, FoldedRange, Lease, Retention, Tag
+from vllm_delta_sync.wire.limits import check_limit
+from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.table import TensorTable
+
+TAG_PREFIX = "tag:"
+_Side = TypeVar("_Side", Anchor, Claim, FoldedRange, Lease, Retention, Tag)
+
+
+class RunDocuments:
+    """One run in a bucket, document by document; nothing is ever written.
+
+    Attributes:
+        bucket: where it lies. info: run.json. table: tensors.json.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        try:
+            data = bucket.get(keys.RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"no run at {bucket.url!r}: it has no {keys.RUN_KEY}; start a publisher there, or check the URL"
+            ) from error
+        self.info = RunInfo.from_bytes(data, keys.RUN_KEY)
+        table = bucket.get(keys.TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
+        self.table = TensorTable.from_bytes(table)
+        if self.table.digest != self.info.tensors:
+            raise DigestError(f"{keys.TABLE_KEY} has SHA-256 {self.table.digest}, run.json says {self.info.tensors}")
+        if self.info.total != self.table.total or self.info.full_bytes != self.table.full_bytes:
+            raise FormatError(
+                f"{keys.RUN_KEY}: total {self.info.total} or full_bytes {self.info.full_bytes} contradicts "
+                f"{keys.TABLE_KEY}"
+            )
+
+    def is_current(self) -> bool:
+        """Whether run.json is still the one this object was opened from; False if another run took its place.
+
+        Raises:
+            NotFoundError: the run is gone. StoreError: the store failed.
+        """
+        return self.bucket.get(keys.RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) == self.info.to_bytes()
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of one version.
+
+        Raises:
+            NotFoundError: the version was never published, or is no longer kept.
+            FormatError, UnsupportedError, ChainError: malformed, too new, or of another run.
+        """
+        check_limit("version", version, limits.MAX_VERSION, "MAX_VERSION")
+        key = keys.version_key(version)
+        return self._parsed(version, self.bucket.get(key, max_bytes=limits.MAX_JSON_BYTES))
+
+    def _parsed(self, version: int, data: bytes) -> Manifest:
+        key = keys.version_key(version)
+        manifest = Manifest.from_bytes(data, key)
+        if manifest.run != self.info.run or manifest.version != version:
+            raise ChainError(
+                f"{key} belongs to run {manifest.run} version {manifest.version}, expected {self.info.run}"
+            )
+        if manifest.total != self.table.total or manifest.full_bytes != self.table.full_bytes:
+            raise ChainError(f"{key}: total {manifest.total} or full_bytes {manifest.full_bytes} contradicts the table")
+        check_tensor_fingerprints(manifest, self.table)
+        return manifest
+
+    def head(self) -> Manifest:
+        """The newest committed manifest. HEAD.json may lag, so what follows it is probed.
+
+        Raises:
+            NotFoundError: nothing is published yet.
+            DeltaSyncError: HEAD.json, or the newest manifest, is damaged.
+        """
+        manifest, error = self.reachable_head()
+        if error is not None:
+            raise error
+        return manifest
+
+    def reachable_head(self) -> tuple[Manifest, DeltaSyncError | None]:
+        """The newest good manifest, and what is wrong with the one after it: None if there is none after it.
+
+        Follows the chain from HEAD.json on. Where HEAD.json or its target is bad, the newest good manifest before
+        that is looked for in a listing of the bucket. A damaged manifest is passed over if one that follows names
+        it, as it is stored, as its parent: then a publisher has gone on behind it.
+
+        Raises:
+            NotFoundError: nothing is published yet. StoreError: the store failed, so nothing can be said.
+            DeltaSyncError: no manifest is good; the first error met.
+        """
+        end = limits.MAX_VERSION + 1
+        try:
+            head = self._pointer()
+            if head is not None:
+                end = head.version
+            manifest = self._pointed_at(head)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            before = self._newest_before(end, error)
+            # Somebody may have gone on behind a damaged manifest without coming to HEAD any more.
+            found, _ = self._probe(before)
+            return (found, None) if found.version > end else (before, error)
+        return self._probe(manifest)
+
+    def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:
+        """What follows ``newest``."""
+        bad: DeltaSyncError | None = None
+        version, digest = newest.version, newest.digest
+        while True:
+            version += 1
+            try:
+                data = self.bucket.get(keys.version_key(version), max_bytes=limits.MAX_JSON_BYTES)
+            except NotFoundError:
+                return newest, bad
+            try:
+                following = self._parsed(version, data)
+                check_follows(newest, following, digest)
+                newest, bad = following, None
+            except DeltaSyncError as error:
+                bad = bad or error
+            digest = sha256(data).hexdigest()
+
+    def _pointer(self) -> Head | None:
+        try:
+            data = self.bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
+        except NotFoundError:
+            return None
+        head = Head.from_bytes(data, keys.HEAD_KEY)
+        if head.run != self.info.run:
+            raise ChainError(f"{keys.HEAD_KEY} points into run {head.run}, this is {self.info.run}")
+        return head
+
+    def _pointed_at(self, head: Head | None) -> Manifest:
+        manifest = self.manifest(0 if head is None else head.version)
+        if head is not None and manifest.digest != head.manifest:
+            raise ChainError(
+                f"{keys.HEAD_KEY} points at manifest {head.manifest} as version {head.version}, which has digest "
+                f"{manifest.digest}: one of them was rewritten"
+            )
+        return manifest
+
+    def _newest_before(self, end: int, reason: DeltaSyncError) -> Manifest:
+        """The newest good manifest of a version below ``end``; raises ``reason`` if there is none.
+
+        From a listing, because a damaged HEAD.json may name a version far beyond those that exist.
+        """
+        for version in reversed(self.versions()):
+            if version < end:
+                try:
+                    return self.manifest(version)
+                except StoreError:
+                    raise
+                except DeltaSyncError:
+                    continue
+        raise reason
+
+    def versions(self) -> list[int]:
+        """Numbers of all versions that have a manifest, good or not, ascending: one listing."""
+        listed = self.bucket.list(keys.VERSIONS_PREFIX)
+        return [number for item in listed if (number := keys.version_of_key(item.key)) is not None]
+
+    def log(self) -> Iterator[Manifest]:
+        """Manifests from version 0 to the head, each proven to follow its parent.
+
+        Raises:
+            ChainError: a parent digest or base version does not fit.
+        """
+        last = self.head().version
+        parent: Manifest | None = None
+        for version in range(last + 1):
+            manifest = self.manifest(version)
+            if parent is not None:
+                check_follows(parent, manifest)
+            yield manifest
+            parent = manifest
+
+    def fetch(self, ref: ObjectRef) -> bytes:
+        """An object's bytes, with size and SHA-256 checked.
+
+        Raises:
+            NotFoundError: the object is gone. DigestError: it is not what the manifest lists.
+        """
+        check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(self.table), "object_limit")
+        data = self.bucket.get(ref.key, max_bytes=ref.bytes)
+        check_object(ref, data)
+        return data
+
+    def changes(self, document: Manifest | FoldedRange) -> Changes:
+        """Everything that a version or a folded range changes, fetched, verified and decoded.
+
+        For an anchor that is every tensor in full, with no declared changes of fingerprint.
+
+        Raises:
+            NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
+                ``wire.delta.decode``; also when the objects do not add up to what the manifest declares.
+        """
+        return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects])
+
+    # Documents beside the chain
+
+    def resolve(self, version: int | str | None = None) -> Manifest:
+        """The manifest that somebody means.
+
+        Args:
+            version: a number, ``tag:NAME``, or None for the head.
+
+        Raises:
+            NotFoundError: there is no such version or tag. UsageError: it is neither.
+            ChainError: a tag names another manifest than the one that is there. Else as ``manifest``.
+        """
+        if version is None:
+            return self.head()
+        if isinstance(version, str):
+            if not version.startswith(TAG_PREFIX):
+                raise UsageError(f"version is {version[:80]!r}; give a number, {TAG_PREFIX}NAME, or none for the head")
+            tag = self.tag(version.removeprefix(TAG_PREFIX))
+            manifest = self.manifest(tag.version)
+            if manifest.digest != tag.manifest:
+                raise ChainError(f"tag {version!r} names manifest {tag.manifest}, version {tag.version} is another")
+            return manifest
+        head = self.head()
+        if not 0 <= version <= head.version:
+            raise NotFoundError(f"version {version} is not published; the newest is {head.version}")
+        return head if version == head.version else self.manifest(version)
+
+    def tag(self, name: str) -> Tag:
+        """A tag. Raises NotFoundError, UsageError (no name at all), FormatError, ChainError (of another run)."""
+        try:
+            return self._side(Tag, side.tag_key(name), limits.MAX_SIDE_BYTES)
+        except NotFoundError as error:
+            raise NotFoundError(f"run {self.info.run} has no tag {name!r}") from error
+
+    def tags(self) -> dict[str, Tag]:
+        """All tags by name, those that branches set included; one that is damaged raises."""
+        names = [side.tag_of_key(item.key) for item in self.bucket.list(side.TAGS_PREFIX)]
+        return {name: self.tag(name) for name in names if name is not None}
+
+    def anchors(self) -> list[int]:
+        """Versions for which there is an anchor beside the chain, ascending: one listing."""
+        listed = self.bucket.list(side.ANCHORS_PREFIX)
+        return [version for item in listed if (version := side.anchor_of_key(item.key)) is not None]
+
+    def anchor(self, version: int) -> Anchor:
+        """The anchor beside a version. Its digest of the manifest is for the caller to compare.
+
+        Raises:
+            NotFoundError: there is none. DeltaSyncError: it is damaged, or contradicts itself or the table.
+        """
+        key = side.anchor_key(version)
+        anchor = self._side(Anchor, key, limits.MAX_JSON_BYTES)
+        if anchor.version != version:
+            raise ChainError(f"{key} is of version {anchor.version}")
+        check_tensor_fingerprints(anchor, self.table)
+        return anchor
+
+    def folded(self, first: int, last: int) -> FoldedRange:
+        """The folded range between two versions. Its digests of manifests are for the caller to compare.
+
+        Raises:
+            NotFoundError: there is none. DeltaSyncError: it is damaged, or of other versions.
+        """
+        key = side.fold_key(first, last)
+        folded = self._side(FoldedRange, key, limits.MAX_JSON_BYTES)
+        if (folded.first, folded.last) != (first, last):
+            raise ChainError(f"{key} leads from version {folded.first} to {folded.last}")
+        return folded
+
+    def folds(self) -> list[tuple[int, int]]:
+        """First and last version of every folded range, ascending: one listing."""
+        listed = self.bucket.list(side.FOLDS_PREFIX)
+        return [pair for item in listed if (pair := side.fold_of_key(item.key)) is not None]
+
+    def retention(self) -> Retention | None:
+        """What was removed, if anything was. A damaged document counts as none, since it is only a hint."""
+        try:
+            return self._side(Retention, side.RETENTION_KEY, limits.MAX_JSON_BYTES)
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            return None
+
+    def newest_claim(self) -> int:
+        """The newest epoch that a writer claimed; 0 is the first writer's."""
+        listed = self.bucket.list(side.CLAIMS_PREFIX)
+        return max((epoch for item in listed if (epoch := side.claim_of_key(item.key)) is not None), default=0)
+
+    def claim(self, epoch: int) -> Claim:
+        """The claim that began an epoch. Raises NotFoundError, FormatError, ChainError."""
+        return self._side(Claim, side.claim_key(epoch), limits.MAX_SIDE_BYTES)
+
+    def origin(self, first: Manifest, location: str | None = None) -> Self:
+        """The run that this one branches from.
+
+        Args:
+            first: version 0 of this run, whose ``base`` names a run.
+            location: URL of that run, where it is not at the recorded one.
+
+        Raises:
+            NotFoundError: it is not there. ChainError: another run is there, or its version is another.
+        """
+        base = first.base
+        if base is None or base.run is None or base.version is None:
+            raise ChainError(f"run {self.info.run} does not branch from a run")
+        url = location or base.location
+        source = type(self)(open_bucket(url))
+        if source.info.run != base.run:
+            raise ChainError(f"run {self.info.run} branches from run {base.run}, but {url!r} holds {source.info.run}")
+        manifest = source.manifest(base.version)
+        if manifest.digest != base.manifest or manifest.fingerprint != first.fingerprint:
+            raise ChainError(f"version {base.version} of run {base.run} is not the one that {self.info.run} began with")
+        return source
+
+    def _side(self, kind: type[_Side], key: str, max_bytes: int) -> _Side:
+        document = kind.from_bytes(self.bucket.get(key, max_bytes=max_bytes), key)
+        if document.run != self.info.run:
+            raise ChainError(f"{key} belongs to run {document.run}, this is {self.info.run}")
+        return document

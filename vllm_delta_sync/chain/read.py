@@ -1,0 +1,379 @@
+"""Rebuild the weights of a version from what is in the bucket: root, then steps, every one verified.
+
+What turns out to be bad is avoided and another way is looked for: the deltas below a folded range, a folded range
+over a lost delta, an older anchor.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain.checks import check_fingerprint, check_tensors, decode_objects, object_limit, read_shard
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.lazy import declared, fetch_file, open_step, scratch_folder
+from vllm_delta_sync.chain.plan import GapError, Plan, Step, plan
+from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    FingerprintError,
+    NotFoundError,
+    StoreError,
+    TensorMismatchError,
+    UnsupportedError,
+)
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.container import Buffer
+from vllm_delta_sync.wire.documents import Anchor, FoldedRange
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.wire.table import TensorTable
+
+logger = logging.getLogger(__name__)
+
+IN_MEMORY_BYTES = 1024**3
+"""Models up to this size are rebuilt in memory, larger ones in a temporary file that the system may write out."""
+DECODED_ELEMENTS = 4 * 1024 * 1024
+"""A step that carries more is decoded in pieces: whole it would take 10 bytes per element of a 16-bit dtype."""
+MAPPED_BYTES = 64 * 1024 * 1024
+"""A shard that is larger goes through a scratch file."""
+
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far, and bytes to read in all."""
+
+
+class BaseError(NotFoundError):
+    """The checkpoint or the run that version 0 refers to is not at hand."""
+
+
+@dataclass
+class Restored:
+    """Weights of a version.
+
+    Attributes:
+        manifest: of the version. state: its weights. plan: what they were made from.
+    """
+
+    manifest: Manifest
+    state: ModelState
+    plan: Plan
+
+
+def restore(
+    run: RunDocuments,
+    target: Manifest,
+    base: str | Path | None = None,
+    in_memory: bool | None = None,
+    progress: Progress | None = None,
+    avoid: set[str] | None = None,
+    scratch: str | Path | None = None,
+) -> Restored:
+    """Rebuild a version: O(model) memory, or O(model) of the temporary directory's disk.
+
+    Args:
+        base: checkpoint directory of version 0, or URL of the run branched from, where it is not at the recorded place.
+        in_memory: None decides by the model's size (``IN_MEMORY_BYTES``).
+        progress: called after each object.
+        avoid: keys of documents known to be bad; those that turn out to be are added.
+        scratch: folder for temporary files; None for the system's.
+
+    Raises:
+        BaseError: version 0 lies elsewhere, is needed, and is not at hand.
+        FingerprintError, TensorMismatchError: the base is another checkpoint.
+        NotFoundError: the version is no longer kept, or an object is missing.
+        DeltaSyncError: the first thing that was wrong, where no other way leads to the version.
+        StoreError: the store failed, or there is no room for the weights.
+    """
+    avoid = set() if avoid is None else avoid
+    first: DeltaSyncError | None = None
+    while True:
+        try:
+            found = plan(run, target, avoid)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            raise _unkept(run, target, first or error) from error
+        attempt = _Attempt(run, found, base, in_memory, progress, scratch)
+        try:
+            return Restored(target, attempt.build(), found)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            first = first or error
+            if attempt.key in avoid:
+                raise first from error
+            avoid.add(attempt.key)
+            logger.warning(
+                "%s cannot be used, looking for another way to version %d: %s", attempt.key, target.version, error
+            )
+
+
+def _unkept(run: RunDocuments, target: Manifest, error: DeltaSyncError) -> DeltaSyncError:
+    """What to say of a version that cannot be rebuilt: that it was let go of, if nothing but that is wrong."""
+    if isinstance(error, BaseError) or not isinstance(error, NotFoundError | GapError):
+        return error
+    record = run.retention()
+    if record is None or not record.gave_up(target.version):
+        return error
+    return NotFoundError(
+        f"version {target.version} is no longer kept: what leads to it was removed (delta-sync gc); choose another "
+        f"version: {error.message}"
+    )
+
+
+class _Attempt:
+    """One plan carried out.
+
+    Attributes:
+        key: of the document in use: what to avoid if it fails.
+    """
+
+    def __init__(
+        self,
+        run: RunDocuments,
+        found: Plan,
+        base: str | Path | None,
+        in_memory: bool | None,
+        progress: Progress | None,
+        scratch: str | Path | None,
+    ) -> None:
+        self._run, self._plan, self._base, self._in_memory = run, found, base, in_memory
+        self._progress = progress
+        self._scratch = scratch
+        self._done = 0
+        self.key = found.root_key
+
+    def build(self) -> ModelState:
+        state = whole(self._run, self._plan.root, self._plan.beside, self._base, self._in_memory, self._scratch)
+        self._count(self._plan.bytes - sum(step.payload_bytes for step in self._plan.steps))
+        for step in self._plan.steps:
+            self.key = step.key
+            if step.changed <= DECODED_ELEMENTS:
+                apply_step(step, state)
+            else:
+                apply_mapped(step, state, self._scratch)
+            self._count(step.payload_bytes)
+        return state
+
+    def _count(self, size: int) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, self._plan.bytes)
+
+
+def apply_step(step: Step, state: ModelState) -> None:
+    """Fetch, verify and apply a step; the weights are not touched unless all that it declares fits them.
+
+    Raises:
+        FingerprintError: it was made against other weights. Else as ``step_changes``.
+    """
+    changes = step_changes(step)
+    check_step(step, state.fingerprint, changes)
+    state.apply(changes)
+
+
+def apply_mapped(step: Step, state: ModelState, scratch: str | Path | None = None) -> None:
+    """As ``apply_step``, in the memory of a few tensors: objects go through a scratch folder and are decoded in pieces.
+
+    Raises:
+        FingerprintError: as ``apply_step``; if a piece does not come out as declared, the state is unusable.
+        StoreError: there is no room for the objects. Else as ``step_changes``.
+    """
+    with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
+        try:
+            parts = open_step(step, folder)
+        except UnsupportedError:
+            # Of a codec that is not read in pieces.
+            apply_step(step, state)
+            return
+        change = sum((declared(part) for part in parts), Fingerprint())
+        if step.backwards:
+            change = Fingerprint() - change
+        check_step(step, state.fingerprint, Changes(fingerprints={0: change}))
+        for part in parts:
+            for piece in part.pieces():
+                state.apply(piece.reversed() if step.backwards else piece)
+
+
+def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
+    """The fingerprint that a step leads to from the one held.
+
+    Raises:
+        FingerprintError: what its objects declare does not lead to, or back from, what its document declares.
+    """
+    reached = held + changes.fingerprint
+    low, high = (reached, held) if step.backwards else (held, reached)
+    if high != step.high_fingerprint:
+        raise FingerprintError(
+            f"{step.key}: objects lead {'back from' if step.backwards else 'to'} fingerprint {high.hex()}, it says "
+            f"{step.high_fingerprint.hex()}"
+        )
+    if isinstance(step.document, FoldedRange) and low.hex() != step.document.first_fingerprint:
+        raise FingerprintError(
+            f"{step.key} is made for weights of fingerprint {step.document.first_fingerprint}, these have {low.hex()}"
+        )
+    return reached
+
+
+def step_changes(step: Step, fetch: Callable[..., bytes] | None = None) -> Changes:
+    """What a step changes, in its direction.
+
+    Args:
+        fetch: reads an object instead of ``RunDocuments.fetch``, with the digest checked.
+
+    Raises:
+        NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunDocuments.changes``.
+    """
+    objects = [(fetch or step.run.fetch)(ref) for ref in step.objects]
+    changes = decode_objects(step.document, step.run.table, objects)
+    return changes.reversed() if step.backwards else changes
+
+
+def whole(
+    run: RunDocuments,
+    root: Manifest,
+    beside: bool = False,
+    base: str | Path | None = None,
+    in_memory: bool | None = None,
+    scratch: str | Path | None = None,
+) -> ModelState:
+    """Weights of a version that is held whole somewhere: an anchor, one beside the chain, a checkpoint, another run.
+
+    Raises:
+        BaseError: it is not at hand. FingerprintError, TensorMismatchError: a tensor is not as declared.
+        DeltaSyncError: an object is missing or damaged.
+    """
+    room = scratch_file if scratch is None else partial(scratch_file, folder=scratch)
+    place = None if _fits_in_memory(run.table, in_memory) else room
+    if beside:
+        anchor = run.anchor(root.version)
+        if anchor.manifest != root.digest or anchor.fingerprint != root.fingerprint:
+            raise ChainError(f"the anchor of version {root.version} was made of another version {anchor.manifest}")
+        return _checked(anchor, ModelState(run.table, _shards(run, anchor, scratch), place))
+    if root.kind == "anchor":
+        return _checked(root, ModelState(run.table, _shards(run, root, scratch), place))
+    if root.base is not None and root.base.run is not None:
+        return _checked(root, _branched(run, root, base, in_memory, scratch))
+    path = locate_base(root, base)
+    checkpoint = Checkpoint(path)
+    try:
+        tensors = ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
+        return _checked(root, ModelState(run.table, tensors, place))
+    except (FingerprintError, TensorMismatchError) as error:
+        raise type(error)(
+            f"{error}: the checkpoint in {str(path)!r} is not the one that the run started from, or was overwritten "
+            "since; pass --base (base= in Python) with the original checkpoint"
+        ) from error
+
+
+def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
+    """Directory of the checkpoint that version 0 refers to: the one given, else the recorded one or the public model.
+
+    Raises:
+        BaseError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be had.
+    """
+    if base is not None:
+        path = resolve_base(base).path
+    elif root.base is not None and root.base.model is not None and not Path(root.base.location).is_dir():
+        path = resolve_base(f"{root.base.model}@{root.base.revision}").path
+    else:
+        path = Path("" if root.base is None else root.base.location)
+    if not path.is_dir():
+        raise BaseError(
+            f"version 0 refers to the checkpoint {str(path)!r}, which is not here; pass base= with its path "
+            "(--base on the command line)"
+        )
+    return path
+
+
+def _branched(
+    run: RunDocuments,
+    root: Manifest,
+    base: str | Path | None,
+    in_memory: bool | None,
+    scratch: str | Path | None,
+) -> ModelState:
+    """Version 0 of a branch, from the run that it comes from, or from whatever lies beyond that."""
+    recorded = root.base.location if root.base is not None else ""
+    try:
+        source = run.origin(root, str(base) if base is not None and _is_run(base) else None)
+    except NotFoundError as error:
+        raise BaseError(
+            f"run {run.info.run} branches from a run at {recorded!r}, which is not there; pass base= with its URL "
+            f"(--base on the command line): {error}"
+        ) from error
+    if source.table.digest != run.table.digest:
+        raise ChainError(f"run {run.info.run} branches from {source.info.run}, which has other tensors")
+    version = root.base.version if root.base is not None and root.base.version is not None else 0
+    further = None if base is None or _is_run(base) else base
+    return restore(source, source.manifest(version), further, in_memory, scratch=scratch).state
+
+
+def _is_run(base: str | Path) -> bool:
+    """Whether somebody means a run, not a checkpoint directory."""
+    try:
+        open_bucket(base).stat("run.json")
+    except DeltaSyncError:
+        return False
+    return True
+
+
+def _shards(run: RunDocuments, document: Manifest | Anchor, scratch: str | Path | None) -> Iterator[tuple[str, Bits]]:
+    """(name, bits) of an anchor's tensors; one shard is held at a time."""
+    seen: set[str] = set()
+    for ref in document.objects:
+        with _shard(run, ref, scratch) as data:
+            for name, bits in read_shard(data, run.table, ref.key):
+                if name in seen:
+                    raise ChainError(f"{ref.key}: tensor {name!r} is carried twice")
+                seen.add(name)
+                yield name, bits
+
+
+@contextmanager
+def _shard(run: RunDocuments, ref: ObjectRef, scratch: str | Path | None) -> Iterator[Buffer]:
+    if ref.bytes <= MAPPED_BYTES:
+        yield run.fetch(ref)
+        return
+    with scratch_folder(scratch, ref.key, ref.bytes) as folder:
+        yield np.memmap(fetch_file(run.bucket, ref, folder, object_limit(run.table)), np.uint8, mode="r")
+
+
+def _checked(document: Manifest | Anchor, state: ModelState) -> ModelState:
+    check_tensors(document, state)
+    if isinstance(document, Manifest):
+        check_fingerprint(document, state.fingerprint)
+    return state
+
+
+def _fits_in_memory(table: TensorTable, in_memory: bool | None) -> bool:
+    return table.full_bytes <= IN_MEMORY_BYTES if in_memory is None else in_memory
+
+
+def scratch_file(size: int, folder: str | Path | None = None) -> np.ndarray:
+    """(size,) bytes of a temporary file that has no name any more, so that nothing is left whatever happens.
+
+    Raises:
+        StoreError: there is no room for it.
+    """
+    place = tempfile.gettempdir() if folder is None else str(folder)
+    try:
+        with tempfile.TemporaryFile(prefix="delta-sync-", dir=place) as file:
+            # Room is asked for now: a page that cannot be written later would end the process.
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+            return np.memmap(file, np.uint8, mode="r+", shape=(size,)) if size else np.empty(0, np.uint8)
+    except OSError as error:
+        raise StoreError(
+            f"no room for {size:,} bytes of weights in {place}: {error.strerror or error}; free space there, or "
+            f"{'set TMPDIR' if folder is None else 'name another folder'}"
+        ) from error

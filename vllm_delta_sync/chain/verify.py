@@ -1,0 +1,66 @@
+"""Walk a run and check all of it: documents, digests, contents, declared sums, and the weights themselves."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_delta_sync.chain.census import Census
+from vllm_delta_sync.chain.checks import check_base
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.findings import Finding, Findings, VerifyReport
+from vllm_delta_sync.chain.walk import Walk
+
+__all__ = ["Finding", "VerifyReport", "examine", "verify_run"]
+
+Progress = Callable[[VerifyReport], None]
+
+
+def verify_run(
+    run: RunDocuments, base: str | Path | None = None, progress: Progress | None = None, findings: bool = False
+) -> VerifyReport:
+    """Walk the run from version 0 to the head and check all of it.
+
+    First the documents: each manifest against what names it by digest, anchors, folded ranges, tags and claims
+    against the manifests. Then the objects of every version in order, the weights that they lead to, and beside them
+    anchors (bit for bit) and folded ranges (what they would make of the weights, tensor by tensor). Versions whose
+    objects retention removed are no error; those that it keeps have to be reachable. Holds the weights of one version:
+    O(model) memory, or O(model) of the temporary directory's disk for large ones.
+
+    Args:
+        base: as ``Run.snapshot``. progress: called with the report so far after each version.
+        findings: keep all that does not hold in the report, and go on.
+
+    Raises:
+        NotFoundError: nothing is published, or ``base`` is given and not there. Without one, a recorded base that is
+            not at hand is noted.
+        StoreError: the store failed.
+        DeltaSyncError: the first thing that does not hold, naming version, object, tensor or base.
+    """
+    return examine(run, base, progress, findings)[0]
+
+
+def examine(
+    run: RunDocuments, base: str | Path | None = None, progress: Progress | None = None, findings: bool = False
+) -> tuple[VerifyReport, Census]:
+    """As ``verify_run``; also the documents as they were read."""
+    check_base(base)
+    found = Findings(findings)
+    census = Census(run)
+    for finding in census.findings:
+        found.add(finding)
+    report = VerifyReport(findings=found.items, pointed=census.pointed)
+    everything = True
+    walk = Walk(run, census, base, found, report)
+    for version in range(census.top + 1):
+        walk.visit(version)
+        report.versions += 1
+        if version in census.digests:
+            report.head = version
+        everything &= walk.causes.get(version) not in ("bad", "base")
+        report.replayed = everything
+        if progress is not None:
+            progress(report)
+    report.unreadable = sorted(walk.unreadable)
+    if not any(finding.key == "HEAD.json" for finding in found.items) and census.pointed != report.head:
+        behind = "is missing" if census.pointed is None else f"is behind: it names version {census.pointed}"
+        report.notes.append(f"HEAD.json {behind}, the newest is {report.head}; readers find it all the same")
+    return report, census

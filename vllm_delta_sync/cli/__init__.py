@@ -1,0 +1,276 @@
+"""The ``delta-sync`` command: arguments, output, errors and exit codes. What it prints is made in ``cli_views``.
+
+Every subcommand prints text for people, or with ``--json`` one JSON document. Errors are one line on stderr, or with
+``--json`` one document ``{"error": {"kind", "message"}}`` on stdout; the exit code is the error's.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_delta_sync import __version__
+from vllm_delta_sync.cli import compact as cli_compact
+from vllm_delta_sync.cli import repair as cli_repair
+from vllm_delta_sync.cli import retention as cli_retention
+from vllm_delta_sync.cli import verify as cli_verify
+from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, bucket_url, count, positive
+from vllm_delta_sync.errors import DeltaSyncError, UsageError
+
+INTERRUPTED = 130
+
+EXIT_CODES = """\
+exit codes:
+  0 done, 1 a check failed or data were refused, 2 usage, 3 not found, 4 store or network, 5 another writer,
+  130 interrupted
+"""
+EXAMPLES = """\
+examples:
+  delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000
+  delta-sync log --bucket /data/runs/a --last 10
+  delta-sync inspect /data/runs/a --version 7
+  delta-sync verify --bucket file:///data/runs/a --base /models/qwen3
+
+"""
+SERVE_EXAMPLES = """\
+MODEL comes first. Every argument that is not listed here goes to `vllm serve` as it is: see `vllm serve --help=all`.
+What is not given as a flag is taken from DELTA_SYNC_<NAME>, then from the TOML file named by DELTA_SYNC_CONFIG.
+
+examples:
+  delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000 --max-model-len 4096
+  delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
+  delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
+"""
+MODULES = (cli_verify, cli_repair, cli_retention, cli_compact)
+"""Further subcommands: each has ``add`` and ``COMMANDS``."""
+# Settings that `serve` takes as flags: field, metavar, help. Values are checked where settings are.
+SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
+    ("bucket", "URL", "run to follow: file:///path/run or a plain path"),
+    ("notice", "ADDRESS", "the publisher's notices, tcp://host:port; without it the bucket is polled"),
+    ("poll_seconds", "SECONDS", "how often to look into the bucket when no notice comes"),
+    ("pause_mode", "MODE", "requests in flight at a commit: keep (go on), wait (finish first) or abort"),
+    ("prefix_cache", "MODE", "KV cache at a commit: reset, or keep entries of the older weights"),
+    ("pause_seconds", "SECONDS", "longest that generation stands still; after that a hung commit ends the engine"),
+    ("stage_bytes", "BYTES", "memory of each rank for versions that are folded into one commit"),
+    ("undo_bytes", "BYTES", "memory of each rank for commits that a rollback can take back"),
+    ("rescan_bytes", "BYTES", "weights to compare beside each staging, all in turn; 0: none"),
+    ("cache_dir", "DIR", "where the ranks of a node share what they fetch"),
+    ("cache_bytes", "BYTES", "how much may lie there"),
+    ("receiver_id", "NAME", "tell retention under this name what is served; without it nothing is written"),
+    ("admin_token_file", "PATH", "file with the token that state-changing routes then ask for"),
+    ("target", "VERSION", "what to serve: head, a version's number, or tag:NAME, followed as the tag moves forward"),
+    ("policy", "POLICY", "follow every new version, or manual: only when POST /delta_sync/sync says so"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad command line as UsageError, like everything else."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.allow_abbrev = False
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def build_parser() -> Parser:
+    """The whole command line."""
+    parser = Parser(
+        prog="delta-sync",
+        description="Weights that changed, from a trainer to running vLLM servers, through a bucket.",
+        epilog=EXAMPLES + EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"delta-sync {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_readers(commands)
+    for module in MODULES:
+        module.add(commands)
+    return parser
+
+
+def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="start vLLM so that it follows a run",
+        usage="delta-sync serve MODEL --bucket URL [options] [any argument of vllm serve]",
+        description="Set up and become `vllm serve`, following the versions of a run.",
+        epilog=SERVE_EXAMPLES,
+    )
+    serve.add_argument("model", metavar="MODEL", help="the run's base: a checkpoint directory, or a model name")
+    for field, metavar, text in SERVE_FLAGS:
+        serve.add_argument(_flag(field), metavar=metavar, help=text)
+    serve.add_argument("--dry-run", action="store_true", help="print the environment and the command, start nothing")
+    add_json(serve)
+
+
+def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
+    log = commands.add_parser(
+        "log",
+        help="list the versions of a run",
+        description="List versions, oldest first. The chain of digests from version 0 on is checked on the way.",
+        epilog="examples:\n  delta-sync log --bucket /data/runs/a\n"
+        "  delta-sync log --bucket /data/runs/a --last 5 --json\n",
+    )
+    add_bucket(log)
+    log.add_argument("--last", type=positive, metavar="N", help="only the newest N versions")
+    add_json(log)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="show a run, one of its versions, or a single file",
+        description="Show what a run consists of; with --version what one version changed, tensor by tensor; for a "
+        ".safetensors file what its header says.",
+        epilog="examples:\n  delta-sync inspect /data/runs/a\n  delta-sync inspect /data/runs/a --version 7 --all\n"
+        "  delta-sync inspect ./objects/4fc55e65….safetensors\n",
+    )
+    inspect.add_argument("target", metavar="URL_OR_FILE", help="run URL, or path of a .safetensors file")
+    inspect.add_argument("--version", type=count, metavar="N", help="a version of the run")
+    inspect.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)")
+    inspect.add_argument("--all", action="store_true", help="list every tensor")
+    add_json(inspect)
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+# Commands: each returns the document for --json, and a function that prints it for people.
+
+
+def _log(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.cli import views as cli_views
+
+    document, failure = cli_views.log_document(bucket_url(options), options.last)
+    if failure is not None:
+        if not options.json:
+            cli_views.print_log(document)
+        raise failure
+    return document, lambda: cli_views.print_log(document)
+
+
+def _inspect(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.cli import views as cli_views
+
+    top = None if options.all else options.top
+    if "://" not in options.target and Path(options.target).is_file():
+        if options.version is not None:
+            raise UsageError("--version goes with a run; a file holds one version's object")
+        document = cli_views.file_document(Path(options.target))
+        return document, lambda: cli_views.print_file(document, top)
+    if options.version is None:
+        document = cli_views.run_document(options.target)
+        return document, lambda: cli_views.print_run(document, top)
+    document = cli_views.version_document(options.target, options.version)
+    return document, lambda: cli_views.print_version(document, top)
+
+
+def _serve(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.engine import launch
+
+    chosen = {field: getattr(options, field) for field, _, _ in SERVE_FLAGS}
+    settings = {field: value for field, value in chosen.items() if value is not None}
+    if not options.dry_run:
+        sys.stdout.flush()
+        launch.exec_serve(options.model, settings, options.rest)
+    environment, command = launch.serve_command(options.model, settings, options.rest)
+    lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())] + [shlex.join(command)]
+    return {"environment": environment, "command": command}, lambda: print(" \\\n".join(lines))
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": _serve,
+    "log": _log,
+    "inspect": _inspect,
+    **{name: command for module in MODULES for name, command in module.COMMANDS.items()},
+}
+
+
+def split_serve(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part the arguments after ``serve`` into ours and vLLM's, each in their order.
+
+    Raises:
+        UsageError: the first argument that is not ours is not MODEL.
+    """
+    with_value = {_flag(field) for field, _, _ in SERVE_FLAGS}
+    ours: list[str] = []
+    rest: list[str] = []
+    pending = list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        name = argument.partition("=")[0]
+        if name in with_value:
+            ours.append(argument)
+            if "=" not in argument and pending:
+                ours.append(pending.pop(0))
+        elif argument in ("--dry-run", "--json", "-h", "--help"):
+            ours.append(argument)
+        else:
+            rest.append(argument)
+    if rest and rest[0].startswith("-"):
+        raise UsageError(f"MODEL must come before {rest[0]!r} and other arguments of vllm serve")
+    return ours + rest[:1], rest[1:]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line.
+
+    Raises:
+        UsageError: it makes no sense.
+    """
+    rest: list[str] = []
+    if arguments and arguments[0] == "serve":
+        ours, rest = split_serve(arguments[1:])
+        arguments = ["serve", *ours]
+    options = build_parser().parse_args(arguments)
+    options.rest = rest
+    return options
+
+
+def report(error: DeltaSyncError, as_json: bool) -> None:
+    """Print an error where the caller of the command looks for it."""
+    if as_json:
+        print(json.dumps({"error": {"kind": error.kind, "message": error.message}}, indent=2))
+        return
+    from vllm_delta_sync.cli.text import clean
+
+    print(f"delta-sync: {error.kind}: {clean(error.message)}", file=sys.stderr)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; prints, and never raises a DeltaSyncError."""
+    as_json = "--json" in arguments
+    try:
+        options = parse(arguments)
+        document, show = COMMANDS[options.command](options)
+        if as_json:
+            print(json.dumps(document, indent=2))
+        else:
+            show()
+        sys.stdout.flush()
+    except DeltaSyncError as error:
+        report(error, as_json)
+        sys.stdout.flush()
+        return error.exit_code
+    return int(document.get("exit_code", 0))
+
+
+def main() -> int:
+    """Entry point of the ``delta-sync`` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without a character gets its escape instead of a traceback.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough. Python would complain again while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,110 @@
+"""``delta-sync compact``: arguments and output; what it does is in ``compaction``."""
+
+import argparse
+from typing import Any
+
+from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url
+from vllm_delta_sync.errors import UsageError
+
+EXAMPLES = """\
+A folded range is one object in the place of 4, 16, 64 … versions, so that a server that is n versions behind reads
+O(log n) objects. An anchor is a full snapshot, so that nobody has to replay what lies before it. Both are made from
+what is in the bucket (an anchor also from the base), on any machine, beside a running publisher. Ended at any moment
+(Ctrl-C) the run stays whole; the next call goes on from there.
+
+examples:
+  delta-sync compact --bucket /data/runs/a --dry-run
+  delta-sync compact --bucket /data/runs/a
+  delta-sync compact --bucket /data/runs/a --anchor head --base /models/qwen3
+  delta-sync compact --bucket /data/runs/a --no-folds --anchor tag:best --json
+"""
+
+
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "compact",
+        help="make the folded ranges that a run lacks, and an anchor",
+        description="Make reading a run cheap: folded ranges for catching up, an anchor for starting.",
+        epilog=EXAMPLES,
+    )
+    add_bucket(parser)
+    add_base(parser)
+    parser.add_argument("--anchor", metavar="N|head|tag:NAME", help="also make the anchor of this version")
+    parser.add_argument("--no-folds", action="store_true", help="make no folded ranges")
+    parser.add_argument("--scratch", metavar="DIR", help="folder for temporary files; default: the system's")
+    parser.add_argument("--dry-run", action="store_true", help="only say what is missing")
+    add_json(parser)
+
+
+def _compact(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.cli.text import Progress
+    from vllm_delta_sync.upkeep.compaction import compact
+
+    url = bucket_url(options)
+    anchor = _wanted(options.anchor)
+    if options.no_folds and anchor is None:
+        raise UsageError("--no-folds without --anchor leaves nothing to do; name the version that gets an anchor")
+    bar: list[Progress] = []
+
+    def tell(done: int, work: int, what: str) -> None:
+        bar[:] = bar or [Progress(work, "documents")]
+        bar[0].update(done, what)
+
+    try:
+        report = compact(
+            open_run(url),
+            options.base,
+            folds=not options.no_folds,
+            anchor=anchor,
+            dry_run=options.dry_run,
+            scratch=options.scratch,
+            progress=tell,
+        )
+    finally:
+        for drawn in bar:
+            drawn.close()
+    document = {
+        "head": report.head,
+        "dry_run": options.dry_run,
+        "folds": [{"first": first, "last": last} for first, last in report.folds],
+        "folds_present": report.present,
+        "skipped": [{"first": first, "last": last, "reason": reason} for first, last, reason in report.skipped],
+        "anchor": report.anchor,
+        "anchor_present": report.anchor_present,
+        "bytes": report.bytes,
+        "seconds": round(report.seconds, 3),
+    }
+    return document, lambda: _print(document)
+
+
+def _wanted(text: str | None) -> int | str | None:
+    if text is None or text == "head" or text.startswith("tag:"):
+        return text
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"--anchor {text!r} is no version; give a number, head, or tag:NAME")
+    return int(text)
+
+
+def _print(document: dict[str, Any]) -> None:
+    from vllm_delta_sync.cli.text import clean, print_columns, print_fields, size
+
+    verb = "to make" if document["dry_run"] else "made"
+    fields = [
+        ("head", f"version {document['head']}"),
+        ("folded ranges", f"{len(document['folds'])} {verb}, {document['folds_present']} were there"),
+    ]
+    if document["anchor"] is not None:
+        state = "was there" if document["anchor_present"] else verb
+        fields.append(("anchor", f"of version {document['anchor']}, {state}"))
+    if not document["dry_run"]:
+        fields += [("written", size(document["bytes"])), ("seconds", f"{document['seconds']:.1f}")]
+    print_fields(fields)
+    if document["dry_run"] and document["folds"]:
+        print_columns(["first", "last"], [(row["first"], row["last"]) for row in document["folds"]], left=())
+    for row in document["skipped"]:
+        print(clean(f"skipped versions {row['first']} to {row['last']}: {row['reason']}"))
+
+
+COMMANDS: dict[str, Command] = {"compact": _compact}

@@ -1,0 +1,125 @@
+"""``delta-sync verify``: arguments and output; what it does is in ``chain_verify``."""
+
+import argparse
+from typing import Any
+
+from vllm_delta_sync.chain.findings import Finding, VerifyReport
+from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url
+from vllm_delta_sync.cli.text import Progress, clean, print_fields, size
+
+EXAMPLES = """\
+Stops at the first thing that does not hold, and names version, object and tensor; --all goes on and lists everything.
+`delta-sync repair` mends what can be mended.
+
+examples:
+  delta-sync verify --bucket /data/runs/a
+  delta-sync verify --bucket /data/runs/a --base /models/qwen3 --json
+  delta-sync verify --bucket /data/runs/a --all
+"""
+
+
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "verify",
+        help="check a run from version 0 to the head",
+        description="Read all of a run and check it: chain, digests, contents of objects, anchors, folded ranges, and "
+        "the fingerprint of every version against weights that are rebuilt.",
+        epilog=EXAMPLES,
+    )
+    add_bucket(parser)
+    add_base(parser)
+    parser.add_argument("--all", action="store_true", help="list every problem, not only the first")
+    add_json(parser)
+
+
+def _verify(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.chain.verify import verify_run
+
+    run = open_run(bucket_url(options))
+    bar = Progress(max(run.versions(), default=0) + 1, "versions")
+    try:
+        report = verify_run(run, options.base, lambda so_far: show(bar, so_far), options.all)
+    finally:
+        bar.close()
+    document: dict[str, Any] = {
+        "verdict": not report.findings,
+        "run": run.info.run,
+        "url": run.bucket.url,
+        "versions": report.versions,
+        "head": report.head,
+        "fingerprint": run.manifest(report.head).fingerprint if report.head >= 0 else None,
+        "objects": report.objects,
+        "bytes": report.bytes,
+        "replayed": report.replayed,
+        "anchors": report.anchors,
+        "folds": report.folds,
+        "gone": report.gone,
+        "notes": report.notes,
+    }
+    if options.all:
+        document["unreadable"] = report.unreadable
+        document["findings"] = [_problem(finding) for finding in report.findings]
+    if report.findings:
+        error = report.findings[0].error
+        document["error"] = {"kind": error.kind, "message": error.message}
+        document["exit_code"] = error.exit_code
+    return document, lambda: _print(document)
+
+
+def show(bar: Progress, report: VerifyReport) -> None:
+    """Draw how far checking has come."""
+    bar.update(report.versions, size(report.bytes))
+
+
+def _problem(finding: Finding) -> dict[str, Any]:
+    return {
+        "key": finding.key,
+        "document": finding.document,
+        "version": finding.version,
+        "tensor": finding.tensor,
+        "kind": finding.error.kind,
+        "message": finding.error.message,
+    }
+
+
+def _print(document: dict[str, Any]) -> None:
+    """The verdict, and what it rests on."""
+    findings = document.get("findings", [])
+    if findings:
+        for row in findings:
+            print(clean(f"{row['kind']}: {row['message']}"))
+        print()
+    fields: list[tuple[str, object]] = [
+        ("verdict", "ok" if document["verdict"] else f"{len(findings)} problems"),
+        ("run", document["run"]),
+        ("versions", f"0 to {document['head']}" + (": chain and digests hold" if document["verdict"] else "")),
+        ("objects", _objects(document)),
+    ]
+    if document["verdict"]:
+        fields.append(("weights", _weights(document)))
+    if document["anchors"] or document["folds"]:
+        fields.append(("beside", f"{document['anchors']} anchors and {document['folds']} folded ranges hold"))
+    if document["gone"]:
+        fields.append(("gone", f"own objects of {document['gone']} versions, which retention removed"))
+    if document.get("unreadable"):
+        from vllm_delta_sync.upkeep.retention_record import spelled
+
+        fields.append(("unreadable", f"versions {spelled(document['unreadable'])}"))
+    fields.append(("fingerprint", document["fingerprint"] or "none"))
+    print_fields(fields + [("note", note) for note in document["notes"]])
+
+
+def _objects(document: dict[str, Any]) -> str:
+    counted = f"{document['objects']}, {size(document['bytes'])}"
+    return f"{counted}: complete, undamaged, well-formed" if document["verdict"] else f"{counted} are undamaged"
+
+
+def _weights(document: dict[str, Any]) -> str:
+    if not document["replayed"]:
+        return "not rebuilt; declared changes lead from fingerprint to fingerprint"
+    return "rebuilt, and equal to the fingerprint of every version" + (" that is kept" if document["gone"] else "")
+
+
+COMMANDS: dict[str, Command] = {"verify": _verify}

@@ -1,0 +1,269 @@
+"""What ``log`` and ``inspect`` say: a document for programs, and its printed form for people."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.cli.text import percent, print_columns, print_fields, shape, size, times
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.wire.canonical import load_canonical
+from vllm_delta_sync.wire.changes import Changes, Sparse
+from vllm_delta_sync.wire.container import Container
+from vllm_delta_sync.wire.delta import METADATA_KEY
+from vllm_delta_sync.wire.manifest import Manifest
+
+Document = dict[str, Any]
+
+
+# log
+
+
+def log_document(url: str, last: int | None) -> tuple[Document, DeltaSyncError | None]:
+    """Versions of a run, oldest first; with what stopped the walk, if anything did."""
+    run = open_run(url)
+    versions: list[Document] = []
+    failure: DeltaSyncError | None = None
+    try:
+        for manifest in run.log():
+            versions.append(_summary(manifest))
+    except DeltaSyncError as error:
+        failure = error
+    shown = versions if last is None else versions[-last:]
+    return {"run": run.info.run, "url": run.bucket.url, "versions": shown}, failure
+
+
+def _summary(manifest: Manifest) -> Document:
+    return {
+        "version": manifest.version,
+        "step": manifest.step,
+        "kind": manifest.kind,
+        "base_version": manifest.base_version,
+        "codec": manifest.codec,
+        "compression": manifest.compression,
+        "changed": manifest.changed,
+        "total": manifest.total,
+        "changed_share": manifest.changed / manifest.total if manifest.total else 0.0,
+        "payload_bytes": manifest.payload_bytes,
+        "full_bytes": manifest.full_bytes,
+        "objects": len(manifest.objects),
+        "fingerprint": manifest.fingerprint,
+        "created_at": manifest.created_at,
+    }
+
+
+def print_log(document: Document) -> None:
+    """One line per version."""
+    rows = [
+        (
+            row["version"],
+            row["step"],
+            row["kind"],
+            percent(row["changed"], row["total"]) if row["kind"] == "delta" else "-",
+            size(row["payload_bytes"]),
+            times(row["full_bytes"], row["payload_bytes"]),
+            row["fingerprint"][:12],
+            row["created_at"],
+        )
+        for row in document["versions"]
+    ]
+    print_columns(
+        ("version", "step", "kind", "changed", "payload", "smaller", "fingerprint", "created"), rows, left=(2, 6, 7)
+    )
+
+
+# inspect
+
+
+def run_document(url: str) -> Document:
+    """A run: identity, tensors, head."""
+    run = open_run(url)
+    try:
+        head: Document | None = _summary(run.head())
+    except NotFoundError:
+        head = None  # made, but nothing is published yet
+    return {
+        "url": run.bucket.url,
+        "run": run.info.run,
+        "created_at": run.info.created_at,
+        "format_version": run.info.format_version,
+        "requires": run.info.requires,
+        "tensors": [
+            {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
+            for spec in run.table
+        ],
+        "total": run.table.total,
+        "full_bytes": run.table.full_bytes,
+        "head": head,
+    }
+
+
+def print_run(document: Document, top: int | None) -> None:
+    """A run, and its largest tensors."""
+    head = document["head"]
+    dtypes = Counter(row["dtype"] for row in document["tensors"])
+    fields = [
+        ("run", document["run"]),
+        ("url", document["url"]),
+        ("created", document["created_at"]),
+        ("tensors", f"{len(document['tensors'])} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})"),
+        ("elements", f"{document['total']:,}"),
+        ("full size", size(document["full_bytes"])),
+        ("head", "nothing published yet" if head is None else f"version {head['version']}, step {head['step']}"),
+    ]
+    if head is not None:
+        fields.append(("fingerprint", head["fingerprint"]))
+    print_fields(fields)
+    print()
+    _print_tensors(document["tensors"], top)
+
+
+def _print_tensors(tensors: list[Document], top: int | None) -> None:
+    rows = sorted(tensors, key=lambda row: -row["bytes"])[:top]
+    print_columns(
+        ("tensor", "dtype", "shape", "size"),
+        [(row["name"], row["dtype"], shape(row["shape"]), size(row["bytes"])) for row in rows],
+        left=(0, 1, 2),
+    )
+    _print_rest(len(tensors), len(rows))
+
+
+def _print_rest(count: int, shown: int) -> None:
+    if shown < count:
+        print(f"… {count - shown} more; --all lists them")
+
+
+def version_document(url: str, version: int) -> Document:
+    """One version: its manifest, and what it changes in each tensor; the objects are read and checked."""
+    run = open_run(url)
+    head = run.head().version
+    if version > head:
+        raise NotFoundError(f"version {version} is not published; the newest is {head}")
+    manifest = run.manifest(version)
+    changes = run.changes(manifest)
+    return {
+        **_summary(manifest),
+        "run": manifest.run,
+        "url": run.bucket.url,
+        "parent": manifest.parent,
+        "digest": manifest.digest,
+        "requires": manifest.requires,
+        "base": manifest.base.location if manifest.base else None,
+        "objects": [ref.model_dump() for ref in manifest.objects],
+        "tensors": _changed_tensors(run, changes),
+    }
+
+
+def _changed_tensors(run: Run, changes: Changes) -> list[Document]:
+    rows: dict[int, Document] = {}
+
+    def row_of(tensor: int, how: str) -> Document:
+        spec = run.table[tensor]
+        empty = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "sent": how, "changed": 0}
+        return rows.setdefault(tensor, {**empty, "total": spec.numel, "bytes": spec.nbytes, "one_ulp": None})
+
+    for group in changes.sparse:
+        for tensor, positions, data in group.tensors():
+            row = row_of(tensor, "sparse")
+            row["changed"] += int(positions.size)
+            if group.relative:
+                row["one_ulp"] = (row["one_ulp"] or 0) + _single_steps(group, data)
+    for full in changes.full:
+        row_of(full.id, "full")["changed"] += int(full.bits.size)
+    return [rows[tensor] for tensor in sorted(rows)]
+
+
+def _single_steps(group: Sparse, distances: np.ndarray) -> int:
+    one = group.element.uint.type(1)
+    return int(np.count_nonzero(distances == one) + np.count_nonzero(distances + one == 0))
+
+
+def print_version(document: Document, top: int | None) -> None:
+    """A version's manifest, its objects, and the tensors that changed most."""
+    print_fields(_version_fields(document))
+    print()
+    print_columns(
+        ("object", "rank", "size"),
+        [(item["key"], item["rank"], size(item["bytes"])) for item in document["objects"]],
+    )
+    print()
+    rows = sorted(document["tensors"], key=lambda row: -row["changed"])[:top]
+    print_columns(
+        ("tensor", "dtype", "shape", "sent", "changed", "share", "by 1 ULP"),
+        [
+            (
+                row["name"],
+                row["dtype"],
+                shape(row["shape"]),
+                row["sent"],
+                f"{row['changed']:,}",
+                percent(row["changed"], row["total"]),
+                "-" if row["one_ulp"] is None else percent(row["one_ulp"], row["changed"]),
+            )
+            for row in rows
+        ],
+        left=(0, 1, 2, 3),
+    )
+    _print_rest(len(document["tensors"]), len(rows))
+
+
+def _version_fields(document: Document) -> list[tuple[str, object]]:
+    fields: list[tuple[str, object]] = [
+        ("version", f"{document['version']} ({document['kind']}), step {document['step']}"),
+        ("run", document["run"]),
+        ("created", document["created_at"]),
+        ("fingerprint", document["fingerprint"]),
+        ("digest", document["digest"]),
+        ("parent", document["parent"] or "none: the first version"),
+        ("payload", f"{size(document['payload_bytes'])} of {size(document['full_bytes'])}"),
+    ]
+    if document["kind"] == "reference":
+        fields.append(("base", document["base"] or "not recorded"))
+    if document["kind"] == "delta":
+        share = percent(document["changed"], document["total"])
+        fields.append(("carried", f"{document['changed']:,} of {document['total']:,} elements, {share}"))
+        fields.append(("codec", f"{document['codec']}, compression {document['compression']}"))
+    return fields
+
+
+def file_document(path: Path) -> Document:
+    """What a safetensors file says of itself: a delta object, an anchor, or any other."""
+    try:
+        length = path.stat().st_size
+        container = Container(np.memmap(path, np.uint8, mode="r") if length else b"", path.name)
+    except OSError as error:
+        raise StoreError(f"file {str(path)!r} cannot be read: {error.strerror}") from error
+    delta = container.metadata.get(METADATA_KEY)
+    return {
+        "file": str(path),
+        "bytes": length,
+        "kind": "tensors" if delta is None else "delta",
+        "metadata": container.metadata,
+        "delta": None if delta is None else load_canonical(delta.encode(), f"{path.name} metadata"),
+        "entries": [
+            {
+                "name": name,
+                "dtype": entry.dtype.name,
+                "shape": list(entry.shape),
+                "bytes": entry.end - entry.start,
+            }
+            for name, entry in container.entries.items()
+        ],
+    }
+
+
+def print_file(document: Document, top: int | None) -> None:
+    """A file's metadata and its largest entries."""
+    fields: list[tuple[str, object]] = [
+        ("file", document["file"]),
+        ("size", size(document["bytes"])),
+        ("holds", "changes of one version" if document["kind"] == "delta" else "whole tensors"),
+    ]
+    shown = document["delta"] if isinstance(document["delta"], dict) else document["metadata"]
+    fields += [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in shown.items()]
+    print_fields(fields)
+    print()
+    _print_tensors(document["entries"], top)

@@ -1,0 +1,1 @@
+"""Looking after a run: folded ranges and anchors, retention, tags, branches, leases, repair."""

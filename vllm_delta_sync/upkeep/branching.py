@@ -1,0 +1,170 @@
+"""Branches: a run that begins at a version of another, and copies nothing of it.
+
+Version 0 of the branch is a reference to the version; a tag in the source keeps that. The tag comes first and goes
+last, so that at no moment there is a branch whose version may be removed.
+"""
+
+import logging
+import secrets
+
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.plan import Plan
+from vllm_delta_sync.chain.read import check_step, step_changes
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DeltaSyncError,
+    FingerprintError,
+    LimitError,
+    NotFoundError,
+    UsageError,
+)
+from vllm_delta_sync.upkeep.retention_record import lasting_plan
+from vllm_delta_sync.upkeep.tagging import delete_tag, put_tag
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.manifest import Base, Head, Manifest, RunInfo, timestamp
+
+logger = logging.getLogger(__name__)
+
+
+def branch_tag(run_id: str) -> str:
+    """Name of the tag that a branch sets in the run that it comes from. Args: run_id: of the branch."""
+    return f"branch-{run_id[:12]}"
+
+
+def branch(run: Run, version: int | str | None, url: str) -> Run:
+    """Begin a new run at a version of this one. Weights are neither copied nor needed: only deltas are read.
+
+    Args:
+        version: a number, ``tag:NAME``, or None for the head. url: of the new run.
+
+    Raises:
+        UsageError: the URL is this run's. ConflictError: it holds a run, or part of one.
+        NotFoundError: there is no such version, or it is not kept any more. StoreError: the store failed; what was
+            written is removed again, unless nobody can tell whether the branch stands.
+    """
+    bucket = open_bucket(url)
+    if bucket.url == run.bucket.url:
+        raise UsageError(f"{url!r} is the run to branch from; give the branch a URL of its own")
+    _refuse_existing(bucket)
+    source = run.resolve(version)
+    info = RunInfo(
+        run=secrets.token_hex(16),
+        created_at=timestamp(),
+        tensors=run.table.digest,
+        total=run.table.total,
+        full_bytes=run.table.full_bytes,
+    )
+    first = _version_0(run, source, info)
+    name = branch_tag(info.run)
+    put_tag(run, name, source.version, branch=bucket.url)
+    try:
+        _create(bucket, {keys.RUN_KEY: info.to_bytes(), keys.TABLE_KEY: run.table.to_bytes()}, first)
+    except BaseException:  # an interrupted branch gives its URL and its tag back as well
+        if _take_back(bucket, info, first):
+            delete_tag(run, name)
+        raise
+    try:
+        bucket.put(keys.HEAD_KEY, Head(run=info.run, version=0, manifest=first.digest).to_bytes())
+    except DeltaSyncError as error:
+        # Readers find version 0 without it.
+        logger.warning("the branch stands, but its %s was not written: %s", keys.HEAD_KEY, error)
+    return Run(bucket)
+
+
+def _refuse_existing(bucket: Bucket) -> None:
+    for prefix in (keys.RUN_KEY, keys.TABLE_KEY, keys.HEAD_KEY, keys.VERSIONS_PREFIX):
+        found = next(iter(bucket.list(prefix)), None)
+        if found is not None:
+            raise ConflictError(f"{bucket.url} holds {found.key}, of a run or part of one; branch to a new URL")
+
+
+def _version_0(run: Run, source: Manifest, info: RunInfo) -> Manifest:
+    location = run.bucket.url
+    return Manifest(
+        run=info.run,
+        version=0,
+        step=source.step,
+        kind="reference",
+        base=Base(location=location, run=run.info.run, version=source.version, manifest=source.digest),
+        changed=0,
+        total=info.total,
+        payload_bytes=0,
+        full_bytes=info.full_bytes,
+        fingerprint=source.fingerprint,
+        tensor_fingerprints=tensor_fingerprints(run, source),
+        created_at=timestamp(),
+    )
+
+
+def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
+    """Fingerprint of each tensor of a version, hex by name: those of its root, plus what deltas declare to change.
+
+    Reads the deltas, neither weights nor the base.
+
+    Raises:
+        NotFoundError: the version is not kept. DeltaSyncError: an object on the way is damaged.
+        FingerprintError: it does not come out as the version declares.
+    """
+    found = lasting_plan(run, version)
+    values = {run.table.index(name): Fingerprint.from_hex(value) for name, value in _of_root(run, found).items()}
+    reached = found.root.model_fingerprint
+    for step in found.steps:
+        changes = step_changes(step)
+        reached = check_step(step, reached, changes)
+        for tensor, change in changes.fingerprints.items():
+            values[tensor] += change
+    if sum(values.values(), Fingerprint()) != version.model_fingerprint:
+        raise FingerprintError(
+            f"version {version.version}: fingerprints of its tensors do not add up to {version.fingerprint}; see "
+            "`delta-sync verify`"
+        )
+    return {spec.name: values[tensor].hex() for tensor, spec in enumerate(run.table)}
+
+
+def _of_root(run: Run, found: Plan) -> dict[str, str]:
+    declared = found.root.tensor_fingerprints
+    if found.beside:
+        anchor = run.anchor(found.root.version)
+        if anchor.manifest != found.root.digest:
+            raise ChainError(f"the anchor of version {anchor.version} was made of another version {anchor.manifest}")
+        declared = anchor.tensor_fingerprints
+    if declared is None:
+        raise ChainError(f"version {found.root.version} does not declare the fingerprints of its tensors")
+    return declared
+
+
+def _create(bucket: Bucket, documents: dict[str, bytes], first: Manifest) -> None:
+    """Claim the URL and commit version 0. An object that is there already is ours if its bytes are."""
+    for key, data in {**documents, keys.version_key(0): first.to_bytes()}.items():
+        try:
+            bucket.put(key, data, if_absent=True)
+        except ConflictError as error:
+            if not _reads(bucket, key, data):
+                raise ConflictError(f"{bucket.url} holds {key} of another writer; branch to a new URL") from error
+
+
+def _take_back(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
+    """Remove what a branch that failed has written; whether it is certain that no branch stands."""
+    try:
+        if not _reads(bucket, keys.RUN_KEY, info.to_bytes()):
+            return True
+        if _reads(bucket, keys.version_key(0), first.to_bytes()):
+            bucket.delete(keys.version_key(0))
+        bucket.delete(keys.TABLE_KEY)
+        # The claim goes last: as long as it stands nobody else writes here.
+        bucket.delete(keys.RUN_KEY)
+    except DeltaSyncError as error:
+        logger.warning("%s may hold a part of a branch that failed; its tag stays: %s", bucket.url, error)
+        return False
+    return True
+
+
+def _reads(bucket: Bucket, key: str, data: bytes) -> bool:
+    try:
+        return bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)) == data
+    except (NotFoundError, LimitError):
+        return False

@@ -1,0 +1,251 @@
+"""Make a folded range: what leads from one version to a later one, as one delta, from the bucket alone.
+
+The way is planned as a reader plans it: through the next shorter folded ranges where there are any, else through the
+versions. Objects are fetched to scratch files and mapped, tensors are walked once in ascending order, and the result
+is written as it comes, so that memory is bounded by a batch of elements, or by one tensor.
+"""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.lazy import declared, open_step, scratch_folder
+from vllm_delta_sync.chain.plan import Planner, Step
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DeltaSyncError,
+    FingerprintError,
+    StoreError,
+    UnsupportedError,
+    UsageError,
+)
+from vllm_delta_sync.upkeep.compaction_scratch import (
+    OBJECT_BYTES,
+    Stop,
+    check_stop,
+    never,
+    put_missing,
+    put_objects,
+)
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire.delta import DeltaContext, required_features
+from vllm_delta_sync.wire.documents import FoldedRange
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.lazy import LazyDelta, fold_lazily
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp
+from vllm_delta_sync.wire.spool import DeltaSpool
+
+logger = logging.getLogger(__name__)
+
+
+def make_fold(
+    run: RunDocuments,
+    first: int,
+    last: int,
+    *,
+    replace: bool = False,
+    scratch: str | Path | None = None,
+    object_bytes: int = OBJECT_BYTES,
+    stop: Stop = never,
+) -> FoldedRange:
+    """Write the folded range from version ``first`` to ``last``, unless it is there.
+
+    Its objects are put before the document that names them, and looked for again after it.
+
+    Args:
+        replace: make it anew where there is one, for instance with damaged objects.
+        scratch: folder for temporary files of about twice the parts' size; None for the system's.
+        object_bytes: when to begin another object.
+        stop: asked now and then; True ends it.
+
+    Returns:
+        the document that is in the bucket, which another writer may have made.
+
+    Raises:
+        UnsupportedError: a version in between has codec ``raw``.
+        ChainError (GapError): nothing that is left leads from ``first`` to ``last``, or an anchor lies between.
+        FingerprintError: the objects do not lead from one version's fingerprint to the next.
+        StoreError: the store failed, or there is no room for the scratch files. StoppedError: ``stop`` said so.
+        UsageError: the range is none. NotFoundError: a version is not there.
+    """
+    if not 0 <= first < last:
+        raise UsageError(f"a folded range leads from a version to a later one, not from {first} to {last}")
+    planner = Planner(run)
+    ends = planner.manifest(first), planner.manifest(last)
+    found = None if replace else existing_fold(run, *ends)
+    if found is not None:
+        return found
+    avoid = {side.fold_key(first, last)} if replace or last - first > 1 else set()
+    return _Fold(run, ends, avoid, object_bytes, stop).make(scratch, replace)
+
+
+def existing_fold(run: RunDocuments, first: Manifest, last: Manifest) -> FoldedRange | None:
+    """The folded range that is there, if it is of these two versions; one of a damaged document counts as none."""
+    try:
+        found = run.folded(first.version, last.version)
+    except (StoreError, UnsupportedError):
+        raise
+    except DeltaSyncError:
+        return None
+    return found if (found.first_manifest, found.last_manifest) == (first.digest, last.digest) else None
+
+
+@dataclass
+class _Fold:
+    """One folded range in the making.
+
+    Attributes:
+        ends: manifests of the first and the last version. avoid: keys of documents not to use.
+    """
+
+    run: RunDocuments
+    ends: tuple[Manifest, Manifest]
+    avoid: set[str]
+    object_bytes: int
+    stop: Stop
+
+    @property
+    def context(self) -> DeltaContext:
+        return DeltaContext(self.run.info.run, self.ends[1].version, self.ends[0].version)
+
+    def make(self, scratch: str | Path | None, replace: bool) -> FoldedRange:
+        reason: DeltaSyncError | None = None
+        while True:
+            try:
+                steps = self._steps()
+            except StoreError:
+                raise
+            except ChainError as error:
+                raise reason or error from error
+            payload = sum(step.payload_bytes for step in steps)
+            purpose = f"folding versions {self.context.base_version} to {self.context.version}"
+            with scratch_folder(scratch, purpose, 2 * payload + min(payload, self.object_bytes)) as folder:
+                parts = self._open(steps, folder)
+                if isinstance(parts, DeltaSyncError):
+                    reason = reason or parts
+                    continue
+                fingerprints = _summed(parts)
+                written = self._write(parts, fingerprints, folder)
+                if reason is not None:
+                    logger.warning("%s, around what cannot be read: %s", purpose, reason)
+                return self._publish(written, replace)
+
+    def _steps(self) -> list[Step]:
+        planner = Planner(self.run, self.avoid)
+        planner.know(*self.ends)
+        steps = planner.path(self.ends[0].version, self.ends[1].version)
+        if any(step.backwards for step in steps):
+            raise ChainError(
+                f"version {self.ends[1].version} does not come from version {self.ends[0].version}: versions between "
+                "them were left behind by a rebase"
+            )
+        for step in steps:
+            if isinstance(step.document, Manifest) and step.document.codec == "raw" and step.objects:
+                raise UnsupportedError(
+                    f"version {step.high} has codec 'raw', which holds new values and no distances: only versions of "
+                    "codec 'packed' can be folded into an object"
+                )
+        return steps
+
+    def _open(self, steps: list[Step], folder: Path) -> list[LazyDelta] | DeltaSyncError:
+        """Every object of the steps, in order; what is wrong with one of them, and then its document is avoided."""
+        parts: list[LazyDelta] = []
+        reached = self.ends[0].model_fingerprint
+        for step in steps:
+            check_stop(self.stop)
+            try:
+                opened = open_step(step, folder)
+                reached += sum((declared(part) for part in opened), Fingerprint())
+                if reached != step.high_fingerprint:
+                    raise FingerprintError(
+                        f"{step.key}: objects lead to fingerprint {reached.hex()}, it says "
+                        f"{step.high_fingerprint.hex()}"
+                    )
+            except (StoreError, UnsupportedError):
+                raise
+            except DeltaSyncError as error:
+                self.avoid.add(step.key)
+                return error
+            parts += opened
+        return parts
+
+    def _write(self, parts: list[LazyDelta], fingerprints: dict[int, Fingerprint], folder: Path) -> "_Result":
+        """Fold into as many objects as needed, as files of ``folder``."""
+        result = _Result([], 0, True)
+        carried: set[int] = set()
+        pieces = fold_lazily(parts, self.run.table)
+        more = True
+        while more:
+            more = False
+            with ExitStack() as stack:
+                spool = DeltaSpool(folder, self.run.table, self.context, "zstd")
+                stack.callback(spool.close)
+                for piece in pieces:
+                    check_stop(self.stop)
+                    spool.add(piece)
+                    if spool.bytes >= self.object_bytes:
+                        more = True
+                        break
+                if spool.tensors:
+                    path = folder / f"folded-{len(result.written)}"
+                    result.written.append((spool.finish(path, fingerprints), path))
+                result.changed += spool.changed
+                result.reversible &= not spool.full
+                carried |= spool.tensors
+        lost = [tensor for tensor, value in fingerprints.items() if tensor not in carried and value != Fingerprint()]
+        if lost:
+            raise FingerprintError(
+                f"tensor {self.run.table[min(lost)].name!r} ends as it began, and its versions declare that it changed"
+            )
+        return result
+
+    def _publish(self, result: "_Result", replace: bool) -> FoldedRange:
+        first, last = self.ends
+        document = FoldedRange(
+            requires=required_features("packed", "zstd") if result.written else [],
+            run=self.run.info.run,
+            first=first.version,
+            last=last.version,
+            first_manifest=first.digest,
+            last_manifest=last.digest,
+            first_fingerprint=first.fingerprint,
+            last_fingerprint=last.fingerprint,
+            objects=[ref for ref, _ in result.written],
+            changed=result.changed,
+            payload_bytes=sum(ref.bytes for ref, _ in result.written),
+            reversible=result.reversible,
+            created_at=timestamp(),
+        )
+        bucket = self.run.bucket
+        key = side.fold_key(first.version, last.version)
+        put_objects(bucket, result.written)
+        try:
+            bucket.put(key, document.to_bytes(), if_absent=not replace)
+        except ConflictError:
+            theirs = existing_fold(self.run, first, last)
+            if theirs is not None:
+                return theirs
+            # It is damaged, or of versions that are no longer: readers pass it over, so nothing is lost with it.
+            bucket.put(key, document.to_bytes())
+        put_missing(bucket, result.written)
+        return document
+
+
+@dataclass
+class _Result:
+    """Objects written, elements in them, and whether they hold distances only."""
+
+    written: list[tuple[ObjectRef, Path]]
+    changed: int
+    reversible: bool
+
+
+def _summed(parts: list[LazyDelta]) -> dict[int, Fingerprint]:
+    sums: dict[int, Fingerprint] = {}
+    for part in parts:
+        for tensor, change in part.fingerprints.items():
+            sums[tensor] = sums.get(tensor, Fingerprint()) + change
+    return sums

@@ -1,0 +1,219 @@
+"""Bring back from a mirror what a run lacks: only what digests, or documents that are whole, prove to be right."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.chain.census import Census
+from vllm_delta_sync.chain.checks import check_follows, check_tensor_fingerprints, object_limit
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.findings import Finding
+from vllm_delta_sync.chain.lazy import fetch_file
+from vllm_delta_sync.chain.plan import GapError
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.documents import Anchor, Claim, FoldedRange, Retention, Tag
+from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.table import TensorTable
+
+
+class Mirror:
+    """A copy of a run in another bucket, which may be damaged itself.
+
+    Args:
+        run: the run to mend. bucket: the copy. census: the documents of ``run``.
+    """
+
+    def __init__(self, run: RunDocuments, bucket: Bucket, census: Census) -> None:
+        self._run, self._bucket, self._census = run, bucket, census
+
+    def mend(self, finding: Finding) -> str | None:
+        """Put what a finding is about; its key, or None if the mirror has nothing that is proven right.
+
+        Raises:
+            StoreError: one of the stores failed.
+        """
+        attempts: list[Callable[[], str | None]]
+        version = keys.version_of_key(finding.key)
+        if finding.ref is not None:
+            attempts = [partial(self._object, finding.ref), partial(self._retention, finding)]
+        elif isinstance(finding.error, GapError) and version is not None:
+            attempts = [partial(self._beside, key) for key in self._ways(version)]
+        elif version is not None:
+            attempts = [partial(self._manifest, version), *([partial(self._manifest, version - 1)] if version else [])]
+        elif finding.key == keys.HEAD_KEY:
+            # With it the only proof of the newest manifest may be gone, and that damaged where nobody sees it.
+            attempts = [partial(self._manifest, self._census.top)]
+        else:
+            attempts = [partial(self._beside, finding.key)]
+        for attempt in attempts:
+            try:
+                key = attempt()
+            except StoreError:
+                raise
+            except DeltaSyncError:
+                continue
+            if key is not None:
+                return key
+        return None
+
+    def _object(self, ref: ObjectRef) -> str:
+        with tempfile.TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True) as folder:
+            path = fetch_file(self._bucket, ref, Path(folder), object_limit(self._run.table))
+            self._run.bucket.put(ref.key, path)
+        return ref.key
+
+    def _retention(self, finding: Finding) -> str | None:
+        """An object that is in neither bucket may be one that retention removed, if only what says so is lost."""
+        if self._stored(side.RETENTION_KEY) is not None or finding.document is None:
+            return None
+        data = self._bucket.get(side.RETENTION_KEY, max_bytes=limits.MAX_JSON_BYTES)
+        version = keys.version_of_key(finding.document)
+        if version is None or not Retention.from_bytes(data, side.RETENTION_KEY).is_gone(version):
+            return None
+        return self._beside(side.RETENTION_KEY)
+
+    def _ways(self, version: int) -> list[str]:
+        """Documents that lead to a version, and are only in the mirror."""
+        listed = [item.key for item in self._bucket.list(side.FOLDS_PREFIX)]
+        folds = [key for key in listed if (pair := side.fold_of_key(key)) is not None and pair[1] == version]
+        return [key for key in (side.anchor_key(version), *folds) if self._stored(key) is None]
+
+    def _manifest(self, version: int) -> str | None:
+        key = keys.version_key(version)
+        if version in self._census.confirmed:
+            return None
+        data = self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
+        manifest = Manifest.from_bytes(data, key)
+        if (manifest.run, manifest.version) != (self._run.info.run, version):
+            return None
+        if data == self._stored(key):
+            return self._head(manifest)
+        if manifest.digest not in self._census.wanted(version) and not self._continues(manifest):
+            return None
+        self._run.bucket.put(key, data)
+        return key
+
+    def _continues(self, manifest: Manifest) -> bool:
+        """Whether nothing here but HEAD.json names a version, it follows from the one before, and the mirror's own
+        HEAD.json names it: then it is the newest, and only the proof of it was damaged too."""
+        version = manifest.version
+        if not self._census.only_head_names(version) or version - 1 not in self._census.digests:
+            return False
+        before = self._run.manifest(version - 1)
+        check_follows(before, manifest)
+        head = Head.from_bytes(self._bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), keys.HEAD_KEY)
+        return (head.run, head.version, head.manifest) == (manifest.run, version, manifest.digest)
+
+    def _head(self, manifest: Manifest) -> str | None:
+        """Both buckets have this manifest, so if only HEAD.json says otherwise, HEAD.json is wrong."""
+        if manifest.version in self._census.digests or not self._census.only_head_names(manifest.version):
+            return None
+        head = Head(run=manifest.run, version=manifest.version, manifest=manifest.digest)
+        self._run.bucket.put(keys.HEAD_KEY, head.to_bytes())
+        return keys.HEAD_KEY
+
+    def _stored(self, key: str) -> bytes | None:
+        try:
+            return self._run.bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
+        except NotFoundError:
+            return None
+
+    def _beside(self, key: str) -> str | None:
+        data = self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
+        if data == self._stored(key) or not self._fits(key, data):
+            return None
+        self._run.bucket.put(key, data)
+        return key
+
+    def _fits(self, key: str, data: bytes) -> bool:
+        """Whether a document beside the chain is one of this run, and names the manifests that are here."""
+        digests, fingerprints = self._census.digests, self._census.fingerprints
+        document: Anchor | FoldedRange | Tag | Claim | Retention
+        ends: list[tuple[int, str, str | None]]
+        if (version := side.anchor_of_key(key)) is not None:
+            document = anchor = Anchor.from_bytes(data, key)
+            check_tensor_fingerprints(anchor, self._run.table)
+            ends = [(version, anchor.manifest, anchor.fingerprint)]
+        elif (pair := side.fold_of_key(key)) is not None:
+            document = fold = FoldedRange.from_bytes(data, key)
+            ends = [
+                (pair[0], fold.first_manifest, fold.first_fingerprint),
+                (pair[1], fold.last_manifest, fold.last_fingerprint),
+            ]
+        elif side.tag_of_key(key) is not None:
+            document = tag = Tag.from_bytes(data, key)
+            ends = [(tag.version, tag.manifest, None)]
+        elif (epoch := side.claim_of_key(key)) is not None:
+            document = claim = Claim.from_bytes(data, key)
+            ends = [(claim.version, claim.manifest, None)]
+            if claim.epoch != epoch or claim.version >= self._census.epochs.get(epoch, limits.MAX_VERSION):
+                return False
+        elif key == side.RETENTION_KEY:
+            document, ends = Retention.from_bytes(data, key), []
+        else:
+            return False
+        return document.run == self._run.info.run and all(
+            digests.get(version) == digest and fingerprint in (None, fingerprints[version])
+            for version, digest, fingerprint in ends
+        )
+
+
+def mend_identity(bucket: Bucket, mirror: Bucket) -> list[str]:
+    """Bring run.json and tensors.json back, without which a run cannot be opened; the keys that were put.
+
+    run.json has to be of the run whose HEAD.json or version 0 is here; tensors.json is proven by its digest.
+
+    Raises:
+        StoreError: one of the stores failed.
+    """
+    mended = []
+    info = _parsed(bucket, keys.RUN_KEY)
+    if info is None:
+        info = _parsed(mirror, keys.RUN_KEY)
+        if info is None or not _is_run(bucket, info):
+            return []
+        bucket.put(keys.RUN_KEY, info.to_bytes())
+        mended.append(keys.RUN_KEY)
+    if _table(bucket, info) is None:
+        table = _table(mirror, info)
+        if table is not None:
+            bucket.put(keys.TABLE_KEY, table)
+            mended.append(keys.TABLE_KEY)
+    return mended
+
+
+def _parsed(bucket: Bucket, key: str) -> RunInfo | None:
+    try:
+        return RunInfo.from_bytes(bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return None
+
+
+def _is_run(bucket: Bucket, info: RunInfo) -> bool:
+    """Whether the manifests of a bucket are of this run, and its tensor table, if there is one, too."""
+    for item in bucket.list(keys.VERSIONS_PREFIX):
+        try:
+            manifest = Manifest.from_bytes(bucket.get(item.key, max_bytes=limits.MAX_JSON_BYTES), item.key)
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            continue
+        return (manifest.run, manifest.total, manifest.full_bytes) == (info.run, info.total, info.full_bytes)
+    return False
+
+
+def _table(bucket: Bucket, info: RunInfo) -> bytes | None:
+    try:
+        data = bucket.get(keys.TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
+        return data if TensorTable.from_bytes(data).digest == info.tensors else None
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return None

@@ -1,0 +1,252 @@
+"""Which versions a collection keeps, and what of the bucket they need. Pure: it looks at a survey, and at no bucket."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm_delta_sync.bucket import ObjectInfo
+from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.upkeep.retention_record import spelled
+from vllm_delta_sync.upkeep.retention_survey import NOTHING, Owner, Survey, ways_from, ways_to
+from vllm_delta_sync.upkeep.tagging import rebase_epoch
+from vllm_delta_sync.wire.documents import Lease, Retention
+
+DAY = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to keep. The head is always kept, and whatever was put less than ``min_age`` ago.
+
+    Attributes:
+        keep_last: so many of the newest versions, and every delta of them.
+        keep_every: versions whose number it divides, other than 0; None for none.
+        keep_tagged: versions that have a tag. Those that other runs branch from, or that the publisher has rebased
+            to, are kept in any case.
+        keep_seconds: versions published less than so many seconds ago; None for none.
+        min_age: seconds. Must be longer than an upload, a compaction, and any reader that has no lease takes, and than
+            the store's listings lag.
+        longest_pin: seconds. A lease holds no version that was published longer ago than this: anybody may write
+            leases, and a forged one must not hold a version for ever. A tag does.
+
+    Raises:
+        UsageError: a number makes no sense.
+    """
+
+    keep_last: int = 100
+    keep_every: int | None = None
+    keep_tagged: bool = True
+    keep_seconds: float | None = None
+    min_age: float = 3600.0
+    longest_pin: float = 7 * DAY
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("keep_last", 1), ("keep_every", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < lowest):
+                raise UsageError(f"{name} is {value!r}; give a number from {lowest} on")
+        for name in ("keep_seconds", "min_age", "longest_pin"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise UsageError(f"{name} is {value!r}; give seconds from 0 on")
+
+
+@dataclass
+class Planned:
+    """What a collection would do.
+
+    Attributes:
+        kept: version → why; each of them can be rebuilt now and afterwards. lost: wanted, but cannot be rebuilt now.
+        documents, objects: to be removed, by key.
+        missing: versions of which objects were not there, and are not missed by a version that is wanted.
+        notes: what people should know.
+    """
+
+    kept: dict[int, list[str]] = field(default_factory=dict)
+    lost: dict[int, list[str]] = field(default_factory=dict)
+    documents: dict[str, ObjectInfo] = field(default_factory=dict)
+    objects: dict[str, ObjectInfo] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_collection(survey: Survey, policy: Policy, now: float, record: Retention | None) -> Planned:
+    """Decide what to keep.
+
+    Args:
+        now: seconds since the epoch, by the store's clock. record: what the last collection wrote.
+    """
+    return _Planning(survey, policy, now, record).run()
+
+
+def reachable(survey: Survey, planned: Planned) -> set[int]:
+    """Versions that can be rebuilt once what is planned is removed."""
+    left = [
+        edge
+        for edge in survey.edges()
+        if edge.key not in planned.documents and not any(key in planned.objects for key, _ in edge.refs)
+    ]
+    return set(ways_from(left, NOTHING, lambda edge: False).last)
+
+
+class _Planning:
+    def __init__(self, survey: Survey, policy: Policy, now: float, record: Retention | None) -> None:
+        self._survey, self._policy, self._now, self._record = survey, policy, now, record
+        self._edges = survey.edges()
+        self._keep: dict[str, Owner] = {}
+        self._leases = survey.leases.live(now)
+        self._planned = Planned(notes=list(survey.notes))
+
+    def run(self) -> Planned:
+        planned = self._planned
+        ways = ways_from(self._edges, NOTHING, self._unripe)
+        given_up: list[int] = []
+        for version, reasons in self._wanted().items():
+            if version in ways:
+                planned.kept[version] = reasons
+                self._keep_all(ways.way(version))
+            elif self._given_up(version):
+                given_up.append(version)
+            else:
+                planned.lost[version] = reasons
+        if given_up:
+            planned.notes.append(f"given up by an earlier collection, and not kept: versions {spelled(given_up)}")
+        self._keep_window()
+        self._keep_ways_on()
+        self._keep_anchors()
+        self._keep_around_lost()
+        self._sweep()
+        return planned
+
+    # What is wanted
+
+    def _wanted(self) -> dict[int, list[str]]:
+        survey, policy = self._survey, self._policy
+        found: dict[int, dict[str, None]] = {survey.head: {"head": None}}
+
+        def want(version: int, reason: str) -> None:
+            if version <= survey.head:
+                found.setdefault(version, {})[reason] = None
+
+        for version in range(max(0, survey.head - policy.keep_last + 1), survey.head):
+            want(version, "last")
+        if policy.keep_every is not None:
+            for version in range(policy.keep_every, survey.head + 1, policy.keep_every):
+                want(version, "every")
+        if policy.keep_seconds is not None:
+            for owner in survey.chain:
+                if self._age(owner.info) < policy.keep_seconds:
+                    want(owner.end, "recent")
+        for name, tag in survey.tags.items():
+            # What the publisher has rebased to is not its owner's to choose: the next version builds on it.
+            if tag.branch is not None or policy.keep_tagged or rebase_epoch(name) is not None:
+                want(tag.version, f"branch {tag.branch}" if tag.branch is not None else f"tag {name}")
+        for lease in self._leases:
+            for version in self._held(lease):
+                want(version, f"lease {lease.receiver}")
+        return {version: list(found[version]) for version in sorted(found)}
+
+    def _held(self, lease: Lease) -> list[int]:
+        named = [version for version in (lease.served, lease.target, *lease.pins) if version is not None]
+        chain = self._survey.chain
+        return [
+            version
+            for version in named
+            if version < len(chain) and self._age(chain[version].info) < self._policy.longest_pin
+        ]
+
+    def _given_up(self, version: int) -> bool:
+        record = self._record
+        if record is None or version == self._survey.head:
+            return False
+        if record.head is not None:
+            return record.gave_up(version)
+        # Not written by a collection of ours: a hole on the way down to it was made on purpose.
+        while version != NOTHING:
+            if record.is_gone(version):
+                return True
+            version = self._survey.chain[version].start
+        return False
+
+    # What that needs
+
+    def _age(self, info: ObjectInfo) -> float:
+        return self._now - info.modified
+
+    def _young(self, info: ObjectInfo) -> bool:
+        return self._age(info) < self._policy.min_age
+
+    def _unripe(self, owner: Owner) -> bool:
+        """Whether another collector may not know of it, so that nothing is to be removed because of it.
+
+        A version of the chain is known to all who see the head; unless its objects were put again.
+        """
+        newest = self._survey.newest(owner)
+        in_chain = owner.end <= self._survey.head and owner is self._survey.chain[owner.end]
+        return self._now - newest < self._policy.min_age and not (in_chain and self._young(owner.info))
+
+    def _keep_all(self, owners: Iterable[Owner]) -> None:
+        for owner in owners:
+            self._keep[owner.key] = owner
+
+    def _keep_window(self) -> None:
+        """All deltas of the last versions, and the folded ranges among them, for whoever is only a little behind."""
+        begin = self._survey.head - self._policy.keep_last
+        self._keep_all(self._survey.chain[max(0, begin + 1) :])
+        self._keep_all(owner for owner in self._survey.sides if owner.used and owner.start >= max(0, begin))
+
+    def _keep_ways_on(self) -> None:
+        """What receivers with a lease need to get to the head."""
+        served = {lease.served for lease in self._leases if lease.served in self._held(lease)}
+        if served:
+            ways = ways_to(self._edges, self._survey.head, self._unripe)
+            for version in served:
+                if version is not None:
+                    self._keep_all(ways.way(version))
+
+    def _keep_anchors(self) -> None:
+        """Anchors of milestones; and the newest one that leads to the head, for those who have no base."""
+        whole = [edge for edge in self._edges if edge.start == NOTHING and edge.refs]
+        milestones = {tag.version for tag in self._survey.tags.values() if tag.milestone}
+        self._keep_all(edge for edge in whole if edge.end in milestones and edge.end in self._planned.kept)
+        onward = ways_to(self._edges, self._survey.head, self._unripe, back=False)
+        reach = [edge for edge in whole if edge.end in onward or edge.end == self._survey.head]
+        ripe = [edge for edge in reach if not self._unripe(edge)]
+        if reach:
+            newest = max(ripe or reach, key=lambda edge: (edge.end, -edge.bytes, edge.key))
+            self._keep_all([newest, *onward.way(newest.end)])
+
+    def _keep_around_lost(self) -> None:
+        """Whatever a version that is wanted and cannot be rebuilt may need once its loss is mended."""
+        if self._planned.lost:
+            last = max(self._planned.lost)
+            self._keep_all(self._survey.chain[: last + 1])
+            self._keep_all(
+                owner for owner in self._survey.sides if (owner.end if owner.start == NOTHING else owner.start) <= last
+            )
+
+    # What is left
+
+    def _sweep(self) -> None:
+        survey, planned = self._survey, self._planned
+        for owner in survey.chain:
+            if self._young(owner.info):
+                self._keep[owner.key] = owner
+        for owner in survey.sides:
+            if self._now - survey.newest(owner) < self._policy.min_age:
+                self._keep[owner.key] = owner
+        planned.documents = {owner.key: owner.info for owner in survey.sides if owner.key not in self._keep}
+        needed = {key for owner in (*self._keep.values(), *survey.strange) for key, _ in owner.refs}
+        listed = {key for owner in (*survey.chain, *survey.sides) for key, _ in owner.refs}
+        planned.objects = {
+            key: info
+            for key, info in survey.objects.items()
+            # An object that no document lists may be one that a document lists which cannot be read.
+            if key not in needed and not self._young(info) and (key in listed or not survey.unread)
+        }
+        last = max(planned.lost, default=-1)
+        planned.missing = {
+            owner.end
+            for owner in survey.chain
+            if not survey.whole(owner)
+            and (owner.end > last or (self._record is not None and self._record.is_gone(owner.end)))
+        }
