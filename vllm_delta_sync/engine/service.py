@@ -13,6 +13,7 @@ from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.transaction import EnginePort
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError
 from vllm_delta_sync.notice import NoticeSubscriber
+from vllm_delta_sync.notice.curve import client_keys
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
@@ -27,16 +28,22 @@ REPEAT_ERROR_SECONDS = 60.0
 class ReceiverService:
     """Owns the receiver's thread and, if a notice address is set, a thread that listens there.
 
+    Raises:
+        SettingsError: the keys for notices cannot be used.
+
     Attributes:
         receiver: for ``status`` and ``served_version``, from any thread.
     """
 
     def __init__(self, port: EnginePort, settings: Settings) -> None:
+        self._notice_keys = client_keys(settings.notice_key, settings.notice_server_key)
         self.receiver = Receiver(port, settings)
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stop = threading.Event()
+        self._announced: int | None = None
+        self._patience = SHORTEST_LOOK_SECONDS
         self._failures = 0
         self._said: tuple[str, float] = ("", 0.0)
         self._threads = [threading.Thread(target=self._follow, name="delta-sync", daemon=True)]
@@ -83,12 +90,36 @@ class ReceiverService:
         while not self._stop.is_set():
             looked = time.monotonic()
             self._serve_requests()
+            announced, self._announced = self._announced, None
             self._look_after()
+            self._weigh(announced)
             self._nudge()
-            self._wake.wait(self._delay())
-            self._wake.clear()
-            # However many notices come, the bucket is looked at so often and no oftener.
+            self._rest(looked)
+            # Whoever asks, the bucket is looked at so often and no oftener.
             self._stop.wait(max(0.0, looked + SHORTEST_LOOK_SECONDS - time.monotonic()))
+
+    def _rest(self, looked: float) -> None:
+        """Wait for the clock or a request; or for a notice, and until it may cost a look."""
+        due = time.monotonic() + self._delay()
+        while not self._stop.is_set() and self._requests.empty():
+            if self._announced is not None and not self._is_news(self._announced):
+                self._announced = None
+            until = due if self._announced is None else min(due, looked + self._patience)
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self._wake.wait(left)
+            self._wake.clear()
+
+    def _weigh(self, announced: int | None) -> None:
+        """Have notices wait longer for their look each time that one was false: anybody may be able to send them."""
+        if announced is None:
+            return
+        head = self.receiver.board.head
+        if head is not None and head.version >= announced:
+            self._patience = SHORTEST_LOOK_SECONDS
+        else:
+            self._patience = min(2 * self._patience, max(self._settings.poll_seconds, SHORTEST_LOOK_SECONDS))
 
     def _delay(self) -> float:
         if not self._failures:
@@ -180,10 +211,9 @@ class ReceiverService:
         return receiver.status()
 
     def _listen(self) -> None:
-        """Wake the follower on notices; the run's id is the topic, so wait until it is known."""
+        """Take notices; the run's id is the topic, so wait until it is known."""
         subscriber: NoticeSubscriber | None = None
         topic: str | None = None
-        announced = -1
         while not self._stop.is_set():
             run = self.receiver.run_id
             if run is None:
@@ -193,14 +223,32 @@ class ReceiverService:
                 if subscriber is None or run != topic:
                     if subscriber is not None:
                         subscriber.close()
-                    subscriber, topic, announced = NoticeSubscriber(str(self._settings.notice), run), run, -1
+                    subscriber, topic = self._subscribe(run), run
                 notice = subscriber.receive(NOTICE_WAIT_SECONDS)
-                if notice is not None and notice.version > announced:
-                    announced = notice.version
+                if notice is not None and self._is_news(notice.version):
+                    self._announced = notice.version
                     self._wake.set()
             except NoticeError as error:
                 self._say(error)
+                if subscriber is not None:
+                    subscriber.close()
                 subscriber = None
                 self._stop.wait(LONGEST_RETRY_SECONDS)
         if subscriber is not None:
             subscriber.close()
+
+    def _subscribe(self, run: str) -> NoticeSubscriber:
+        followed = self.receiver.history.run
+        return NoticeSubscriber(
+            str(self._settings.notice),
+            run,
+            keys=self._notice_keys,
+            keyring=followed.keyring,
+            allowed=lambda: self.receiver.history.run.authentic.keys.allowed(),
+            log=logger,
+        )
+
+    def _is_news(self, version: int) -> bool:
+        """Whether a notice names a version that is not known yet: any other costs no look."""
+        head = self.receiver.board.head
+        return head is None or version > head.version
