@@ -112,10 +112,10 @@ class ObjectCache:
             opened = os.open(self._directory / ref.sha256, _READ)
         except FileNotFoundError:
             return None
-        with open(opened, "rb") as file:
+        try:
             info = os.fstat(opened)
-            # One byte more than listed tells that a file is too long, however long it is.
-            data = file.read(ref.bytes + 1) if stat.S_ISREG(info.st_mode) else b""
+            # By the size that is there: a read allocates all that it is asked for, and what is listed may be a lie.
+            data = _read_all(opened, ref.bytes) if stat.S_ISREG(info.st_mode) and info.st_size == ref.bytes else b""
             try:
                 check_object(ref, data)
             except DigestError as error:
@@ -123,6 +123,8 @@ class ObjectCache:
                 return None
             _touch(opened)
             return data
+        finally:
+            _close(opened)
 
     # Locks
 
@@ -236,6 +238,11 @@ class ObjectCache:
             problem,
             mend,
         )
+
+
+def _read_all(file: int, size: int) -> bytes:
+    with open(file, "rb", closefd=False) as reader:
+        return reader.read(size)
 
 
 def _allocate(file: int, size: int) -> None:

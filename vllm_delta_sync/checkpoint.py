@@ -1,5 +1,6 @@
 """Read a Hugging Face checkpoint directory as bit patterns: one tensor at a time, from memory maps."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,15 @@ from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, Tenso
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.canonical import load_json
 from vllm_delta_sync.wire.container import Container, aligned
+from vllm_delta_sync.wire.limits import MAX_JSON_BYTES, check_limit
 from vllm_delta_sync.wire.manifest import Base
 from vllm_delta_sync.wire.table import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-_MODEL = re.compile(r"(?:hf:)?([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)@([A-Za-z0-9._/-]+)")
+# A revision becomes a path below the Hub's cache, and a manifest that is read may name one.
+_MODEL = re.compile(r"(?:hf:)?([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)@(?!/|(?:.*/)?\.\.?(?:/|$))([A-Za-z0-9._/-]+)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model"]
 
@@ -128,18 +131,29 @@ def _file_names(path: Path) -> list[str]:
     index = path / INDEX_NAME
     if index.is_file():
         try:
-            names = set(load_json(index.read_bytes(), INDEX_NAME)["weight_map"].values())
+            with index.open("rb") as file:
+                check_limit(
+                    f"{INDEX_NAME}: size in bytes", os.fstat(file.fileno()).st_size, MAX_JSON_BYTES, "MAX_JSON_BYTES"
+                )
+                names = set(load_json(file.read(MAX_JSON_BYTES), INDEX_NAME)["weight_map"].values())
         except OSError as error:
             raise StoreError(f"{INDEX_NAME} in {str(path)!r} cannot be read: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{INDEX_NAME} in {str(path)!r} has no readable 'weight_map': {error}") from error
-        bad = [name for name in names if not isinstance(name, str) or "/" in name or name.startswith(".")]
+        bad = [name for name in names if not _is_file_name(name)]
         if bad:
-            raise FormatError(f"{INDEX_NAME} in {str(path)!r} names a file outside the directory: {bad[0]!r}")
+            raise FormatError(
+                f"{INDEX_NAME} in {str(path)!r} names {str(bad[0])[:80]!r}, which cannot be a file of that directory"
+            )
         return sorted(names)
     if (path / SINGLE_NAME).is_file():
         return [SINGLE_NAME]
     raise NotFoundError(f"{str(path)!r} holds neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors is read")
+
+
+def _is_file_name(name: object) -> bool:
+    # Printable, because errors of the file begin with its name.
+    return isinstance(name, str) and name.isprintable() and "/" not in name and not name.startswith(".")
 
 
 def _open(path: Path) -> Container:

@@ -7,8 +7,9 @@ from urllib.parse import unquote, urlsplit
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.redaction import public_url
 
-__all__ = ["Bucket", "ObjectInfo", "check_key", "open_bucket"]
+__all__ = ["Bucket", "ObjectInfo", "check_key", "open_bucket", "scheme_of"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?")
 _UNDERSTOOD = "a path, or file:///absolute/path"
@@ -21,12 +22,30 @@ def open_bucket(url: str | os.PathLike[str]) -> Bucket:
     by the first ``put``. In a ``file:`` URL ``%20`` and the like are decoded; in a bare path nothing is.
 
     Raises:
-        UsageError: the URL is empty, has an unknown scheme, or names another machine's files.
+        UsageError: the URL is empty, has an unknown scheme, names another machine's files, or holds credentials.
     """
+    _check_public(os.fspath(url))
     # Implementations are imported here so that reading a local directory does not load every store's client.
     from vllm_delta_sync.bucket.local import LocalBucket
 
     return LocalBucket(_local_path(os.fspath(url)))
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a bucket URL in lower case; ``file`` for a bare path."""
+    scheme = _SCHEME.match(url)
+    if scheme is None or (scheme[1].lower() != "file" and scheme[2] is None):
+        return "file"
+    return scheme[1].lower()
+
+
+def _check_public(url: str) -> None:
+    """A bucket's URL is shown, logged, and written into the runs that branch from it: nothing in it may be secret."""
+    if scheme_of(url) != "file" and public_url(url) != url:
+        raise UsageError(
+            f"bucket URL {url!r} has a user, a password, a query or a fragment; give credentials in the environment, "
+            "and leave them out here"
+        )
 
 
 def _local_path(url: str) -> Path:

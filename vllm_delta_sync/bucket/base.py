@@ -63,7 +63,7 @@ class Bucket(ABC):
     """
 
     url: str
-    """What ``open_bucket`` takes to open the same bucket again."""
+    """What ``open_bucket`` takes to open the same bucket again. Holds no credentials: it is shown and written down."""
 
     @abstractmethod
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:

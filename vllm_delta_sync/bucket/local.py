@@ -30,7 +30,7 @@ from vllm_delta_sync.bucket.base import (
 )
 from vllm_delta_sync.bucket.confined import open_folder, refuse_link
 from vllm_delta_sync.bucket.nfs import StagedFile, again, is_silly
-from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 
 STAGING = "~staging"
 """Not a valid part of a key, so that no object can ever be in its way."""
@@ -89,7 +89,12 @@ class LocalBucket(Bucket):
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         def read(file: IO[bytes], info: ObjectInfo) -> bytes:
             check_size(key, info.bytes, max_bytes)
-            data = file.read(info.bytes)
+            try:
+                data = file.read(info.bytes)
+            except MemoryError as error:
+                raise LimitError(
+                    f"object {key!r} has {info.bytes} bytes, for which this process has no memory; not read"
+                ) from error
             if len(data) != info.bytes:
                 raise OSError(errno.EIO, f"{len(data)} of {info.bytes} bytes came")
             return data

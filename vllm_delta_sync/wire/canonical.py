@@ -1,12 +1,24 @@
 """Canonical JSON (RFC 8785): one byte string for one value, so that digests and signatures are stable."""
 
 import json
+import re
 from typing import Any
 
 import rfc8785
 
 from vllm_delta_sync.errors import FormatError, UnsupportedError
-from vllm_delta_sync.wire.limits import FORMAT_VERSION, MAX_JSON_BYTES, MAX_JSON_DEPTH, check_limit
+from vllm_delta_sync.wire.limits import (
+    FORMAT_VERSION,
+    MAX_JSON_BYTES,
+    MAX_JSON_DEPTH,
+    MAX_JSON_VALUES,
+    check_limit,
+)
+
+# A bracket, or a whole string, which may end with the data: so every quote is passed once, and none is tried again.
+_TOKENS = re.compile(rb"""[\[{\]}]|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)""", re.DOTALL)
+
+_GLANCE_BYTES = 65_536
 
 
 def dump_canonical(value: Any) -> bytes:
@@ -18,7 +30,7 @@ def dump_canonical(value: Any) -> bytes:
     try:
         return rfc8785.dumps(value)
     except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
-        raise FormatError(f"value cannot be written as canonical JSON: {error}") from error
+        raise FormatError(f"value cannot be written as canonical JSON: {str(error)[:200]}") from error
 
 
 def load_canonical(data: bytes, what: str, limit: int = MAX_JSON_BYTES) -> Any:
@@ -43,17 +55,21 @@ def load_json(data: bytes, what: str) -> Any:
     """Parse JSON with duplicate keys, nesting beyond MAX_JSON_DEPTH and halves of surrogate pairs refused.
 
     Raises:
+        LimitError: more values than MAX_JSON_VALUES; nothing was allocated.
         FormatError: not JSON, duplicate key, nested too deep, or a string that UTF-8 cannot spell.
     """
-    if _depth(data) > MAX_JSON_DEPTH:
+    # Each value but the first follows one of these. Those in strings count too: real data has few.
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if _is_deep(data if values <= MAX_JSON_VALUES else data[:_GLANCE_BYTES]):
         raise FormatError(f"{what} is nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")
+    check_limit(f"{what}: number of values", values, MAX_JSON_VALUES, "MAX_JSON_VALUES")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise FormatError(f"{what} is not valid JSON: {error}") from error
+        raise FormatError(f"{what} is not valid JSON: {str(error)[:200]}") from error
 
 
 def check_format_version(document: dict[str, Any], what: str) -> None:
@@ -86,27 +102,17 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-def _depth(data: bytes) -> int:
-    # An upper bound that needs no parser: brackets inside strings count too, and real data has few.
+def _is_deep(data: bytes) -> bool:
+    """Whether brackets outside of strings are nested deeper than MAX_JSON_DEPTH."""
     if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
-        return 0
-    depth = deepest = 0
-    in_string = escaped = False
-    for byte in data:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_string = False
-        elif byte == 0x22:
-            in_string = True
-        elif byte in b"[{":
+        return False
+    depth = 0
+    for token in _TOKENS.finditer(data):
+        first = data[token.start()]
+        if first in b"[{":
             depth += 1
-            deepest = max(deepest, depth)
-            if deepest > MAX_JSON_DEPTH:
-                return deepest
-        elif byte in b"]}":
+            if depth > MAX_JSON_DEPTH:
+                return True
+        elif first in b"]}":
             depth -= 1
-    return deepest
+    return False

@@ -19,7 +19,7 @@ from vllm_delta_sync.errors import FormatError
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.canonical import load_json
 from vllm_delta_sync.wire.dtypes import DType, dtype_of
-from vllm_delta_sync.wire.limits import check_limit
+from vllm_delta_sync.wire.limits import check_limit, shown
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 _LENGTH_BYTES = 8
@@ -119,7 +119,9 @@ class Container:
             check_limit(f"{what}: a dimension", size, limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS")
         start, end = offsets
         if not 0 <= start <= end <= len(self._data):
-            raise FormatError(f"{what}: data_offsets {offsets} lie outside the {len(self._data)} data bytes")
+            raise FormatError(
+                f"{what}: data_offsets {shown(start)} to {shown(end)} lie outside the {len(self._data)} data bytes"
+            )
         if math.prod(shape) * element.itemsize != end - start:
             raise FormatError(f"{what}: shape {shape} of {dtype} does not take {end - start} bytes")
         return Entry(element, tuple(shape), start, end)

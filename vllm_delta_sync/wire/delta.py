@@ -27,11 +27,16 @@ _VALUES = "@fingerprints.values"
 
 @dataclass(frozen=True)
 class DeltaContext:
-    """Which step of which run an object belongs to; a reader refuses one that says otherwise."""
+    """Which step of which run an object belongs to; a reader refuses one that says otherwise.
+
+    Attributes:
+        changed: elements that its document says all its objects carry, None where nothing says so.
+    """
 
     run: str
     version: int
     base_version: int
+    changed: int | None = None
 
 
 def required_features(codec: Codec, compression: Compression) -> list[str]:
@@ -89,7 +94,7 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext) -> Changes:
     metadata = _metadata(container, context, what)
     full_names = [name for name in container.entries if name in table]
     if metadata["codec"] == "packed":
-        groups = packed.decode(container, table, metadata["blocks"], metadata["compression"], what)
+        groups = packed.decode(container, table, metadata["blocks"], metadata["compression"], what, context.changed)
         known = packed.entry_names([group.element for group in groups])
     else:
         groups = raw.decode(container, table, what)

@@ -10,6 +10,8 @@ MAX_JSON_BYTES = 64 * 1024 * 1024
 """run.json, tensors.json and manifests."""
 MAX_HEAD_BYTES = 4096
 MAX_JSON_DEPTH = 16
+MAX_JSON_VALUES = 4_194_304
+"""Commas and opening brackets of a document or header: a value of 3 bytes takes 100 in memory, and 2 µs."""
 MAX_TENSORS = 4_000_000
 MAX_TENSOR_NAME_BYTES = 512
 MAX_DIMENSIONS = 16
@@ -23,6 +25,10 @@ MAX_BREAKS = 4096
 """Versions of a run that do not build on the one before."""
 MAX_SIDE_BYTES = 65_536
 """Tags, claims and leases."""
+MAX_RANGES = 65_536
+"""Ranges and keys that retention.json lists."""
+MAX_KEYS = 128
+"""Entries of keys.json."""
 MAX_LEASE_PINS = 64
 MAX_LEASE_SECONDS = 7 * 24 * 3600
 MAX_BLOCK_COUNT = 1_000_000
@@ -33,6 +39,11 @@ MAX_EMPTY_FRAME_BYTES = 32
 """A zstd frame of no content: at most 18 bytes of header, 3 of an empty block, 4 of checksum."""
 
 
+def shown(value: int) -> str:
+    """A number that somebody else wrote, for a message: thousands of digits are of no use there."""
+    return str(value) if -(10**40) < value < 10**40 else f"a number of {value.bit_length()} bits"
+
+
 def check_limit(field: str, value: int, limit: int, limit_name: str) -> int:
     """Return ``value`` if ``0 <= value <= limit``.
 
@@ -40,5 +51,7 @@ def check_limit(field: str, value: int, limit: int, limit_name: str) -> int:
         LimitError: naming the field, the value and the limit.
     """
     if not 0 <= value <= limit:
-        raise LimitError(f"{field} is {value}, outside 0..{limit} ({limit_name}); the data is corrupt or hostile")
+        raise LimitError(
+            f"{field} is {shown(value)}, outside 0..{limit} ({limit_name}); the data is corrupt or hostile"
+        )
     return value

@@ -86,12 +86,29 @@ def _planes(values: np.ndarray) -> list[np.ndarray]:
 
 
 def decode(
-    container: Container, table: TensorTable, blocks: list[Any], compression: Compression, what: str
+    container: Container,
+    table: TensorTable,
+    blocks: list[Any],
+    compression: Compression,
+    what: str,
+    changed: int | None = None,
 ) -> list[Sparse]:
-    """Read and check every block (errors: see ``delta.decode``)."""
+    """Read and check every block (errors: see ``delta.decode``).
+
+    Args:
+        changed: refuse more elements than these before any is decoded. A plane of equal bytes takes next to nothing in
+            an object, and an element takes 10 bytes and more once it is decoded.
+    """
     dtypes = block_dtypes(blocks, what)
+    whats = [f"{what}, block {index}" for index in range(len(dtypes))]
+    directories = [
+        _directory(container, table, f"@{index}", dtype.name, whats[index]) for index, dtype in enumerate(dtypes)
+    ]
+    carried = sum(int(counts.sum()) for _, counts, _ in directories)
+    if changed is not None and carried > changed:
+        raise FormatError(f"{what}: blocks carry {carried} elements, the manifest says {changed}")
     return [
-        _decode_block(container, table, index, dtype, compression, f"{what}, block {index}")
+        _decode_block(container, table, index, dtype, directories[index], compression, whats[index])
         for index, dtype in enumerate(dtypes)
     ]
 
@@ -112,10 +129,16 @@ def block_dtypes(blocks: list[Any], what: str) -> list[DType]:
 
 
 def _decode_block(
-    container: Container, table: TensorTable, index: int, element: DType, compression: Compression, what: str
+    container: Container,
+    table: TensorTable,
+    index: int,
+    element: DType,
+    directory: tuple[np.ndarray, np.ndarray, np.ndarray],
+    compression: Compression,
+    what: str,
 ) -> Sparse:
     name = f"@{index}"
-    ids, counts, numels = _directory(container, table, name, element.name, what)
+    ids, counts, numels = directory
     total = int(counts.sum())
     gaps = aligned(decompress(_bytes(container, f"{name}.gaps"), total, compression, f"{what}: gaps"))
     escaped = int(np.count_nonzero(gaps == 255))
