@@ -1,23 +1,28 @@
 """Settings of the receiving side: one model, one table of environment variables, one order of precedence.
 
 A command-line flag wins over the environment (``DELTA_SYNC_<UPPER>``), the environment over the TOML file named by
-``DELTA_SYNC_CONFIG``. An unknown name is an error everywhere. Secrets come by file only.
+``DELTA_SYNC_CONFIG``. An unknown name is an error everywhere. Secrets are no settings: a setting names the file of one,
+and ``DELTA_SYNC_ADMIN_TOKEN`` is the only one that may come by the environment.
 """
 
-import hmac
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from vllm_delta_sync import admin_token
 from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.redaction import public_url, redact
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.documents import RECEIVER_ID, TAG_NAME
 
 ENV_PREFIX = "DELTA_SYNC_"
 CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
+NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE)
+SIGNING_KEY_VARIABLE = "DELTA_SYNC_SIGNING_KEY"
 HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
 
@@ -25,7 +30,7 @@ TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
 class Settings(BaseModel):
     """What a receiver can be told. docs/REFERENCE.md is generated from these descriptions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     bucket: Annotated[str, Field(min_length=1, description="Run URL to follow: file:///path/run or a plain path.")]
     target: Annotated[
@@ -50,6 +55,47 @@ class Settings(BaseModel):
             pattern=r"^(tcp|ipc)://",
             description="ZeroMQ address of the publisher's notices; none: polling alone.",
         ),
+    ] = None
+    quarantined: Annotated[
+        Literal["skip", "serve"],
+        Field(
+            description="Versions that the publisher's gate has marked as bad, where target is head. skip: the newest "
+            "one that is not marked is served. serve: they are served like any other. Whoever names one, by its number "
+            "or by a tag, is served it."
+        ),
+    ] = "skip"
+    trusted_keys: Annotated[
+        str | None,
+        Field(
+            description="Public key files (`delta-sync keygen`), separated by commas. With them, everything that "
+            "decides about weights must be signed by one of these keys, or by one that they list in the bucket's "
+            "keys.json; and what is older than what was seen before, or of another run, is refused."
+        ),
+    ] = None
+    state_dir: Annotated[
+        Path | None,
+        Field(
+            description="Directory of this user, on a disk that outlives the server, where it keeps what it has seen "
+            "of the run. Goes with `trusted_keys`. Default: `vllm-delta-sync` in $XDG_STATE_HOME or ~/.local/state."
+        ),
+    ] = None
+    expired_head: Annotated[
+        Literal["warn", "refuse"],
+        Field(
+            description="With `trusted_keys`, when HEAD.json has run out or is gone: its publisher has ended, or "
+            "somebody hides what came later. warn: shown in status and log. refuse: no new version is taken either."
+        ),
+    ] = "warn"
+    notice_key: Annotated[
+        Path | None,
+        Field(
+            description="File with this server's secret CURVE certificate (`delta-sync keygen PATH --notice`), for "
+            "encrypted notices; goes with `notice_server_key`. None but this user may read it."
+        ),
+    ] = None
+    notice_server_key: Annotated[
+        Path | None,
+        Field(description="File with the public CURVE certificate of the publisher or broker that notices come from."),
     ] = None
     pause_mode: Annotated[
         Literal["keep", "wait", "abort"],
@@ -124,25 +170,33 @@ class Settings(BaseModel):
     admin_token_file: Annotated[
         Path | None,
         Field(
-            description="File with the token that state-changing routes ask for. Without it they answer loopback only."
+            description="File with the token that state-changing routes ask for; or give the token itself as the "
+            "environment variable DELTA_SYNC_ADMIN_TOKEN. Without either they answer loopback only."
         ),
     ] = None
 
-    def admin_token(self) -> str | None:
-        """The token's text.
+    def admin_token(self, environment: Mapping[str, str] | None = None) -> admin_token.AdminToken | None:
+        """The token of ``admin_token_file`` or of the environment. Errors as ``admin_token.load``."""
+        return admin_token.load(self.admin_token_file, environment)
 
-        Raises:
-            SettingsError: the file cannot be read or is empty.
-        """
-        if self.admin_token_file is None:
-            return None
+    def keyring(self) -> Keyring:
+        """The keys that are trusted; the files are read anew. Raises SettingsError: one cannot be used."""
+        return Keyring.load(self.trusted_keys)
+
+    def state_folder(self) -> Path:
+        """Where marks are kept. Raises SettingsError: this user has no home."""
+        if self.state_dir is not None:
+            return self.state_dir
         try:
-            token = self.admin_token_file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"admin_token_file {str(self.admin_token_file)!r} cannot be read: {error}") from error
-        if not token:
-            raise SettingsError(f"admin_token_file {str(self.admin_token_file)!r} is empty; put a token in it")
-        return token
+            state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        except RuntimeError as error:
+            raise SettingsError("this user has no home directory; set state_dir") from error
+        return Path(state) / "vllm-delta-sync"
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """A bucket's URL may hold credentials; what prints settings must not."""
+        for name, value in super().__repr_args__():
+            yield name, public_url(value) if isinstance(value, str) else value
 
 
 def environment_name(field: str) -> str:
@@ -165,9 +219,13 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
     values.update(_from_environment(environment))
     values.update({name: value for name, value in (overrides or {}).items() if value is not None})
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
     except ValidationError as error:
         raise SettingsError(_explain(error)) from error
+    if (settings.notice_key is None) != (settings.notice_server_key is None):
+        missing = "notice_key" if settings.notice_key is None else "notice_server_key"
+        raise SettingsError(f"setting {missing!r} is missing; notice_key and notice_server_key go together")
+    return settings
 
 
 def _from_file(path: str | None) -> dict[str, Any]:
@@ -183,8 +241,13 @@ def _from_file(path: str | None) -> dict[str, Any]:
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values = {}
     for name, value in environment.items():
-        if name.startswith(ENV_PREFIX) and name != CONFIG_VARIABLE:
+        if name.startswith(ENV_PREFIX) and name not in NO_SETTINGS:
             field = name.removeprefix(ENV_PREFIX).lower()
+            if name == SIGNING_KEY_VARIABLE:
+                raise SettingsError(
+                    f"environment variable {name} is set: who has the signing key decides what is served, so it has no "
+                    "business on a server; unset it, and give trusted_keys"
+                )
             if field not in Settings.model_fields:
                 raise SettingsError(
                     f"environment variable {name} is not a setting; known are "
@@ -201,9 +264,4 @@ def _explain(error: ValidationError) -> str:
         return f"setting {field!r} is missing; set {environment_name(field)} or --{field.replace('_', '-')}"
     if problem["type"] == "extra_forbidden":
         return f"setting {field!r} is unknown; known are {', '.join(Settings.model_fields)}"
-    return f"setting {field!r} is {str(problem['input'])[:80]!r}: {problem['msg']}"
-
-
-def token_matches(expected: str, given: str) -> bool:
-    """Constant-time comparison."""
-    return hmac.compare_digest(expected.encode(), given.encode())
+    return f"setting {field!r} is {redact(str(problem['input']))[:80]!r}: {problem['msg']}"

@@ -7,12 +7,18 @@ and the mend. ``exit_code`` is what the ``delta-sync`` command returns.
 
 from typing import ClassVar
 
+from vllm_delta_sync.redaction import redact
+
 
 class DeltaSyncError(Exception):
     """Base of all errors raised on purpose by this project."""
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, *args: object) -> None:
+        """Credentials in the message are taken out here, so that nothing that shows an error has to think of it."""
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
     @property
     def message(self) -> str:
@@ -90,6 +96,30 @@ class ChainError(DeltaSyncError):
     kind = "chain"
 
 
+class SignatureError(DeltaSyncError):
+    """A document is not signed by a key that is trusted for it; nothing of it was used."""
+
+    kind = "signature"
+
+
+class ForkError(ChainError):
+    """There are two histories for one version, both signed; nothing of the newly found one was used."""
+
+    kind = "fork"
+
+
+class ReplayError(ChainError):
+    """The bucket shows an older state than was seen before: it was put back, or something was hidden."""
+
+    kind = "replay"
+
+
+class ExpiredError(DeltaSyncError):
+    """HEAD.json has run out: its publisher has ended, or somebody hides what came later."""
+
+    kind = "expired"
+
+
 class FingerprintError(DeltaSyncError):
     """Weights do not have the fingerprint that their version declares; they were left as they were."""
 
@@ -136,6 +166,12 @@ class PublishError(DeltaSyncError):
     """A version could not be made durable; the baseline was put back, the next publish carries its changes."""
 
     kind = "publish"
+
+
+class GateError(PublishError):
+    """A version is beyond the publisher's gate and was refused; its changes are judged again with the next."""
+
+    kind = "gate"
 
 
 def error_kinds() -> dict[str, type[DeltaSyncError]]:

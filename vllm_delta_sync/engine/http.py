@@ -1,46 +1,31 @@
 """HTTP routes under ``/delta_sync`` and the version header, on vLLM's own server."""
 
 import asyncio
-import ipaddress
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_delta_sync.config import token_matches
+from vllm_delta_sync.engine.http_guard import Answer, CrowdedError, GuardedRoute, refusal
 from vllm_delta_sync.engine.service import ReceiverService
-from vllm_delta_sync.errors import (
-    BusyError,
-    ChainError,
-    ConflictError,
-    DeltaSyncError,
-    EngineError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
+from vllm_delta_sync.wire.limits import MAX_VERSION
 
 VERSION_HEADER = b"x-delta-sync-version"
 VERSIONED_PATHS = ("/v1/completions", "/v1/chat/completions")
 WAIT_STEP_SECONDS = 0.01
 LONGEST_WAIT_SECONDS = 3600.0
 
-_STATUS_CODES: tuple[tuple[type[DeltaSyncError], int], ...] = (
-    (UsageError, 400),
-    (NotFoundError, 404),
-    (BusyError, 409),
-    (ConflictError, 409),
-    (ChainError, 409),
-    (StoreError, 503),
-    (EngineError, 500),
-)
-REFUSED_DATA = 422
-"""Any other error of ours: the bucket's data was refused."""
+MAX_WAITING = 64
+"""Requests that may wait at a time, those of clients that may change state not counted."""
+GONE_SECONDS = 1.0
+"""How soon a client that has gone does not count any more."""
 
-router = APIRouter(prefix="/delta_sync", tags=["delta_sync"])
+router = APIRouter(prefix="/delta_sync", tags=["delta_sync"], route_class=GuardedRoute, default_response_class=Answer)
+"""Every route here that is not a GET changes state, and is for those who may: see ``http_guard.check``."""
 
 
 class SyncRequest(BaseModel):
@@ -48,7 +33,7 @@ class SyncRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     version: Annotated[
-        int | None, Field(ge=0, description="Version to serve; none: what the setting `target` says.")
+        int | None, Field(ge=0, le=MAX_VERSION, description="Version to serve; none: what the setting `target` says.")
     ] = None
 
 
@@ -56,7 +41,9 @@ class RollbackRequest(BaseModel):
     """Body of ``POST /delta_sync/rollback``."""
 
     model_config = ConfigDict(extra="forbid")
-    version: Annotated[int, Field(ge=0, description="Version to go back to, one of `undo` in the status.")]
+    version: Annotated[
+        int, Field(ge=0, le=MAX_VERSION, description="Version to go back to, one of `undo` in the status.")
+    ]
 
 
 def service_of(request: Request) -> ReceiverService:
@@ -65,51 +52,13 @@ def service_of(request: Request) -> ReceiverService:
     return service
 
 
-def admin(request: Request) -> None:
-    """Let a state-changing request pass: right token, or no token set and a client on this machine.
-
-    Raises:
-        AdminRefused: anyone else, and any request that a web page sent.
-    """
-    if "origin" in request.headers:
-        raise AdminRefused("requests from web pages may not change state; call this route without Origin")
-    token = request.app.state.delta_sync_token
-    if token is None:
-        host = request.client.host if request.client else ""
-        if not _is_loopback(host):
-            raise AdminRefused("no admin token is set, so only this machine may call this; set admin_token_file")
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not token_matches(token, given.strip()):
-        raise AdminRefused("the admin token is missing or wrong; send Authorization: Bearer TOKEN", 401)
-
-
-class AdminRefused(DeltaSyncError):
-    """A state-changing request came without the right to make it."""
-
-    kind = "forbidden"
-
-    def __init__(self, message: str, status: int = 403) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None)
-        return (mapped or address).is_loopback
-    except ValueError:
-        return False
-
-
 @router.get("/status")
 async def status(request: Request) -> dict[str, Any]:
     """What is served, what is newest, what went wrong last."""
     return service_of(request).receiver.status()
 
 
-@router.post("/sync", dependencies=[Depends(admin)])
+@router.post("/sync")
 async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, Any]:
     """Look into the bucket now and serve what the setting `target` says, or the version asked for; answers with the
     status reached.
@@ -120,28 +69,28 @@ async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, A
     return outcome
 
 
-@router.post("/rollback", dependencies=[Depends(admin)])
+@router.post("/rollback")
 async def rollback(request: Request, body: RollbackRequest) -> dict[str, Any]:
     """Go back to a version in the undo log, without the network, and hold it; answers with the status reached."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("rollback", body.version))
     return outcome
 
 
-@router.post("/hold", dependencies=[Depends(admin)])
+@router.post("/hold")
 async def hold(request: Request) -> dict[str, Any]:
     """Keep the version served, whatever is published; answers with the status."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("hold"))
     return outcome
 
 
-@router.post("/release", dependencies=[Depends(admin)])
+@router.post("/release")
 async def release(request: Request) -> dict[str, Any]:
     """End a hold; the run is followed again. Answers with the status."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("release"))
     return outcome
 
 
-@router.post("/verify", dependencies=[Depends(admin)])
+@router.post("/verify")
 async def verify(request: Request) -> dict[str, Any]:
     """Rescan all weights against the served version's fingerprint, and compare its manifest with the bucket's.
 
@@ -153,31 +102,41 @@ async def verify(request: Request) -> dict[str, Any]:
 @router.get("/wait")
 async def wait(
     request: Request,
-    version: Annotated[int, Query(ge=0)],
+    version: Annotated[int, Query(ge=0, le=MAX_VERSION)],
     timeout: Annotated[float, Query(ge=0, le=LONGEST_WAIT_SECONDS)] = 30.0,
-) -> JSONResponse:
-    """Answer once the version, or a later one, is served: 200 with the status, or 408 when late."""
+) -> Answer:
+    """Answer once the version, or a later one, is served: 200 with the status; 408 when late, 503 if too many wait."""
     receiver = service_of(request).receiver
     deadline = time.monotonic() + timeout
-    while True:
-        served = receiver.served_version
-        if served is not None and served >= version:
-            return JSONResponse(receiver.status())
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return JSONResponse(receiver.status(), status_code=408)
-        await asyncio.sleep(min(WAIT_STEP_SECONDS, left))
+    asked = time.monotonic()
+    with _place(request):
+        while True:
+            served, now = receiver.served_version, time.monotonic()
+            if served is not None and served >= version:
+                return Answer(receiver.status())
+            if now >= deadline:
+                return Answer(receiver.status(), 408)
+            if now - asked > GONE_SECONDS:
+                asked = now
+                if await request.is_disconnected():
+                    return Answer(receiver.status(), 408)
+            await asyncio.sleep(min(WAIT_STEP_SECONDS, deadline - now))
 
 
-async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Any error of ours as ``{"error": {"kind", "message"}}``."""
-    if not isinstance(error, DeltaSyncError):
-        raise error
-    if isinstance(error, AdminRefused):
-        code = error.status
-    else:
-        code = next((code for cls, code in _STATUS_CODES if isinstance(error, cls)), REFUSED_DATA)
-    return JSONResponse({"error": {"kind": error.kind, "message": error.message}}, status_code=code)
+@contextmanager
+def _place(request: Request) -> Iterator[None]:
+    """A place among those who wait. Who may change state always gets one, so that strangers cannot keep them out."""
+    if refusal(request) is None:
+        yield
+        return
+    state = request.app.state
+    if state.delta_sync_waiting >= MAX_WAITING:
+        raise CrowdedError(f"{MAX_WAITING} requests wait already; ask again, or with the admin token")
+    state.delta_sync_waiting += 1
+    try:
+        yield
+    finally:
+        state.delta_sync_waiting -= 1
 
 
 class VersionHeader:
@@ -204,7 +163,7 @@ class VersionHeader:
 
 
 def attach(app: FastAPI) -> None:
-    """Add routes, error answers and the middleware to vLLM's application."""
+    """Add the routes and the middleware to vLLM's application."""
+    app.state.delta_sync_waiting = 0
     app.include_router(router)
-    app.add_exception_handler(DeltaSyncError, answer_error)
     app.add_middleware(VersionHeader, state=app.state)

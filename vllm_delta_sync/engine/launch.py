@@ -5,8 +5,10 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
+from vllm_delta_sync import admin_token
 from vllm_delta_sync.config import environment_name, load_settings
 from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.engine.witness import Witness
 from vllm_delta_sync.errors import EngineError, UsageError
 
 EXTENSION_FLAG = "--worker-extension-cls"
@@ -26,7 +28,9 @@ def serve_command(model: str, settings: Mapping[str, str], vllm_args: list[str])
         UsageError: the arguments name another worker extension. SettingsError: a setting cannot be used.
         EngineError: vLLM is missing, or its command cannot start.
     """
-    load_settings(dict(settings)).admin_token()
+    chosen = load_settings(dict(settings))
+    chosen.admin_token()
+    chosen.keyring()
     compat.distribution_version()
     if not compat.has_command_metadata():
         raise EngineError(
@@ -50,7 +54,13 @@ def serve_command(model: str, settings: Mapping[str, str], vllm_args: list[str])
 
 
 def exec_serve(model: str, settings: Mapping[str, str], vllm_args: list[str]) -> NoReturn:
-    """Replace this process by ``vllm serve``. Errors as ``serve_command``."""
+    """Replace this process by ``vllm serve``. Errors as ``serve_command``.
+
+    The admin token is neither in its command line nor in its environment, and so in that of no process it starts."""
     environment, command = serve_command(model, settings, vllm_args)
+    chosen = load_settings(dict(settings))
+    # Before minutes of loading: whether what is seen of the run can be kept.
+    Witness(chosen, chosen.keyring())
     os.environ.update(environment)
+    admin_token.hide()
     os.execv(command[0], command)

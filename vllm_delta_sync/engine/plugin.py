@@ -1,20 +1,23 @@
 """vLLM's entry points: the general plugin (every process) and the endpoint plugin (API server)."""
 
 import asyncio
-import logging
 from argparse import Namespace
 from typing import Any
 
+from vllm_delta_sync import admin_token
 from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.redaction import guarded_logger, public_url
 
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
+# A child of vLLM's logger, the only one that vLLM gives a handler; one for all our modules in the engine.
+logger = guarded_logger("vllm.delta_sync")
 
 
 def register() -> None:
     """General plugin. vLLM calls it in every process, possibly more than once."""
     from vllm_delta_sync.engine import core_guard, loader
 
+    # In the API server this comes before the engine's processes are started, so they do not get the token.
+    admin_token.hide()
     compat.initialize_amx()
     compat.hide_numba_from_kernel_scan()
     loader.register()
@@ -52,10 +55,12 @@ class EndpointPlugin:
         service = ReceiverService(ServerPort(engine_client, asyncio.get_running_loop(), settings), settings)
         state.delta_sync = service
         state.delta_sync_token = settings.admin_token()
+        if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
+            logger.warning("admin_token_file can be read by others than its owner; run chmod 600 on it")
         core_guard.fail_when_engine_died(engine_client)
         spans.install(engine_client, state, lambda: service.receiver.served_run)
         service.start()
-        logger.info("following %s (policy %s)", settings.bucket, settings.policy)
+        logger.info("following %s (policy %s)", public_url(settings.bucket), settings.policy)
 
 
 def endpoint_plugin() -> EndpointPlugin:

@@ -1,0 +1,117 @@
+"""Credentials in texts: what is taken out, and what is left for people to read."""
+
+import io
+import logging
+import time
+
+import pytest
+
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.errors import StoreError, UsageError
+from vllm_delta_sync.redaction import REMOVED, guarded_logger, public_url, redact
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot read s3://key:hidden@store.example/run: 403",
+        "bucket URL 's3://AKIAABCDEFGHIJKLMNOP:hid/den+hidden@store.example/run' is refused",
+        "s3://user:p@ss:hidden@store.example/run",
+        "s3://user:hid'den@store.example/run",
+        "https://store.example/a?X-Amz-Signature=hidden&X-Amz-Date=1",
+        "https://store.example/a?sv=1&sig=hidden%3D",
+        "GET https://store.example/a#access_token=hidden",
+        "failed: X-Amz-Signature=hidden12 is too old",
+        "x-amz-security-token: hidden123",
+        "{'aws_secret_access_key': 'hidden123'}",
+        '{"password": "hidden123"}',
+        "Authorization: Bearer hidden123",
+        "authorization='Basic hidden123'",
+        "token=hidden123, next",
+        "-----BEGIN PRIVATE KEY-----\nhidden\n-----END PRIVATE KEY-----\n",
+        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nhidden cut off",
+    ],
+)
+def test_taken_out(text: str) -> None:
+    shown = redact(text)
+    for part in ("hid", "hidden", "den"):
+        assert part not in shown
+    assert redact(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bucket URL 's3://bucket/run@2024' has the unknown scheme 's3'",
+        "http://127.0.0.1:8000/a is not a bucket",
+        "hf://buckets/name/bucket/run@main",
+        "tensor 'model.token:embedding.weight' has another shape",
+        "signature: of key 5a1c is wrong",
+        "the admin token is missing or wrong; send Authorization: Bearer TOKEN",
+        "version 7 has 5 = 2 + 3 objects; ask who@example.com",
+        "file:///data/run, and /data/run?x=1",
+    ],
+)
+def test_left(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://key:secret@store.example:9000/run?sig=1#x", "s3://store.example:9000/run"),
+        ("s3://bucket/run", "s3://bucket/run"),
+        ("/data/what?is#this", "/data/what?is#this"),
+        ("file:///data/run", "file:///data/run"),
+        ("relative/run", "relative/run"),
+    ],
+)
+def test_public_url(url: str, shown: str) -> None:
+    assert public_url(url) == shown
+
+
+def test_every_error_of_ours() -> None:
+    error = StoreError("https://key:hidden@store.example/a?sig=hidden")
+    assert "hidden" not in str(error) + repr(error) + error.message
+    assert error.message == f"https://store.example/a?{REMOVED}"
+    assert UsageError().message == "usage"
+
+
+def test_what_is_logged() -> None:
+    """Arguments, and the tracebacks of other people's errors."""
+    logger = guarded_logger("tests.redaction")
+    assert guarded_logger("tests.redaction") is logger
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        logger.error("%s and %d", "s3://key:hidden@store.example/run", 5)
+        try:
+            raise ValueError("GET https://store.example/?sig=hidden")
+        except ValueError:
+            logger.exception("failed")
+    finally:
+        logger.removeHandler(handler)
+    shown = stream.getvalue()
+    assert "s3://store.example/run and 5" in shown
+    assert "ValueError: GET https://store.example/" in shown
+    assert "hidden" not in shown
+    assert len(logger.filters) == 1
+
+
+@pytest.mark.parametrize("part", ["a", "a://", "a://b:c", "token", "x:/?", "bearer ", "secret", "=", "'", "@", "-----"])
+def test_hostile_text_costs_little(part: str) -> None:
+    text = part * (50_000 // len(part)) + "://"
+    began = time.process_time()
+    redact(text)
+    assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key:hidden@bucket/run", "hf://buckets/a/b?token=hidden", "gs://bucket/run#hidden"]
+)
+def test_bucket_url_that_holds_credentials(url: str) -> None:
+    """What is shown and written into branches may not."""
+    with pytest.raises(UsageError, match="give credentials in the environment") as caught:
+        open_bucket(url)
+    assert "hidden" not in caught.value.message

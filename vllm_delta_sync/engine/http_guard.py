@@ -1,0 +1,235 @@
+"""Who may ask what of the routes under ``/delta_sync``, how much they may send, and what every answer says."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+
+from vllm_delta_sync.admin_token import AdminToken
+from vllm_delta_sync.errors import (
+    BusyError,
+    ChainError,
+    ConflictError,
+    DeltaSyncError,
+    EngineError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+MAX_BODY_BYTES = 64 * 1024
+BODY_SECONDS = 10.0
+"""Longest that a client may take to send a body."""
+READING = ("GET", "HEAD")
+"""Every other method counts as one that changes state."""
+PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "true-client-ip", "cf-connecting-ip")
+PROXY_PREFIX = "x-forwarded-"
+HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+STATUS_CODES: tuple[tuple[type[DeltaSyncError], int], ...] = (
+    (UsageError, 400),
+    (NotFoundError, 404),
+    (BusyError, 409),
+    (ConflictError, 409),
+    (ChainError, 409),
+    (StoreError, 503),
+    (EngineError, 500),
+)
+REFUSED_DATA = 422
+"""Any other error of ours: the bucket's data was refused."""
+# So that a name from a bucket is harmless even in a page that puts our JSON into its own text as it is.
+_ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\x7f"})
+
+
+class AdminRefused(DeltaSyncError):
+    """A request came without the right to make it."""
+
+    kind = "forbidden"
+
+    def __init__(self, message: str, status: int = 403) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BadRequest(UsageError):
+    """A request that is not read, or not understood."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class CrowdedError(BusyError):
+    """As many wait already as may."""
+
+    status = 503
+
+
+class Answer(JSONResponse):
+    """JSON in ASCII without control characters, and without any that mean something in HTML; never cached."""
+
+    def __init__(self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None, **rest: Any):
+        super().__init__(content, status_code, {**HEADERS, **(headers or {})}, **rest)
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).translate(_ESCAPED).encode()
+
+
+class GuardedRoute(APIRoute):
+    """A route that is asked whether it may, before anything of the request's body is read."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        inner = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                check(request)
+                if request.method not in READING:
+                    request = await _with_body(request)
+                return await inner(request)
+            except DeltaSyncError as error:
+                return answer_error(error)
+            except RequestValidationError as error:
+                return answer_error(_explain(error))
+            except HTTPException as error:
+                return answer_error(BadRequest(str(error.detail)[:200], error.status_code))
+            except Exception as error:  # vLLM would answer with its text as it is
+                logger.exception("a request failed unexpectedly")
+                return answer_error(EngineError(f"unexpected {type(error).__name__}: {error}"))
+
+        return handle
+
+
+def answer_error(error: DeltaSyncError) -> Answer:
+    """Any error of ours as ``{"error": {"kind", "message"}}``."""
+    headers = {}
+    if isinstance(error, AdminRefused | BadRequest | CrowdedError):
+        code = error.status
+    else:
+        code = next((code for cls, code in STATUS_CODES if isinstance(error, cls)), REFUSED_DATA)
+    if code == 401:
+        headers["www-authenticate"] = "Bearer"
+    elif code == 503:
+        headers["retry-after"] = "1"
+    elif code in (408, 413):
+        # What is left of the body is not waited for.
+        headers["connection"] = "close"
+    return Answer({"error": {"kind": error.kind, "message": error.message}}, code, headers)
+
+
+def check(request: Request) -> None:
+    """Let a request pass that no page of another site sent, and that has the right to what it asks.
+
+    Raises:
+        AdminRefused: anyone else.
+    """
+    headers = request.headers
+    changes = request.method not in READING
+    foreign = any(site not in ("none", "same-origin") for site in headers.getlist("sec-fetch-site"))
+    if foreign and (changes or headers.get("sec-fetch-mode") != "navigate"):
+        raise AdminRefused("pages of other sites may not call this route; call it without a browser")
+    origin = headers.get("origin")
+    if changes and origin is not None:
+        raise AdminRefused("requests from web pages may not change state; call this route without Origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        raise AdminRefused("pages of other sites may not call this route; call it without Origin")
+    if changes and (refused := refusal(request)) is not None:
+        raise refused
+
+
+def refusal(request: Request) -> AdminRefused | None:
+    """Why a request may not change state: wrong token; or no token is set, and it is not surely from this machine."""
+    token: AdminToken | None = request.app.state.delta_sync_token
+    if token is not None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and token.matches(given.strip()):
+            return None
+        return AdminRefused("the admin token is missing or wrong; send Authorization: Bearer TOKEN", 401)
+    mend = "set admin_token_file or DELTA_SYNC_ADMIN_TOKEN"
+    if not _is_loopback(request.client.host if request.client else ""):
+        return AdminRefused(f"no admin token is set, so only this machine may call this; {mend}")
+    # A proxy on this machine makes everybody local. HTTP/1.0 is what one speaks that says nothing of itself.
+    proxied = any(name in PROXY_HEADERS or name.startswith(PROXY_PREFIX) for name in request.headers)
+    if proxied or request.scope.get("http_version") == "1.0":
+        return AdminRefused(f"no admin token is set, and this request came through a proxy; {mend}")
+    hosts = request.headers.getlist("host")
+    if not hosts or not all(map(_names_loopback, hosts)):
+        # A page may point its own name at this machine, and is then of the same site; the name gives it away.
+        return AdminRefused(f"no admin token is set, and Host is not localhost or a loopback address; {mend}")
+    return None
+
+
+async def _with_body(request: Request) -> Request:
+    """The request with its body read, in bounded memory and time.
+
+    Raises:
+        BadRequest: it is too large, too slow, or not JSON.
+    """
+    declared = request.headers.get("content-length", "0")
+    if not (declared.isascii() and declared.isdecimal()) or len(declared) > 9 or int(declared) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError:
+        raise BadRequest(f"the request's body did not come within {BODY_SECONDS:g} s", 408) from None
+    except ClientDisconnect:
+        raise BadRequest("the client went away") from None
+    kind = request.headers.get("content-type")
+    if (body or kind is not None) and (kind or "").partition(";")[0].strip().lower() != "application/json":
+        raise BadRequest("a body must be JSON; send Content-Type: application/json", 415)
+    pending: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def receive() -> Message:
+        return pending.pop() if pending else await request.receive()
+
+    return Request(request.scope, receive)
+
+
+def _too_large() -> BadRequest:
+    return BadRequest(f"a request's body may have {MAX_BODY_BYTES} bytes", 413)
+
+
+def _explain(error: RequestValidationError) -> BadRequest:
+    """The first thing that is wrong, without what was sent."""
+    problem = error.errors()[0]
+    field = ".".join(str(part) for part in problem["loc"])
+    return BadRequest(f"{field[:80]!r}: {str(problem['msg'])[:200]}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None)
+        return (mapped or address).is_loopback
+    except ValueError:
+        return False
+
+
+def _names_loopback(host: str) -> bool:
+    name = host.strip().lower()
+    if name.startswith("["):
+        name, closed, port = name[1:].partition("]")
+        if not closed or (port and not port.startswith(":")):
+            return False
+    else:
+        name = name.partition(":")[0]
+    return name == "localhost" or _is_loopback(name)

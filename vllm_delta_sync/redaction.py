@@ -1,0 +1,72 @@
+"""What is shown of a text that may hold a credential: the one place that takes credentials out.
+
+``DeltaSyncError`` passes its message through ``redact``, so that status, answers, ``--json`` and tracebacks need not;
+``guarded_logger`` does the same for lines that are logged, and for the tracebacks of other people's errors below them.
+"""
+
+import logging
+import re
+
+REMOVED = "[removed]"
+
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{1,30}://"
+_NAMES = (
+    r"(?:[\w-]{0,40}?(?:signature|credential|security[_-]?token|access[_-]?token|access[_-]?key(?:[_-]?id)?|api[_-]?key"
+    r"|secret[\w-]{0,20}|password|passwd|googleaccessid)|sig|token)"
+)
+# A key with a slash in it looks like a path, and a password may hold an @: the last @ of the word ends both.
+_USERINFO = re.compile(
+    rf"(?P<scheme>{_SCHEME})(?:[^\s/?#]{{0,512}}@|[^\s/?#@:'\"]{{1,256}}:(?!\d{{1,5}}(?:[/?#'\"\s]|$))\S{{0,256}}@)"
+)
+_QUERY = re.compile(rf"(?P<place>{_SCHEME}[^\s?#]{{0,4096}})(?P<mark>[?#])(?P<rest>\S+)")
+_CLOSING = "'\"`)>,.;:"
+_PAIR = re.compile(
+    rf"(?i)(?P<name>(?<![\w-]){_NAMES})(?P<sign>['\"]?\s?=\s?['\"]?|['\"]\s?:\s?['\"]?)(?P<value>[^\s&'\",;)]{{6,}})"
+)
+_HEADER = re.compile(
+    r"(?i)(?P<name>authorization['\"]?\s?[:=]\s?['\"]?(?:bearer|basic)\s|bearer\s|\bx-amz-[\w-]{1,40}:\s)[^\s'\",;)]{6,}"
+)
+_KEY_ID = re.compile(r"\b(?:A(?:KIA|SIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{20,})\b")
+_PRIVATE = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.S)
+
+
+def public_url(url: str) -> str:
+    """A URL without user, password, query and fragment; a bare path as it is."""
+    shown = _USERINFO.sub(r"\g<scheme>", url)
+    found = re.match(rf"{_SCHEME}[^?#]*", shown)
+    return redact(found[0] if found else shown)
+
+
+def redact(text: str) -> str:
+    """``text`` without user and password, query and fragment of the URLs in it, and without values that are called
+    signature, token, secret and the like, access key ids, and private keys."""
+    if not any(mark in text for mark in ("://", "=", ":", "-----", "AKIA", "ASIA", "hf_", "earer")):
+        return text
+    text = _PRIVATE.sub(REMOVED, text)
+    text = _USERINFO.sub(r"\g<scheme>", text)
+    text = _QUERY.sub(_without_query, text)
+    text = _HEADER.sub(rf"\g<name>{REMOVED}", text)
+    text = _PAIR.sub(rf"\g<name>\g<sign>{REMOVED}", text)
+    return _KEY_ID.sub(REMOVED, text)
+
+
+def guarded_logger(name: str) -> logging.Logger:
+    """The logger of that name, whose lines go through ``redact``. Loggers below it have to be asked for themselves."""
+    logger = logging.getLogger(name)
+    if not any(isinstance(known, _Redacting) for known in logger.filters):
+        logger.addFilter(_Redacting())
+    return logger
+
+
+class _Redacting(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact(record.getMessage()), None
+        if record.exc_info and record.exc_text is None:
+            # Handlers print this text if it is there, and would make it from the exception else.
+            record.exc_text = redact(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
+def _without_query(found: re.Match[str]) -> str:
+    rest = found["rest"]
+    return f"{found['place']}{found['mark']}{REMOVED}{rest[len(rest.rstrip(_CLOSING)) :]}"
