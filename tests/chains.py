@@ -13,6 +13,7 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.torch_bits import tensor_from_bits
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange, anchor_key
@@ -45,10 +46,12 @@ def models_of(bits: list[Bits], ranks: int = 1) -> list[Any]:
 class Chain(RunWriter):
     """A run in ``root/name`` whose version 0 is an anchor, or a reference to a checkpoint in ``root/base``."""
 
-    def __init__(self, root: Path, name: str = "run", seed: int = 0, base: bool = False) -> None:
+    def __init__(
+        self, root: Path, name: str = "run", seed: int = 0, base: bool = False, keyring: Keyring | None = None
+    ) -> None:
         self.root, self.url, self.folder = root, str(root / name), root / name
         self.random = np.random.default_rng(seed)
-        super().__init__(open_bucket(self.url), TABLE, run=f"{seed + 10:032x}")
+        super().__init__(open_bucket(self.url), TABLE, run=f"{seed + 10:032x}", keyring=keyring)
         if base:
             self.reference(self.fresh(), str(self.checkpoint(self.fresh())))
         elif name == "run":
@@ -82,7 +85,7 @@ class Chain(RunWriter):
 
     def branch(self, name: str, version: int, seed: int) -> "Chain":
         """A run that begins with a version of this one."""
-        branch = Chain(self.root, name, seed)
+        branch = Chain(self.root, name, seed, keyring=self.keyring if self.keyring.signs else None)
         source = self.manifests[version]
         base = {"location": self.url, "run": self.run, "version": version, "manifest": source.digest}
         branch._commit(self.bits[version], [], "reference", 0, requires=[], base=base)

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.anchor import write_anchor
@@ -15,7 +16,7 @@ from vllm_delta_sync.wire.bits import Bits, diff
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.delta import Codec, DeltaContext, encode, required_features
-from vllm_delta_sync.wire.documents import Anchor, FoldedRange
+from vllm_delta_sync.wire.documents import Anchor, FoldedRange, KeyEntry, KeyFile
 from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.wire.manifest import Break, Head, Manifest, ObjectRef, RunInfo
@@ -100,10 +101,13 @@ class RunWriter:
 
     Attributes:
         manifests: those written, by version. bits: per version, the tensors' bits. epoch: of those written next.
+        keyring: signs what is written next. expires_at: of HEAD.json.
     """
 
-    def __init__(self, bucket: Bucket, table: TensorTable, run: str = RUN) -> None:
+    def __init__(self, bucket: Bucket, table: TensorTable, run: str = RUN, keyring: Keyring | None = None) -> None:
         self.bucket, self.table, self.run = bucket, table, run
+        self.keyring = Keyring() if keyring is None else keyring
+        self.expires_at: str | None = None if keyring is None else "2126-01-02T03:04:05Z"
         self.manifests: list[Manifest] = []
         self.bits: list[list[Bits]] = []
         self.breaks: list[Break] = []
@@ -111,7 +115,8 @@ class RunWriter:
         info = RunInfo(
             run=run, created_at=CREATED, tensors=table.digest, total=table.total, full_bytes=table.full_bytes
         )
-        bucket.put(keys.RUN_KEY, info.to_bytes(), if_absent=True)
+        self.info = self.keyring.signed(info)
+        bucket.put(keys.RUN_KEY, self.info.to_bytes(), if_absent=True)
         bucket.put(keys.TABLE_KEY, table.to_bytes(), if_absent=True)
 
     def anchor(self, bits: list[Bits], data: bytes) -> Manifest:
@@ -153,7 +158,7 @@ class RunWriter:
         """Write a folded range between two versions, whatever lies between them."""
         changes = changes_between(self.table, self.bits[first], self.bits[last])
         data = encode(changes, self.table, "packed", "zstd", DeltaContext(self.run, last, first))
-        folded = FoldedRange(
+        unsigned = FoldedRange(
             run=self.run,
             requires=required_features("packed", "zstd"),
             first=first,
@@ -168,6 +173,7 @@ class RunWriter:
             reversible=changes.reversible,
             created_at=CREATED,
         )
+        folded = self.keyring.signed(unsigned)
         self.bucket.put(side.fold_key(first, last), folded.to_bytes())
         return folded
 
@@ -185,7 +191,7 @@ class RunWriter:
             spec.name: fingerprint_tensor(spec.name, self.bits[version][tensor]).hex()
             for tensor, spec in enumerate(self.table)
         }
-        anchor = Anchor(
+        unsigned = Anchor(
             run=self.run,
             version=version,
             manifest=manifest.digest,
@@ -195,13 +201,31 @@ class RunWriter:
             tensor_fingerprints=per_tensor,
             created_at=CREATED,
         )
+        anchor = self.keyring.signed(unsigned)
         self.bucket.put(side.anchor_key(version), anchor.to_bytes())
         return anchor
 
     def head(self, version: int) -> None:
         """Point HEAD.json at a version."""
-        head = Head(run=self.run, version=version, manifest=self.manifests[version].digest)
-        self.bucket.put(keys.HEAD_KEY, head.to_bytes())
+        manifest = self.manifests[version]
+        head = Head(
+            run=self.run,
+            version=version,
+            manifest=manifest.digest,
+            epoch=manifest.epoch,
+            parent=manifest.parent,
+            created_at=manifest.created_at if self.keyring.signs else None,
+            expires_at=self.expires_at if self.keyring.signs else None,
+        )
+        self.bucket.put(keys.HEAD_KEY, self.keyring.signed(head).to_bytes())
+
+    def key_file(self, sequence: int, entries: Iterable[KeyEntry]) -> KeyFile:
+        """Write keys.json."""
+        file = self.keyring.signed(
+            KeyFile(run=self.run, info=self.info.digest, sequence=sequence, keys=list(entries), created_at=CREATED)
+        )
+        self.bucket.put(side.KEYS_KEY, file.to_bytes())
+        return file
 
     def _commit(self, bits: list[Bits], objects: list[bytes], kind: str, changed: int, **fields: object) -> Manifest:
         version = len(self.manifests)
@@ -215,7 +239,7 @@ class RunWriter:
         base = fields.get("base_version")
         if version and base != version - 1:
             self.breaks.append(Break(version=version, base_version=base))  # type: ignore[arg-type]
-        manifest = Manifest.model_validate(
+        unsigned = Manifest.model_validate(
             dict(
                 run=self.run,
                 version=version,
@@ -234,6 +258,7 @@ class RunWriter:
                 **fields,
             )
         )
+        manifest = self.keyring.signed(unsigned)
         self.bucket.put(keys.version_key(version), manifest.to_bytes(), if_absent=True)
         self.manifests.append(manifest)
         self.bits.append([array.copy() for array in bits])

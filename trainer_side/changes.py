@@ -1,7 +1,7 @@
 """What one version changes: found by diffing, taken back if the version cannot be made durable."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,6 +143,34 @@ class Patch:
             self._settled = True
             self._moved.clear()
             self._replaced.clear()
+
+    def pieces(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Bits, Bits]]]]:
+        """Tensor id, and its bits (before, now) in pieces of up to ``most`` elements: at least all that changed."""
+        for moved in self._moved:
+            yield moved.tensor, self._pieces_of(moved, most)
+        for replaced in self._replaced:
+            now = self._baseline.bits(replaced.tensor)
+            starts = range(0, now.size, most)
+            yield replaced.tensor, ((replaced.saved[i : i + most], now[i : i + most]) for i in starts)
+
+    def _pieces_of(self, moved: _Moved, most: int) -> Iterator[tuple[Bits, Bits]]:
+        element, bits = self._baseline.table[moved.tensor].element, self._baseline.bits(moved.tensor)
+        every = np.arange(min(most, moved.positions.size), dtype=np.int64)
+        for start in range(0, moved.positions.size, most):
+            now = bits[moved.positions[start : start + most]]
+            before = now.copy()
+            revert_distances(element, before, every[: now.size], moved.distances[start : start + most])
+            yield before, now
+
+    def before(self, tensors: Iterable[int]) -> dict[int, Bits]:
+        """Copies of the (numel,) bits that tensors which the patch changes had before it."""
+        wanted = set(tensors)
+        found = {replaced.tensor: replaced.saved.copy() for replaced in self._replaced if replaced.tensor in wanted}
+        for moved in self._moved:
+            if moved.tensor in wanted:
+                bits = found[moved.tensor] = self._baseline.bits(moved.tensor).copy()
+                revert_distances(self._baseline.table[moved.tensor].element, bits, moved.positions, moved.distances)
+        return found
 
     def changes(self) -> Changes:
         """The patch in the wire's terms; valid until it is reverted or the next patch begins."""

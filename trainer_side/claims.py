@@ -117,13 +117,15 @@ def claim(run: Run, found: Found) -> int:
     bucket, writer = run.bucket, secrets.token_hex(16)
     epoch = max(run.newest_claim(), 0 if found.manifest is None else found.manifest.epoch) + 1
     while True:
-        document = Claim(
-            run=run.info.run,
-            epoch=epoch,
-            version=found.version,
-            manifest=found.digest,
-            writer=writer,
-            created_at=timestamp(),
+        document = run.keyring.signed(
+            Claim(
+                run=run.info.run,
+                epoch=epoch,
+                version=found.version,
+                manifest=found.digest,
+                writer=writer,
+                created_at=timestamp(),
+            )
         )
         if _created(bucket, claim_key(epoch), document.to_bytes()):
             return epoch

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 from trainer_side import versions
 from trainer_side.changes import Patch
+from trainer_side.gatekeeper import Gatekeeper
 from trainer_side.options import Options
 from trainer_side.result import Progress, Stopwatch
 from trainer_side.start import Opened
@@ -15,8 +16,17 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.calls import has_object
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.read import restore
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FingerprintError, NotFoundError, PublishError
+from vllm_delta_sync.errors import (
+    ConflictError,
+    DeltaSyncError,
+    FingerprintError,
+    GateError,
+    NotFoundError,
+    PublishError,
+    StoreError,
+)
 from vllm_delta_sync.upkeep.tagging import delete_tag, rebase_epoch, rebase_tag, set_tag
+from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.delta import DeltaContext, encode
 from vllm_delta_sync.wire.documents import TAGS_PREFIX, anchor_key, tag_of_key
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
@@ -57,6 +67,7 @@ class Committer:
         self.held = opened.held
         self.stopped: ConflictError | None = None
         self.suspect = False
+        self._gatekeeper = None if options.gate is None else Gatekeeper(options.gate, opened.baseline)
         self._rebased: str | None = None
         self._swept = opened.writer.epoch == 0
 
@@ -69,14 +80,19 @@ class Committer:
     def run(self) -> Run:
         """The run, for reading."""
         if self._run is None:
-            self._run = Run(self._bucket)
+            self._run = Run(self._bucket, self._options.keyring)
         return self._run
+
+    def begin(self) -> None:
+        """Measure the version held for the gate, if there is one; before any patch. Raises StoreError."""
+        self._admit(self.held, self._reference(self.held))
 
     def work(self, patch: Patch, step: int, progress: Progress, watch: Stopwatch) -> None:
         """Make the patch the next version, or take it back and raise why not."""
         version = self.newest.version + 1
         try:
             self._check_share(patch, version)
+            self._judge(patch, version, step, progress)
             self._make_durable(patch, version, step, progress, watch)
             self.writer.announce()
             progress.seconds["upload"] = watch.lap()
@@ -192,7 +208,7 @@ class Committer:
                 f"tensor {overwritten[0]!r} is read from the base, which was overwritten since: no anchor is written"
             )
         objects = self._put_shards()
-        document = versions.anchor_beside(self.held, self.baseline, objects)
+        document = self._options.keyring.signed(versions.anchor_beside(self.held, self.baseline, objects))
         # Another run may lie there by now, whose anchor this would overwrite.
         try:
             self.writer.check_fence()
@@ -231,6 +247,20 @@ class Committer:
             "restored from the bucket, the next publish carries the changes: have the machine's memory checked"
         )
 
+    def _judge(self, patch: Patch, version: int, step: int, progress: Progress) -> None:
+        """Have the gate look at what a version changes.
+
+        Raises:
+            GateError: it refuses the version.
+        """
+        reasons = [] if self._gatekeeper is None else self._gatekeeper.judge(patch)
+        if reasons and self._options.gate is not None and self._options.gate.action == "refuse":
+            raise GateError(
+                f"version {version} (step {step}) is not published: {'; '.join(reasons)}. Its changes stay, and are "
+                "judged again with those of the next publish"
+            )
+        progress.quarantined = tuple(reasons)
+
     def _make_durable(self, patch: Patch, version: int, step: int, progress: Progress, watch: Stopwatch) -> None:
         try:
             watch.lap()
@@ -240,9 +270,11 @@ class Committer:
             data = encode(changes, self.baseline.table, *coding, context) if patch.changed else None
             progress.seconds["encode"] = watch.lap()
             objects = [] if data is None else [self.writer.put_object(data)]
-            manifest = versions.delta(self.newest, self.held, step, coding, objects, changes, self.writer.epoch)
+            manifest = versions.delta(
+                self.newest, self.held, step, coding, objects, changes, self.writer.epoch, progress.quarantined
+            )
             progress.payload_bytes = manifest.payload_bytes
-            self._commit(manifest, patch)
+            self._commit(self._options.keyring.signed(manifest), patch)
             if data is not None:
                 self.writer.put_missing(objects[0], data)
         except (ConflictError, UncertainError):
@@ -274,6 +306,11 @@ class Committer:
     def _settle(self, patch: Patch, manifest: Manifest) -> None:
         patch.settle()
         self.held = manifest
+        if self._gatekeeper is not None:
+            self._gatekeeper.settle(manifest.version)
+        if manifest.quarantine is not None:
+            reasons = "; ".join(manifest.quarantine.reasons)
+            logger.warning("version %d is published as quarantined: %s", manifest.version, reasons)
         self.release()
         if not self._swept:
             self._sweep()
@@ -309,8 +346,42 @@ class Committer:
 
     def _hold(self, manifest: Manifest) -> None:
         state = restore(self.run, manifest, self._base).state
+        reference = self._reference(manifest)
         self.baseline.take(state, manifest.model_fingerprint)
         self.held = manifest
+        self._admit(manifest, reference)
+
+    def _reference(self, manifest: Manifest) -> tuple[int, list[Bits]] | None:
+        """What a quarantined version is compared with: the newest sound one that it is built on.
+
+        Returns:
+            its number, and its bits per tensor id; None if it is not needed, or cannot be rebuilt.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        held = manifest
+        if self._gatekeeper is None or held.quarantine is None:
+            return None
+        try:
+            while (quarantine := manifest.quarantine) is not None:
+                # By number, unless a version in between was built on another than the one before.
+                version = quarantine.sound
+                if manifest.breaks and manifest.breaks[-1].version > (version or 0):
+                    version = manifest.base_version
+                if version is None:
+                    return None
+                manifest = self.run.manifest(version)
+            return manifest.version, restore(self.run, manifest, self._base).state.bits
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            logger.warning("the sound version before version %d cannot be rebuilt: %s", held.version, error)
+            return None
+
+    def _admit(self, manifest: Manifest, reference: tuple[int, list[Bits]] | None) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.begin(manifest.version, manifest.quarantine is not None, reference)
 
     def _names(self, tensors: list[int]) -> list[str]:
         return [self.baseline.table[tensor].name for tensor in tensors]

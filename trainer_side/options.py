@@ -1,9 +1,14 @@
 """What a publisher was asked for, checked."""
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from trainer_side.gate import Gate
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.delta import CODECS, Codec
 
@@ -21,6 +26,9 @@ class Options:
     anchor_every: int | None
     fold: bool
     shard_bytes: int
+    gate: Gate | None = None
+    keyring: Keyring = field(default_factory=Keyring)
+    head_seconds: int = HEAD_SECONDS
 
 
 def checked(
@@ -34,8 +42,12 @@ def checked(
     anchor_every: int | None,
     fold: bool,
     shard_bytes: int,
+    gate: Gate | None = None,
+    signing_key: str | Path | None = None,
+    trusted_keys: str | Sequence[str | Path] | None = None,
+    head_seconds: int = HEAD_SECONDS,
 ) -> Options:
-    """Raise UsageError for an option that makes no sense."""
+    """Raise UsageError for an option that makes no sense, SettingsError for a key file that holds no such key."""
     if codec not in ("auto", *CODECS):
         raise UsageError(f"codec is {codec!r}; give 'auto' or one of {', '.join(map(repr, CODECS))}")
     if compression not in ("zstd", "none"):
@@ -43,8 +55,18 @@ def checked(
     _check_number("every", every, 1, "a number of calls")
     _check_number("rescan_bytes", rescan_bytes, 0, "a number of bytes for each version, 0 for none")
     _check_number("shard_bytes", shard_bytes, 1, "a number of bytes")
+    _check_number("head_seconds", head_seconds, 1, "a number of seconds")
+    if head_seconds > MAX_HEAD_SECONDS:
+        raise UsageError(f"head_seconds is {head_seconds}; give at most {MAX_HEAD_SECONDS}")
+    if trusted_keys is not None and signing_key is None:
+        raise UsageError(
+            "trusted_keys is set without signing_key: what this publisher wrote would be refused by whoever asks for "
+            "signatures; give both, or neither"
+        )
     if anchor_every is not None:
         _check_number("anchor_every", anchor_every, 1, "a number of versions, or None")
+    if gate is not None and not isinstance(gate, Gate):
+        raise UsageError(f"gate is {gate!r}; give a trainer_side.Gate, or None")
     return Options(
         codec="raw" if codec == "raw" else "packed",
         compression="zstd" if compression == "zstd" else "none",
@@ -55,6 +77,9 @@ def checked(
         anchor_every=anchor_every,
         fold=bool(fold),
         shard_bytes=shard_bytes,
+        gate=gate,
+        keyring=Keyring.load(trusted_keys, signing_key),
+        head_seconds=head_seconds,
     )
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +12,7 @@ import torch
 
 from trainer_side.changes import Patch
 from trainer_side.committer import Committer
+from trainer_side.gate import Gate
 from trainer_side.naming import ModelLike, live_tensors
 from trainer_side.options import check_step, check_version, checked
 from trainer_side.result import Progress, PublishResult, Stopwatch
@@ -20,8 +21,9 @@ from trainer_side.upkeep import Upkeep
 from trainer_side.versions import SHARD_BYTES
 from trainer_side.worker import Worker
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NoticeError, TensorMismatchError, UsageError
-from vllm_delta_sync.notice import NoticePublisher
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, TensorMismatchError, UsageError
+from vllm_delta_sync.notice.publisher import try_announcing
+from vllm_delta_sync.trust.head import HEAD_SECONDS
 from vllm_delta_sync.wire.compression import Compression
 
 if TYPE_CHECKING:
@@ -56,12 +58,18 @@ class Publisher:
         compression: Compression = "zstd",
         notice: str | None = None,
         *,
+        notice_key: str | Path | None = None,
+        notice_allowed: str | Path | None = None,
         resume: bool = True,
         anchor_every: int | None = None,
         fold: bool = True,
         read_back: bool = False,
         rescan_bytes: int = RESCAN_BYTES,
         shard_bytes: int = SHARD_BYTES,
+        gate: Gate | None = None,
+        signing_key: str | Path | None = None,
+        trusted_keys: str | Sequence[str | Path] | None = None,
+        head_seconds: int = HEAD_SECONDS,
     ) -> None:
         """Begin a run with the weights of this moment as version 0, or take over the one that is at the URL.
 
@@ -79,7 +87,8 @@ class Publisher:
                 version 0 lies, if not at the recorded place; names and dtypes are the run's.
             every: publish at every k-th call only.
             codec: ``packed`` (``auto``) or ``raw``. compression: ``zstd`` or ``none``.
-            notice: ZeroMQ address to announce versions on, such as ``tcp://*:5555``.
+            notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` goes to a broker.
+            notice_key, notice_allowed: own secret CURVE certificate; public ones of who may listen, or the broker's.
             resume: False refuses a run that is there already.
             anchor_every: each k-th version gets an anchor; None: when replaying has become dearer than an anchor.
             fold: keep folded ranges, so that whoever is far behind catches up with few objects.
@@ -87,9 +96,14 @@ class Publisher:
             rescan_bytes: at each version, compare so many bytes of the baseline in memory with what was published,
                 tensors in turn; 0 for none.
             shard_bytes: bytes of tensors in one object of a full snapshot.
+            gate: what versions have to be like, and what becomes of one that is not; None: anything goes.
+            signing_key: private key file (``delta-sync keygen``); the whole run is signed from its beginning, or not.
+            trusted_keys: public key files, whose word counts in a run that is taken over; None: that of the key.
+            head_seconds: how long a signed HEAD.json holds; it is written again before, as long as this lives.
 
         Raises:
-            UsageError: an argument is not understood.
+            UsageError: an argument is not understood. SettingsError: a key file cannot be used.
+            SignatureError: the run that is there is not signed by who is trusted, or by nobody, or the key may not.
             ModelError, TensorMismatchError: a tensor cannot be published, or does not fit into the run that is
                 there; the message names it.
             NotFoundError, FormatError: the base cannot be read.
@@ -99,7 +113,8 @@ class Publisher:
         """
         self._options = checked(
             codec, compression, every=every, resume=resume, read_back=read_back, rescan_bytes=rescan_bytes,
-            anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes,
+            anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
+            signing_key=signing_key, trusted_keys=trusted_keys, head_seconds=head_seconds,
         )  # fmt: skip
         self._lock = threading.Lock()
         self._calls = 0
@@ -114,14 +129,17 @@ class Publisher:
             self._own_bucket = not isinstance(bucket, Bucket)
             self._bucket = bucket if isinstance(bucket, Bucket) else undo.enter_context(open_bucket(bucket))
             self._live = live_tensors(model)
-            self._notice = None if notice is None else _bind(notice)
+            self._notice = None
+            if notice is not None:
+                self._notice = try_announcing(notice, notice_key, notice_allowed, self._options.keyring)
             if self._notice is not None:
                 undo.callback(self._notice.close)
             opened, place = open_or_begin(self._bucket, self._live, base, self._options, self._background.call)
             self._table = opened.baseline.table
-            self._upkeep = Upkeep(self._bucket, place, self._options)
+            self._upkeep = Upkeep(self._bucket, place, self._options, opened.writer)
             undo.callback(self._upkeep.close)
             self._committer = Committer(self._bucket, opened, place, self._options, self._upkeep.offer)
+            self._background.call(self._committer.begin)
             if self._notice is not None:
                 opened.writer.use_notice(self._notice)
             undo.pop_all()
@@ -161,8 +179,8 @@ class Publisher:
             The result, after the comparison; some of its fields wait for the background thread.
 
         Raises:
-            PublishError: the version before could not be made durable, or the weights changed in a way that
-                cannot be compared; nothing was done for this call.
+            PublishError: the version before could not be made durable (GateError: was refused by the gate), or the
+                weights changed in a way that cannot be compared; nothing was done for this call.
             ConflictError: another writer has taken the run; every later call raises it too.
             TensorMismatchError: a tensor is unknown, or has another shape or dtype; nothing is published.
             ModelError: a tensor cannot be read. UsageError: the publisher is closed, or step is no step.
@@ -279,7 +297,7 @@ class Publisher:
                     last.callback(self._bucket.close)
                 if self._notice is not None:
                     last.callback(self._notice.close)
-                last.callback(self._committer.writer.point_head)
+                last.callback(self._committer.writer.leave_head)
                 last.callback(self._committer.release)
                 last.callback(self._upkeep.close)
                 last.callback(self._background.close)
@@ -331,7 +349,9 @@ class Publisher:
             for name, tensor, bits in self._committer.baseline.current(source):
                 changed = patch.add(tensor, bits)
                 if owners.setdefault(tensor, name) != name and changed:
-                    raise _tied_apart(name, owners[tensor])
+                    raise TensorMismatchError(
+                        f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published"
+                    )
             complete = True
         finally:
             if not complete:
@@ -373,24 +393,6 @@ class Publisher:
         self, version: int | None, step: int, changed: int, diff_seconds: float, progress: Progress | None
     ) -> PublishResult:
         return PublishResult(
-            version=version,
-            step=step,
-            changed=changed,
-            total=self._table.total,
-            full_bytes=self._table.full_bytes,
-            diff_seconds=diff_seconds,
-            progress=progress,
-        )
-
-
-def _bind(address: str) -> NoticePublisher | None:
-    """A socket for notices; if the address cannot be bound, warn and carry on without."""
-    try:
-        return NoticePublisher(address)
-    except NoticeError as error:
-        logger.warning("publishing without notices, receivers poll: %s", error)
-        return None
-
-
-def _tied_apart(name: str, owner: str) -> TensorMismatchError:
-    return TensorMismatchError(f"tensor {name!r} is tied to {owner!r} but has other values; nothing was published")
+            version=version, step=step, changed=changed, total=self._table.total, full_bytes=self._table.full_bytes,
+            diff_seconds=diff_seconds, progress=progress,
+        )  # fmt: skip

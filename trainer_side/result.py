@@ -14,7 +14,7 @@ class Progress(Job):
     """One version on its way to the store, shared by the publisher, its background thread and the result.
 
     Attributes:
-        seconds: durations so far. payload_bytes: of the objects.
+        seconds: durations so far. payload_bytes: of the objects. quarantined: why the gate let it pass only so.
         delivered: whether the failure, if it is one, has been raised to the caller.
     """
 
@@ -22,6 +22,7 @@ class Progress(Job):
         super().__init__()
         self.seconds: dict[str, float] = {}
         self.payload_bytes = 0
+        self.quarantined: tuple[str, ...] = ()
         self.delivered = False
 
     def wait(self) -> None:
@@ -115,6 +116,18 @@ class PublishResult:
             return 0
         self._progress.wait()
         return self._progress.payload_bytes
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        """Why the gate had the version published as quarantined; empty if it is sound. Waits until it is durable.
+
+        Raises:
+            GateError: the gate refused it. PublishError, ConflictError: it could not be made durable.
+        """
+        if self._progress is None:
+            return ()
+        self._progress.wait()
+        return self._progress.quarantined
 
     def __repr__(self) -> str:
         return (

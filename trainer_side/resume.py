@@ -14,12 +14,13 @@ from trainer_side import versions
 from trainer_side.baseline import Baseline
 from trainer_side.changes import compile_kernels
 from trainer_side.claims import Found, claim, find_end
+from trainer_side.gatekeeper import judge_whole
 from trainer_side.naming import LiveTensors
 from trainer_side.options import Options
+from trainer_side.standing import check_end, open_vouched, refuse_forged
 from trainer_side.start import Opened, begin, holds_run
 from trainer_side.writer import FormerVersionError, RunWriter
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.read import BaseError, restore
 from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
@@ -30,6 +31,7 @@ from vllm_delta_sync.errors import (
     FingerprintError,
     FormatError,
     NotFoundError,
+    SignatureError,
     TensorMismatchError,
 )
 from vllm_delta_sync.wire.changes import Changes
@@ -97,6 +99,7 @@ class Takeover:
 
     Raises:
         TensorMismatchError, ModelError: the model does not fit into the run.
+        SignatureError: the run is signed and there is no signing key, or the reverse, or the key may not sign it.
         DeltaSyncError: run.json or tensors.json is missing or damaged.
     """
 
@@ -109,7 +112,7 @@ class Takeover:
         call: Call,
     ) -> None:
         self._bucket, self._live, self._base, self._options, self._call = bucket, live, base, options, call
-        self._run = Run(bucket)
+        self._run = open_vouched(bucket, options.keyring)
         self._epoch = 0
         self.baseline = Baseline.of_run(live, self._run.table)
 
@@ -122,19 +125,23 @@ class Takeover:
             NotFoundError: the base that version 0 refers to is needed and not at hand.
             DeltaSyncError: the newest version is lost and the model does not hold all tensors: why it is lost.
             LimitError: it is lost, and the run has too many breaks for another.
+            SignatureError: the run ends with, or needs, what nobody trusted has signed.
         """
         done: list[Opened] = []
         lost: list[tuple[Found, DeltaSyncError]] = []
 
         def take() -> None:
-            self._epoch = claim(self._run, find_end(self._run))
-            found = find_end(self._run)
+            # Before the claim: a publisher that may not go on stops nobody who may.
+            self._epoch = claim(self._run, self._end())
+            found = self._end()
             try:
                 done.append(self._restored(found))
             except BaseError:
                 # Nothing of the chain is lost: somebody has to say where the base is.
                 raise
-            except UNREADABLE as error:
+            except (*UNREADABLE, SignatureError) as error:
+                if found.problem is None:
+                    refuse_forged(self._run, found, error)
                 _let_go(error)
                 lost.append((found, error))
 
@@ -144,6 +151,12 @@ class Takeover:
             self._capture(found, problem)
             self._call(lambda: done.append(self._begun_anew(found)))
         return done[0]
+
+    def _end(self) -> Found:
+        """The newest version; raises SignatureError where nobody trusted has written it."""
+        found = find_end(self._run)
+        check_end(self._run, found)
+        return found
 
     def _restored(self, found: Found) -> Opened:
         if found.problem is not None or found.manifest is None:
@@ -159,7 +172,7 @@ class Takeover:
         return Opened(self.baseline, writer, head)
 
     def _writer(self, newest: Manifest | None) -> RunWriter:
-        writer = RunWriter(self._bucket, self._run.info, self._epoch, self._options.read_back)
+        writer = RunWriter(self._bucket, self._run.info, self._epoch, self._options)
         if newest is not None:
             writer.adopt(newest)
         return writer
@@ -188,6 +201,7 @@ class Takeover:
     def _begun_anew(self, found: Found) -> Opened:
         versions.check_breaks([] if found.manifest is None else found.manifest.breaks)
         self.baseline.scan()
+        reasons = judge_whole(self._options.gate, self.baseline)
         writer = self._writer(None)
         objects: list[ObjectRef] = []
         with TemporaryDirectory(prefix="delta-sync-") as folder:
@@ -196,11 +210,14 @@ class Takeover:
                 objects.append(ref)
         for _ in range(_ATTEMPTS):
             place = (found.version + 1, found.digest)
-            manifest = versions.anchor_behind(writer.run, self.baseline, objects, place, found.manifest, self._epoch)
+            behind = versions.anchor_behind(
+                writer.run, self.baseline, objects, place, found.manifest, self._epoch, reasons
+            )
+            manifest = self._run.keyring.signed(behind)
             try:
                 writer.commit(manifest)
             except (ConflictError, FormerVersionError):
-                before, found = found, find_end(self._run)
+                before, found = found, self._end()
                 theirs = found.manifest if found.problem is None else None
                 if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch):
                     raise

@@ -14,8 +14,9 @@ from trainer_side.writer import RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.checkpoint import ResolvedBase
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, LimitError, NotFoundError
+from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
 from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.documents import CLAIMS_PREFIX
+from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, KEYS_KEY
 from vllm_delta_sync.wire.manifest import (
     HEAD_KEY,
     RUN_KEY,
@@ -54,8 +55,10 @@ def holds_run(bucket: Bucket) -> bool:
     if versions and RUN_KEY in found:
         return True
     found += [VERSIONS_PREFIX] if versions else []
-    # Claims of a run that is gone would fence the writer of a new one.
-    found += [CLAIMS_PREFIX] if next(iter(bucket.list(CLAIMS_PREFIX)), None) is not None else []
+    # Claims of a run that is gone would fence the writer of a new one, its list of keys would be refused by readers.
+    found += [KEYS_KEY] if _present(bucket, KEYS_KEY) else []
+    for prefix in (CLAIMS_PREFIX, CHANGES_PREFIX):
+        found += [prefix] if next(iter(bucket.list(prefix)), None) is not None else []
     if found:
         keys = ", ".join(found)
         raise ConflictError(
@@ -86,9 +89,12 @@ def begin(bucket: Bucket, baseline: Baseline, base: ResolvedBase | None, options
         ConflictError: there is a run at the URL already.
         StoreError: the store failed; what this call has written is removed, and the message names what could not be.
         UncertainError: version 0 may have been written; the URL stays claimed.
+        SignatureError: the signing key is not one to begin a run with.
     """
-    info = new_run(baseline.table)
-    writer = RunWriter(bucket, info, 0, options.read_back)
+    keyring = options.keyring
+    keyring.check_begins()
+    info = keyring.signed(new_run(baseline.table))
+    writer = RunWriter(bucket, info, 0, options)
     difference = baseline.first_difference
     if base is not None and difference is not None:
         logger.warning(
@@ -99,11 +105,11 @@ def begin(bucket: Bucket, baseline: Baseline, base: ResolvedBase | None, options
     with Start(bucket, writer, info, baseline.table) as start:
         start.claim()
         if base is not None and difference is None:
-            manifest = versions.reference(info.run, baseline, base.recorded)
+            manifest = keyring.signed(versions.reference(info.run, baseline, base.recorded))
         else:
             with TemporaryDirectory(prefix="delta-sync-") as folder:
                 shards = versions.shards(Path(folder), baseline, options.shard_bytes)
-                manifest = versions.anchor(info.run, baseline, start.put_shards(shards))
+                manifest = keyring.signed(versions.anchor(info.run, baseline, start.put_shards(shards)))
         start.commit(manifest)
     writer.announce()
     return Opened(baseline, writer, manifest)

@@ -1,4 +1,4 @@
-"""Anchors and folded ranges for the versions that are durable, made beside publishing and never in its way."""
+"""Done beside publishing and never in its way: anchors, folded ranges, and a HEAD.json that does not run out."""
 
 import logging
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from trainer_side.options import Options
+from trainer_side.renewal import Renewal
+from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.errors import DeltaSyncError
@@ -22,12 +24,14 @@ _NICE = 10
 
 
 class Upkeep:
-    """One thread that looks after the newest version it was told of, one thing at a time; older versions it skips.
+    """One thread looks after the newest version it was told of, one thing at a time; older versions it skips.
+
+    Another renews HEAD of a signed run.
 
     A failure only warns: a run reads correctly without any of this.
     """
 
-    def __init__(self, bucket: Bucket, base: str | Path | None, options: Options) -> None:
+    def __init__(self, bucket: Bucket, base: str | Path | None, options: Options, writer: RunWriter) -> None:
         self._bucket = bucket
         self._base = base
         self._options = options
@@ -36,6 +40,7 @@ class Upkeep:
         self._run: Run | None = None
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME)
         self._thread.start()
+        self._renewal = Renewal(writer, options.keyring.signs)
 
     def offer(self, manifest: Manifest) -> None:
         """A version is durable; returns at once."""
@@ -46,10 +51,11 @@ class Upkeep:
         self._queue.put(version)
 
     def close(self) -> None:
-        """Stop what is under way, and end the thread. May be called twice."""
+        """Stop what is under way, and end the threads. May be called twice."""
         self._closing = True
         self._queue.put(None)
         self._thread.join()
+        self._renewal.close()
 
     def _stop(self) -> bool:
         return self._closing or not threading.main_thread().is_alive()
@@ -110,7 +116,7 @@ class Upkeep:
     @property
     def _reader(self) -> Run:
         if self._run is None:
-            self._run = Run(self._bucket)
+            self._run = Run(self._bucket, self._options.keyring)
         return self._run
 
 

@@ -1,6 +1,6 @@
 """Manifests of the three kinds of version, and the files of an anchor."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.delta import Codec, required_features
 from vllm_delta_sync.wire.documents import Anchor
-from vllm_delta_sync.wire.manifest import Base, Break, Manifest, ObjectRef, object_key, timestamp
+from vllm_delta_sync.wire.manifest import Base, Break, Manifest, ObjectRef, Quarantine, object_key, timestamp
 
 SHARD_BYTES = 1024**3
 """Bytes of tensors in one object of an anchor; a larger tensor has an object of its own."""
@@ -44,13 +44,19 @@ def anchor(run: str, baseline: Baseline, objects: list[ObjectRef]) -> Manifest:
 
 
 def anchor_behind(
-    run: str, baseline: Baseline, objects: list[ObjectRef], place: tuple[int, str], known: Manifest | None, epoch: int
+    run: str,
+    baseline: Baseline,
+    objects: list[ObjectRef],
+    place: tuple[int, str],
+    known: Manifest | None,
+    epoch: int,
+    reasons: Sequence[str] = (),
 ) -> Manifest:
     """A version that begins anew behind others that cannot be read.
 
     Args:
         place: its number, and the digest of the version before it, as that is stored.
-        known: the newest version whose manifest is good.
+        known: the newest version whose manifest is good. reasons: why it is quarantined, if it is.
     """
     version, parent = place
     breaks = _with_break([] if known is None else known.breaks, version, None)
@@ -60,6 +66,7 @@ def anchor_behind(
         "parent": parent,
         "epoch": epoch,
         "breaks": breaks,
+        "quarantine": _quarantine(reasons, known),
     }
     return Manifest(kind="anchor", **_carried(baseline, objects), **whole)
 
@@ -73,6 +80,11 @@ def check_breaks(breaks: list[Break]) -> None:
 def _with_break(breaks: list[Break], version: int, base_version: int | None) -> list[Break]:
     check_breaks(breaks)
     return [*breaks, Break(version=version, base_version=base_version)]
+
+
+def _quarantine(reasons: Sequence[str], before: Manifest | None) -> Quarantine | None:
+    sound = None if before is None else before.sound
+    return Quarantine(reasons=list(reasons), sound=sound) if reasons else None
 
 
 def _carried(baseline: Baseline, objects: list[ObjectRef]) -> dict[str, Any]:
@@ -110,6 +122,7 @@ def delta(
     objects: list[ObjectRef],
     changes: Changes,
     epoch: int,
+    reasons: Sequence[str] = (),
 ) -> Manifest:
     """The version after ``parent``.
 
@@ -117,6 +130,7 @@ def delta(
         held: the version that the objects change; another than ``parent`` makes a break.
         coding: of the objects.
         objects: none if nothing changed. changes: what they carry.
+        reasons: why it is quarantined, if it is.
 
     Raises:
         LimitError: the run has too many breaks.
@@ -135,6 +149,7 @@ def delta(
         breaks=breaks,
         reversible=changes.reversible,
         epoch=epoch,
+        quarantine=_quarantine(reasons, parent),
         codec=codec if objects else None,
         compression=("none" if codec == "raw" else compression) if objects else None,
         requires=required_features(codec, compression) if objects else [],

@@ -5,12 +5,18 @@ finds whole versions only.
 """
 
 import logging
+import math
+import threading
+import time
 from hashlib import sha256
 from pathlib import Path
 
 from trainer_side.claims import check_fence, stored_digest
+from trainer_side.options import Options
+from trainer_side.standing import key_refused
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.calls import has_object
+from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -18,10 +24,12 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     NoticeError,
     PublishError,
+    SignatureError,
     StoreError,
     UnsupportedError,
 )
 from vllm_delta_sync.notice import Notice, NoticePublisher
+from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.manifest import (
     HEAD_KEY,
@@ -56,19 +64,27 @@ class FormerVersionError(PublishError):
 
 
 class RunWriter:
-    """Writes one run. Not thread-safe: one thread at a time.
+    """Writes one run. Not thread-safe: one thread at a time; another may call ``renew`` meanwhile.
+
+    HEAD is read before it is written, and never moved back by this writer. If somebody else has moved it back, the
+    bucket was put back to an older state: that is logged, and HEAD is pointed at the newest version again. Versions
+    that are gone from the bucket then do not come back by that: a reader that does not hold the newest of them comes
+    to later ones only through an anchor, which ``Publisher.anchor`` writes from memory.
 
     Attributes:
         run: its id, 32 hex digits. epoch: which writer of the run this is.
         newest: manifest of the newest durable version; None before version 0.
     """
 
-    def __init__(self, bucket: Bucket, info: RunInfo, epoch: int, read_back: bool) -> None:
+    def __init__(self, bucket: Bucket, info: RunInfo, epoch: int, options: Options) -> None:
         self._bucket = bucket
         self._info = info.to_bytes()
-        self._read_back = read_back
+        self._options = options
+        self._authentic = Authentic(bucket, options.keyring, info)
         self._notice: NoticePublisher | None = None
-        self._head_lags = False
+        self._head_lock = threading.Lock()
+        self._pointed: Manifest | None = None
+        self._pointed_at = 0.0
         self._fenced = False
         self.run = info.run
         self.epoch = epoch
@@ -101,7 +117,7 @@ class RunWriter:
 
     def check_object(self, ref: ObjectRef) -> None:
         """Where objects are read back: raise StoreError unless this one is stored as it should be."""
-        if not self._read_back:
+        if not self._options.read_back:
             return
         try:
             found = stored_digest(self._bucket, ref.key)
@@ -147,14 +163,13 @@ class RunWriter:
         except StoreError as error:
             if not self.holds(manifest):
                 raise StoreError(error.message) from error
-        if self._read_back:
+        if self._options.read_back:
             self._check_manifest(manifest)
         self.adopt(manifest)
 
     def adopt(self, manifest: Manifest) -> None:
         """Take note that ``manifest`` is durable."""
         self.newest = manifest
-        self._head_lags = True
 
     def announce(self) -> None:
         """Point HEAD at the newest version and send a notice; a failure only warns."""
@@ -185,29 +200,73 @@ class RunWriter:
 
     def point_head(self) -> None:
         """Point HEAD at the newest version, unless it points there or beyond; a failure only warns."""
-        if self.newest is None or not self._head_lags or self._fenced:
-            return
-        head = Head(run=self.run, version=self.newest.version, manifest=self.newest.digest)
-        try:
-            if not self._head_is_ahead(head):
-                self._bucket.put(HEAD_KEY, head.to_bytes())
-            self._head_lags = False
-        except DeltaSyncError as error:
-            logger.warning(
-                "version %d is durable but %s still points before it, the next publish mends that: %s",
-                self.newest.version, HEAD_KEY, error,
-            )  # fmt: skip
+        with self._head_lock:
+            newest = self.newest
+            if newest is None or newest is self._pointed or self._fenced:
+                return
+            try:
+                self._write_head(newest)
+            except DeltaSyncError as error:
+                logger.warning(
+                    "version %d is durable but %s still points before it, the next publish mends that: %s",
+                    newest.version, HEAD_KEY, error,
+                )  # fmt: skip
+
+    def leave_head(self) -> None:
+        """Point HEAD at the newest version for the last time; a signed one holds for all its time from now on."""
+        if not self._options.keyring.signs:
+            self.point_head()
+        elif not self._fenced:
+            self._pointed_at = -math.inf
+            self.renew()
+
+    def renew(self) -> float | None:
+        """Write HEAD again, with a new end, if a third of its lifetime is over; a failure only warns.
+
+        Returns:
+            seconds after which to call it again; None if this is not the writer of the run any more.
+        """
+        third = self._options.head_seconds / 3
+        with self._head_lock:
+            left = self._pointed_at + third - time.monotonic()
+            if self.newest is None or left > 0:
+                return max(left, third / 10)
+            try:
+                self.check_fence()
+                self._write_head(self.newest)
+            except ConflictError as error:
+                logger.error("%s is not renewed any more: %s", HEAD_KEY, error)
+                return None
+            except DeltaSyncError as error:
+                logger.warning(
+                    "%s could not be written again; unless it is, it runs out %.0f seconds after it was last: %s",
+                    HEAD_KEY, 3 * third, error,
+                )  # fmt: skip
+                return third / 10
+            return third
+
+    def _write_head(self, newest: Manifest) -> None:
+        head = head_of(newest, self._options.keyring, self._options.head_seconds)
+        if not self._head_is_ahead(head):
+            self._bucket.put(HEAD_KEY, head.to_bytes())
+        self._pointed, self._pointed_at = newest, time.monotonic()
 
     def _head_is_ahead(self, wanted: Head) -> bool:
         """Whether HEAD is to be left as it is: equal, another run's, or moved on by whoever took this run over."""
         try:
             present = Head.from_bytes(self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
+            if present.run != wanted.run:
+                return self._bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) != self._info
+            self._authentic.head(present, HEAD_KEY)
+        except SignatureError as error:
+            logger.error("%s, which somebody else has written to the bucket, is overwritten: %s", HEAD_KEY, error)
+            return False
         except (NotFoundError, FormatError):
             return False
-        if present.run != wanted.run:
-            return self._bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) != self._info
         if present.version <= wanted.version:
-            return present == wanted
+            self._note_if_put_back(present)
+            # One with an end is never equal: it is there to be written again.
+            return present.to_bytes() == wanted.to_bytes()
         try:
             # A damaged HEAD may name a version that never was.
             self._bucket.stat(version_key(present.version))
@@ -215,10 +274,31 @@ class RunWriter:
             return False
         return True
 
+    def _note_if_put_back(self, present: Head) -> None:
+        pointed = self._pointed
+        if pointed is None or present.version >= pointed.version:
+            return
+        gone = not self.holds(pointed)
+        logger.error(
+            "%s points at version %d and this publisher had pointed it at %d: somebody has put the bucket back to an "
+            "older state%s", HEAD_KEY, present.version, pointed.version,
+            f", and {version_key(pointed.version)} is lost: only who holds version {pointed.version} can go on from "
+            "it, until there is an anchor (Publisher.anchor()) or the bucket is repaired (delta-sync repair)"
+            if gone else "; it is pointed forward again",
+        )  # fmt: skip
+
     def check_fence(self) -> None:
-        """Raise ConflictError if this is not the writer of the run any more, or the run is gone."""
+        """Raise ConflictError if this is not the writer of the run any more, may not be, or the run is gone.
+
+        Raises:
+            SignatureError, ReplayError, FormatError: ``keys.json`` may not be believed.
+        """
         try:
             check_fence(self._bucket, self._info, self.epoch)
+            self._authentic.refresh()
+            refused = key_refused(self._authentic.keys, self._options.keyring)
+            if refused is not None:
+                raise ConflictError(f"{refused}; this publisher stops")
         except ConflictError:
             self._fenced = True
             raise
@@ -228,6 +308,13 @@ class RunWriter:
         key, newest = version_key(version), self.newest
         try:
             theirs = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
+            self._authentic.manifest(theirs, key)
+        except SignatureError as error:
+            theirs = None
+            reason = (
+                f"{error.message}. It lies in {self._bucket.url}, where nobody but this publisher should write: find "
+                f"out who does, remove {key}, and start this publisher again; it stops now"
+            )
         except (FormatError, UnsupportedError) as error:
             theirs = None
             reason = f"{key} of {self._bucket.url} is taken and unreadable; this publisher stops: {error}"

@@ -3,7 +3,7 @@
 ``run`` has one tensor of each width and kind, and one version of each kind of object. Everything is a function of
 constants, except the bytes of zstd frames, which may differ between releases of that library. ``tree`` has what lies
 beside a chain: a folded range, an anchor, a tag, a claim, a lease, what is gone; and a version that builds on an older
-one.
+one. ``signed`` is signed, by two keys: one that was retired, and the one that took its place.
 """
 
 import shutil
@@ -12,18 +12,21 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.samples import CREATED, RunWriter
 from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.documents import Claim, Lease, Retention, Tag
+from vllm_delta_sync.wire.documents import Claim, KeyEntry, LastWord, Lease, Retention, Tag
 from vllm_delta_sync.wire.manifest import Document
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 DIRECTORY = Path(__file__).parent / "run"
 TREE = Path(__file__).parent / "tree"
+SIGNED = Path(__file__).parent / "signed"
 RUN = "901de20000000000000000000000c0de"
 KINDS = ("anchor", "packed zstd", "packed none", "raw", "full", "empty")
 """What version 0, 1, 2, … of the golden run are."""
@@ -113,8 +116,35 @@ def write_tree(directory: Path) -> RunWriter:
     return writer
 
 
+def key_pair(number: int) -> Ed25519PrivateKey:
+    """A key that everybody knows."""
+    return Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)
+
+
+def write_signed(directory: Path) -> RunWriter:
+    """Write a signed run: key 1 signs versions 0 and 1 and is retired, key 2, which key 1 lists, signs version 2."""
+    first, second = (Keyring([], key_pair(number)) for number in (1, 2))
+    writer = RunWriter(open_bucket(str(directory)), table(), RUN, first)
+    bits = versions()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "anchor.safetensors"
+        write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
+        writer.anchor(bits[0], path.read_bytes())
+        writer.delta(bits[1])
+        last = LastWord(version=1, manifest=writer.manifests[1].digest)
+        entries = [KeyEntry(key=first.public or "", last=last), KeyEntry(key=second.public or "")]
+        writer.key_file(1, entries)
+        writer.keyring = second
+        writer.delta(bits[2])
+        writer.fold(0, 2)
+        writer.beside(2, Path(scratch), 1)
+    tag = Tag(run=RUN, version=2, manifest=writer.manifests[2].digest, created_at=CREATED)
+    writer.bucket.put(side.tag_key("best"), second.signed(tag).to_bytes())
+    return writer
+
+
 def main() -> int:
-    for directory, make in ((DIRECTORY, write), (TREE, write_tree)):
+    for directory, make in ((DIRECTORY, write), (TREE, write_tree), (SIGNED, write_signed)):
         shutil.rmtree(directory, ignore_errors=True)
         count = len(make(directory).manifests)
         shutil.rmtree(directory / "~staging", ignore_errors=True)

@@ -20,9 +20,10 @@ from tests.tiny import make_model, save_checkpoint
 from trainer_side import Publisher
 from trainer_side.result import Seconds
 from vllm_delta_sync import cli, open_run
-from vllm_delta_sync.config import CONFIG_VARIABLE, Settings, environment_name
+from vllm_delta_sync.config import NO_SETTINGS, Settings, environment_name
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.errors import NotFoundError, error_kinds
+from vllm_delta_sync.trust.keys import generate
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -147,7 +148,7 @@ def test_commands_flags_and_variables_exist(path: Path) -> None:
         assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= flags | FOREIGN_FLAGS, line
     ours = {flag for parser in known.values() for action in parser._actions for flag in action.option_strings}
     assert set(re.findall(r"(?<![\w/-])--[a-z][a-z-]+", code)) <= ours | FOREIGN_FLAGS
-    variables = {environment_name(field) for field in Settings.model_fields} | {CONFIG_VARIABLE}
+    variables = {environment_name(field) for field in Settings.model_fields} | set(NO_SETTINGS)
     assert set(re.findall(r"\bDELTA_SYNC_[A-Z_]+[A-Z]\b", code)) <= variables
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= targets
@@ -205,11 +206,14 @@ def receiver(tmp_path: Path) -> Receiver:
     url = str(tmp_path / "run")
     model = FusedModel()
     model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in tensors.items())
-    with Publisher(tensors, bucket=url, base=save_base(tmp_path / "base", tensors)) as publisher:
+    generate(tmp_path / "key")
+    base = save_base(tmp_path / "base", tensors)
+    with Publisher(tensors, bucket=url, base=base, signing_key=tmp_path / "key") as publisher:
         tensors["q.weight"] += 0.01
         publisher.publish(step=1)
         publisher.flush()
-    receiver = Receiver(ModulePort(model), Settings(bucket=url))
+    trust = {"trusted_keys": str(tmp_path / "key.pub"), "state_dir": tmp_path / "state"}
+    receiver = Receiver(ModulePort(model), Settings(bucket=url, **trust))
     receiver.advance()
     return receiver
 

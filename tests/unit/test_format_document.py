@@ -10,7 +10,18 @@ from vllm_delta_sync.chain.checks import object_limit
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.delta import FEATURES
-from vllm_delta_sync.wire.documents import Anchor, Claim, FoldedRange, Lease, Retention, Tag, anchor_key, fold_key
+from vllm_delta_sync.wire.documents import (
+    Anchor,
+    Claim,
+    FoldedRange,
+    KeyEntry,
+    KeyFile,
+    Lease,
+    Retention,
+    Tag,
+    anchor_key,
+    fold_key,
+)
 from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.wire.packed import BLOCK_ELEMENTS
@@ -69,9 +80,19 @@ def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
     title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
     found = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", section("Beside the chain"), re.MULTILINE | re.DOTALL)
     assert found is not None
-    common = {"format_version", "requires", "run", "created_at"}
+    common = {"format_version", "requires", "run", "created_at", "signature"}
     assert first_column(found[1]) | common == set(kind.model_fields)
     assert all(f"`{name}`" in section("Beside the chain") for name in common)
+
+
+def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
+    text = section("Signatures")
+    assert first_column(text) | {"format_version", "requires", "run", "created_at", "signature"} == set(
+        KeyFile.model_fields
+    )
+    assert all(f"`{name}`" in text for name in KeyEntry.model_fields)
+    for kind in (Anchor, Claim, FoldedRange, Head, KeyFile, Lease, Manifest, Retention, RunInfo, Tag):
+        assert f"`{kind.KIND}`" in text
 
 
 def test_features_blocks_and_error_kinds() -> None:

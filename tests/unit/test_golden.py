@@ -7,11 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rfc8785
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from tests.golden.regenerate import DIRECTORY, KINDS, TREE, table, versions, write, write_tree
+from tests.golden.regenerate import (
+    DIRECTORY,
+    KINDS,
+    SIGNED,
+    TREE,
+    key_pair,
+    table,
+    versions,
+    write,
+    write_signed,
+    write_tree,
+)
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.errors import NotFoundError, SignatureError
 from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.changes import Changes, Sparse
 from vllm_delta_sync.wire.container import Container
 from vllm_delta_sync.wire.delta import DeltaContext, decode
@@ -146,3 +160,41 @@ def test_the_tree_is_written_with_the_same_documents(tmp_path: Path) -> None:
         # What other releases of zstd compress differently shows in sizes and digests.
         odd = {"objects", "payload_bytes", "parent", "manifest", "first_manifest", "last_manifest"}
         assert {k: v for k, v in ours.items() if k not in odd} == {k: v for k, v in golden.items() if k not in odd}
+
+
+def test_the_signed_run_is_read_with_the_first_key_alone_and_not_without_it() -> None:
+    first, second = (Keyring([], key_pair(number)).public or "" for number in (1, 2))
+    run = open_run(str(SIGNED), Keyring([first]))
+    assert run.head().version == 2
+    assert run.tag("best").version == 2
+    assert run.anchor(2).fingerprint == run.folded(0, 2).last_fingerprint == FINGERPRINTS[2]
+    assert [manifest.signature.key for manifest in run.log() if manifest.signature] == [first, first, second]
+    with pytest.raises(SignatureError, match="not among trusted_keys"):
+        open_run(str(SIGNED), Keyring([second]))
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("run.json", "run"),
+        ("keys.json", "keys"),
+        ("HEAD.json", "head"),
+        ("versions/0000000000.json", "manifest"),
+        ("versions/0000000002.json", "manifest"),
+        ("anchors/0000000002.json", "anchor"),
+        ("folds/0000000000-0000000002.json", "fold"),
+        ("tags/best.json", "tag"),
+    ],
+)
+def test_signatures_are_over_the_bytes_that_the_format_says(key: str, kind: str) -> None:
+    document = json.loads((SIGNED / key).read_bytes())
+    signature = document.pop("signature")
+    message = b"vllm-delta-sync/" + kind.encode() + b"/1\x00" + rfc8785.dumps(document)
+    public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature["key"]))
+    public.verify(bytes.fromhex(signature["value"]), message)
+
+
+def test_signed_documents_are_written_byte_by_byte(tmp_path: Path) -> None:
+    write_signed(tmp_path)
+    for key in ("run.json", "keys.json", "versions/0000000000.json"):
+        assert (tmp_path / key).read_bytes() == (SIGNED / key).read_bytes()

@@ -24,6 +24,7 @@ INFO: dict[str, Any] = {
     "full_bytes": 20,
     "requires": [],
     "run": RUN,
+    "signature": None,
     "tensors": DIGEST,
     "total": 10,
 }
@@ -43,9 +44,11 @@ DELTA: dict[str, Any] = {
     "objects": [REF],
     "parent": DIGEST,
     "payload_bytes": 9,
+    "quarantine": None,
     "requires": ["packed", "zstd"],
     "reversible": True,
     "run": RUN,
+    "signature": {"key": DIGEST, "value": "cd" * 64},
     "step": 70,
     "tensor_fingerprints": None,
     "total": 10,
@@ -80,7 +83,17 @@ REFERENCE = {
         "version": None,
     },
 }
-HEAD: dict[str, Any] = {"format_version": 1, "manifest": DIGEST, "run": RUN, "version": 7}
+HEAD: dict[str, Any] = {
+    "created_at": TIME,
+    "epoch": 2,
+    "expires_at": None,
+    "format_version": 1,
+    "manifest": DIGEST,
+    "parent": DIGEST,
+    "run": RUN,
+    "signature": None,
+    "version": 7,
+}
 ALL: list[tuple[type[Document], dict[str, Any]]] = [
     (RunInfo, INFO),
     (Manifest, DELTA),
@@ -187,6 +200,7 @@ def test_a_malformed_field_is_named(change: dict[str, Any], field: str) -> None:
     sorted(
         set(DELTA)
         - {"base", "breaks", "codec", "compression", "epoch", "requires", "reversible", "tensor_fingerprints"}
+        - {"quarantine", "signature"}
     ),
 )
 def test_a_missing_field_is_refused(field: str) -> None:

@@ -49,8 +49,8 @@ class Site:
         wait_until(lambda: service.receiver.served_version == 0)
         return service
 
-    def tell(self, version: int) -> None:
-        self.publisher.send(Notice(self.world.publisher.run, version, DIGEST))
+    def tell(self, version: int, digest: str = DIGEST) -> None:
+        self.publisher.send(Notice(self.world.publisher.run, version, digest))
 
     def close(self) -> None:
         for service in self.services:
@@ -155,12 +155,23 @@ def test_what_is_known_costs_no_look(site: Site) -> None:
     site.world.train(1)
     heed(site, service, 1)
     time.sleep(2 * SHORTEST_LOOK_SECONDS)
-    before = site.looks
+    before, head = site.looks, service.receiver.board.head
+    digest = "" if head is None else head.digest
     for _ in range(200):
-        for version in (0, 1):
-            site.tell(version)
+        site.tell(0)
+        site.tell(1, digest)
         time.sleep(0.002)
     assert site.looks == before
+
+
+def test_another_manifest_of_the_version_known_is_news(site: Site) -> None:
+    """What was found first may have been somebody else's, and be gone."""
+    service = site.serve(3600)
+    site.world.train(1)
+    heed(site, service, 1)
+    before = site.looks
+    site.tell(1)
+    wait_until(lambda: site.looks > before)
 
 
 def test_a_storm_while_held_or_told_to_wait(site: Site) -> None:

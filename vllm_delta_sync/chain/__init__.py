@@ -10,6 +10,7 @@ from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.read import Progress, restore
 from vllm_delta_sync.chain.verify import VerifyReport, verify_run
 from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorSpec
 
@@ -20,18 +21,20 @@ Version = int | str | None
 """A version's number, ``tag:NAME``, or None for the head."""
 
 
-def open_run(url: str) -> "Run":
+def open_run(url: str, keyring: Keyring | None = None) -> "Run":
     """Open a run for reading.
 
     Args:
         url: run URL, such as ``file:///data/runs/a`` or a plain path.
+        keyring: whose signatures to ask for, such as ``Keyring.load("trainer.pub")``; None: nobody's.
 
     Raises:
         UsageError: the URL's scheme is not understood.
         NotFoundError: there is no run at the URL.
         FormatError: run.json or tensors.json is malformed.
+        SignatureError: the keyring has trusted keys, and none of them stands for the run.
     """
-    return Run(open_bucket(url))
+    return Run(open_bucket(url), keyring)
 
 
 class Run(RunDocuments):

@@ -11,7 +11,15 @@ from typing import TypeVar
 from vllm_delta_sync.chain.checks import check_follows
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.findings import Finding
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, FingerprintError, NotFoundError, StoreError
+from vllm_delta_sync.chain.refused import refused_manifest
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    FingerprintError,
+    NotFoundError,
+    SignatureError,
+    StoreError,
+)
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
@@ -19,7 +27,8 @@ from vllm_delta_sync.wire.documents import Claim, Retention
 from vllm_delta_sync.wire.manifest import Head, Manifest
 
 MISSING_AT_MOST = 1000
-"""A HEAD.json that points further beyond the newest manifest is taken for damaged itself."""
+"""Manifests that may be missing: a HEAD.json that points further beyond the newest, or a manifest that lies further
+beyond the others, is taken for damaged itself."""
 
 _Found = TypeVar("_Found")
 
@@ -33,7 +42,8 @@ class Census:
         digests, fingerprints: by version, of good manifests. confirmed: those of them that something names by digest.
         unreadable: versions whose manifest is missing or malformed. epochs: first version of each.
         anchors: versions, and folds: pairs, of which there is a readable document. tags: by name, their versions.
-        pointed: version that HEAD.json names; None if it is missing or damaged.
+        refused: versions that a key signed whose word does not hold for them any more, and that the chain went past.
+        head: HEAD.json; None if it is missing, damaged, or may not be believed. pointed: version that it names.
 
     Raises:
         NotFoundError: nothing is published yet. StoreError: the store failed.
@@ -54,8 +64,10 @@ class Census:
         self.anchors: set[int] = set()
         self.folds: set[tuple[int, int]] = set()
         self.tags: dict[str, int] = {}
+        self.refused: set[int] = set()
+        self._read_keys()
         # In this order: a publisher may be at work, and what is read later may only be newer.
-        head = self._head()
+        self.head = head = self._head()
         self._read_beside()
         self._read_claims()
         self._read_retention()
@@ -99,6 +111,21 @@ class Census:
             self._add(_LAST, Finding(key, error, version))
             return None
 
+    def _read_keys(self) -> None:
+        """keys.json as it is now; where it may not be believed, what was accepted before goes on to count."""
+        run = self._run
+        for key, check in ((side.KEYS_KEY, run.authentic.refresh), (keys.RUN_KEY, self._check_info)):
+            try:
+                check()
+            except StoreError:
+                raise
+            except DeltaSyncError as error:
+                self._add(_FIRST, Finding(key, error))
+
+    def _check_info(self) -> None:
+        if self._run.keyring.checks:
+            self._run.authentic.keys.check_info(self._run.info)
+
     def _head(self) -> Head | None:
         self.pointed: int | None = None
         try:
@@ -106,6 +133,7 @@ class Census:
             head = Head.from_bytes(data, keys.HEAD_KEY)
             if head.run != self._run.info.run:
                 raise ChainError(f"{keys.HEAD_KEY} points into run {head.run}, this is {self._run.info.run}")
+            self._run.authentic.head(head, keys.HEAD_KEY)
         except (StoreError, NotFoundError) as error:
             if isinstance(error, StoreError):
                 raise
@@ -165,7 +193,15 @@ class Census:
         self._try(side.RETENTION_KEY, read)
 
     def _top(self, head: Head | None) -> int:
-        newest = max(self._run.versions(), default=-1)
+        newest = -1
+        for count, version in enumerate(self._run.versions()):
+            if version > count + MISSING_AT_MOST:
+                # Somebody's file of that name must not let anybody look for ten billion versions before it.
+                key = keys.version_key(version)
+                stray = ChainError(f"{key} lies more than {MISSING_AT_MOST} versions beyond those before it")
+                self._add(_LAST, Finding(key, stray, version))
+                continue
+            newest = version
         if newest < 0 and not self._named:
             raise NotFoundError(f"run {self._run.info.run} at {self._run.bucket.url!r} has no version")
         if head is not None and head.version > newest + MISSING_AT_MOST:
@@ -180,6 +216,7 @@ class Census:
 
     def _read_chain(self) -> None:
         above: Manifest | None = None
+        past: Manifest | None = None
         for version in range(self.top, -1, -1):
             key = keys.version_key(version)
             try:
@@ -187,10 +224,16 @@ class Census:
             except StoreError:
                 raise
             except DeltaSyncError as error:
+                past = self._went_past(version, error, above or past)
+                if past is not None:
+                    self.refused.add(version)
+                    above = None
+                    continue
                 self._add(version, Finding(key, self._passed_over(version, error, above), version))
                 self.unreadable.add(version)
                 above = None
                 continue
+            past = None
             self._parents[version] = manifest.parent or ""
             above = manifest if self._judge(manifest, above) else None
             if above is not None:
@@ -198,11 +241,21 @@ class Census:
                 self.fingerprints[version] = manifest.fingerprint
                 self.epochs[manifest.epoch] = version
 
+    def _went_past(self, version: int, error: DeltaSyncError, above: Manifest | None) -> Manifest | None:
+        """The manifest of a version that keys.json gave up, if a good one above leads to it as it is."""
+        if above is None or not isinstance(error, SignatureError):
+            return None
+        found = refused_manifest(self._run, version)
+        return found if found is not None and found.digest == above.parent else None
+
     def _passed_over(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
         """Says so if the next version was written over a damaged manifest, which is then part of the history."""
         if above is None or isinstance(error, NotFoundError):
             return error
-        data = self._run.bucket.get(keys.version_key(version))
+        try:
+            data = self._run.bucket.get(keys.version_key(version), max_bytes=limits.MAX_JSON_BYTES)
+        except DeltaSyncError:
+            return error
         if sha256(data).hexdigest() != above.parent:
             return error
         return type(error)(f"{error.message} (version {version + 1} was published over it, so that it stays)")

@@ -157,10 +157,10 @@ def read_shard(data: Buffer, table: TensorTable, what: str) -> Iterator[tuple[st
 def context_of(document: Manifest | FoldedRange | Anchor) -> DeltaContext | None:
     """What the delta objects of a document say of themselves; None for whole tensors."""
     if isinstance(document, FoldedRange):
-        return DeltaContext(document.run, document.last, document.first)
+        return DeltaContext(document.run, document.last, document.first, document.changed)
     if isinstance(document, Anchor) or document.base_version is None:
         return None
-    return DeltaContext(document.run, document.version, document.base_version)
+    return DeltaContext(document.run, document.version, document.base_version, document.changed)
 
 
 def is_whole(document: Manifest | FoldedRange | Anchor) -> bool:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from hashlib import sha256
 from typing import Self, TypeVar
 
-from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket import Bucket, open_bucket, scheme_of
+from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.chain.checks import (
     check_follows,
     check_object,
@@ -17,10 +18,12 @@ from vllm_delta_sync.errors import (
     DeltaSyncError,
     DigestError,
     FormatError,
+    LimitError,
     NotFoundError,
     StoreError,
     UsageError,
 )
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
@@ -31,18 +34,27 @@ from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.wire.table import TensorTable
 
 TAG_PREFIX = "tag:"
+BAD_IN_A_ROW = 64
+"""Manifests that are passed over. Who has gone on behind more of them has moved HEAD.json there."""
 _Side = TypeVar("_Side", Anchor, Claim, FoldedRange, Lease, Retention, Tag)
 
 
 class RunDocuments:
     """One run in a bucket, document by document; nothing is ever written.
 
+    Where the keyring has trusted keys, each document that decides about weights is refused with SignatureError unless
+    one of them, or one that they list in keys.json, has signed it.
+
     Attributes:
         bucket: where it lies. info: run.json. table: tensors.json.
+        keyring: see there; whoever writes beside the chain signs with it. authentic: its checks in this run.
+        pointer: HEAD.json as it was read last; None if it was not, or may not be believed.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, keyring: Keyring | None = None) -> None:
         self.bucket = bucket
+        self.keyring = Keyring() if keyring is None else keyring
+        self.pointer: Head | None = None
         try:
             data = bucket.get(keys.RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
         except NotFoundError as error:
@@ -50,6 +62,7 @@ class RunDocuments:
                 f"no run at {bucket.url!r}: it has no {keys.RUN_KEY}; start a publisher there, or check the URL"
             ) from error
         self.info = RunInfo.from_bytes(data, keys.RUN_KEY)
+        self.authentic = Authentic(bucket, self.keyring, self.info)
         table = bucket.get(keys.TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
         self.table = TensorTable.from_bytes(table)
         if self.table.digest != self.info.tensors:
@@ -89,6 +102,7 @@ class RunDocuments:
         if manifest.total != self.table.total or manifest.full_bytes != self.table.full_bytes:
             raise ChainError(f"{key}: total {manifest.total} or full_bytes {manifest.full_bytes} contradicts the table")
         check_tensor_fingerprints(manifest, self.table)
+        self.authentic.manifest(manifest, key)
         return manifest
 
     def head(self) -> Manifest:
@@ -115,6 +129,8 @@ class RunDocuments:
             DeltaSyncError: no manifest is good; the first error met.
         """
         end = limits.MAX_VERSION + 1
+        self.pointer = None
+        self.authentic.refresh()
         try:
             head = self._pointer()
             if head is not None:
@@ -133,12 +149,14 @@ class RunDocuments:
         """What follows ``newest``."""
         bad: DeltaSyncError | None = None
         version, digest = newest.version, newest.digest
-        while True:
+        while version - newest.version < BAD_IN_A_ROW:
             version += 1
             try:
                 data = self.bucket.get(keys.version_key(version), max_bytes=limits.MAX_JSON_BYTES)
             except NotFoundError:
                 return newest, bad
+            except LimitError as error:
+                return newest, bad or error
             try:
                 following = self._parsed(version, data)
                 check_follows(newest, following, digest)
@@ -146,6 +164,7 @@ class RunDocuments:
             except DeltaSyncError as error:
                 bad = bad or error
             digest = sha256(data).hexdigest()
+        return newest, bad
 
     def _pointer(self) -> Head | None:
         try:
@@ -155,6 +174,8 @@ class RunDocuments:
         head = Head.from_bytes(data, keys.HEAD_KEY)
         if head.run != self.info.run:
             raise ChainError(f"{keys.HEAD_KEY} points into run {head.run}, this is {self.info.run}")
+        self.authentic.head(head, keys.HEAD_KEY)
+        self.pointer = head
         return head
 
     def _pointed_at(self, head: Head | None) -> Manifest:
@@ -252,10 +273,13 @@ class RunDocuments:
 
     def tag(self, name: str) -> Tag:
         """A tag. Raises NotFoundError, UsageError (no name at all), FormatError, ChainError (of another run)."""
+        key = side.tag_key(name)
         try:
-            return self._side(Tag, side.tag_key(name), limits.MAX_SIDE_BYTES)
+            tag = self._side(Tag, key, limits.MAX_SIDE_BYTES)
         except NotFoundError as error:
             raise NotFoundError(f"run {self.info.run} has no tag {name!r}") from error
+        self.authentic.side(tag, tag.version, key)
+        return tag
 
     def tags(self) -> dict[str, Tag]:
         """All tags by name, those that branches set included; one that is damaged raises."""
@@ -277,6 +301,7 @@ class RunDocuments:
         anchor = self._side(Anchor, key, limits.MAX_JSON_BYTES)
         if anchor.version != version:
             raise ChainError(f"{key} is of version {anchor.version}")
+        self.authentic.side(anchor, version, key)
         check_tensor_fingerprints(anchor, self.table)
         return anchor
 
@@ -290,6 +315,7 @@ class RunDocuments:
         folded = self._side(FoldedRange, key, limits.MAX_JSON_BYTES)
         if (folded.first, folded.last) != (first, last):
             raise ChainError(f"{key} leads from version {folded.first} to {folded.last}")
+        self.authentic.side(folded, last, key)
         return folded
 
     def folds(self) -> list[tuple[int, int]]:
@@ -329,7 +355,12 @@ class RunDocuments:
         if base is None or base.run is None or base.version is None:
             raise ChainError(f"run {self.info.run} does not branch from a run")
         url = location or base.location
-        source = type(self)(open_bucket(url))
+        if location is None and scheme_of(url) != scheme_of(self.bucket.url):
+            raise ChainError(
+                f"run {self.info.run} says that it branches from {url[:200]!r}, which is no "
+                f"{scheme_of(self.bucket.url)} URL like its own: give its location yourself"
+            )
+        source = type(self)(open_bucket(url), self.keyring)
         if source.info.run != base.run:
             raise ChainError(f"run {self.info.run} branches from run {base.run}, but {url!r} holds {source.info.run}")
         manifest = source.manifest(base.version)

@@ -55,6 +55,8 @@ class VerifyReport:
         anchors, folds: documents beside the chain that hold, with their objects.
         gone: versions whose own objects were removed by retention.
         unreadable: versions that nothing leads to any more, though retention kept them.
+        refused: versions that the chain went past, since the key that signed them was retired or revoked before them.
+        signed: public key of run.json's signature; None if it has none. checked: whether signatures were asked for.
         pointed: version that HEAD.json names; None if it is missing or damaged.
         notes: what is worth knowing and no error.
         findings: all that does not hold, where they are kept.
@@ -69,6 +71,9 @@ class VerifyReport:
     folds: int = 0
     gone: int = 0
     unreadable: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    signed: str | None = None
+    checked: bool = False
     pointed: int | None = None
     notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)

@@ -250,7 +250,7 @@ class Planner:
 
     def _delta(self, version: int) -> Step:
         """The step into a version from the one that it builds on; a folded range in its place if it is lost."""
-        reason = ""
+        reason, problem = "", None
         if self._gone(version):
             reason = "is no longer kept"
         elif keys.version_key(version) in self._avoid:
@@ -266,11 +266,11 @@ class Planner:
             except StoreError:
                 raise
             except DeltaSyncError as error:
-                reason = f"cannot be read ({error.message})"
+                reason, problem = f"cannot be read ({error.message})", error
         # A range never ends at a version that does not build on the one before.
         repaired = None if version in self._breaks else self._folded(version - 1, version)
         if repaired is None:
-            raise GapError(f"version {version} {reason}, and no folded range leads across it")
+            raise GapError(f"version {version} {reason}, and no folded range leads across it") from problem
         return Step(self._run, repaired)
 
     def _gone(self, version: int) -> bool:

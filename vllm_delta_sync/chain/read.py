@@ -102,7 +102,11 @@ def restore(
         except StoreError:
             raise
         except DeltaSyncError as error:
-            raise _unkept(run, target, first or error) from error
+            told = _unkept(run, target, first or error)
+            if told is error:
+                # Not from itself, which would hide what it was raised from.
+                raise
+            raise told from error
         attempt = _Attempt(run, found, base, in_memory, progress, scratch)
         try:
             return Restored(target, attempt.build(), found)

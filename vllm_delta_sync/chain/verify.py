@@ -1,6 +1,7 @@
 """Walk a run and check all of it: documents, digests, contents, declared sums, and the weights themselves."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from vllm_delta_sync.chain.census import Census
@@ -8,6 +9,7 @@ from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.findings import Finding, Findings, VerifyReport
 from vllm_delta_sync.chain.walk import Walk
+from vllm_delta_sync.trust.keyring import short
 
 __all__ = ["Finding", "VerifyReport", "examine", "verify_run"]
 
@@ -24,6 +26,9 @@ def verify_run(
     anchors (bit for bit) and folded ranges (what they would make of the weights, tensor by tensor). Versions whose
     objects retention removed are no error; those that it keeps have to be reachable. Holds the weights of one version:
     O(model) memory, or O(model) of the temporary directory's disk for large ones.
+
+    Where the run's keyring has trusted keys, every document but the hints (claims, leases, retention.json) has to be
+    signed by a key whose word holds for it; objects are bound by their digests.
 
     Args:
         base: as ``Run.snapshot``. progress: called with the report so far after each version.
@@ -47,7 +52,9 @@ def examine(
     census = Census(run)
     for finding in census.findings:
         found.add(finding)
-    report = VerifyReport(findings=found.items, pointed=census.pointed)
+    signature = run.info.signature
+    signed = None if signature is None else signature.key
+    report = VerifyReport(findings=found.items, pointed=census.pointed, signed=signed, checked=run.keyring.checks)
     everything = True
     walk = Walk(run, census, base, found, report)
     for version in range(census.top + 1):
@@ -60,7 +67,42 @@ def examine(
         if progress is not None:
             progress(report)
     report.unreadable = sorted(walk.unreadable)
+    report.refused = sorted(census.refused)
+    report.notes += _signature_notes(run, census, report)
     if not any(finding.key == "HEAD.json" for finding in found.items) and census.pointed != report.head:
         behind = "is missing" if census.pointed is None else f"is behind: it names version {census.pointed}"
         report.notes.append(f"HEAD.json {behind}, the newest is {report.head}; readers find it all the same")
     return report, census
+
+
+def _signature_notes(run: RunDocuments, census: Census, report: VerifyReport) -> list[str]:
+    notes: list[str] = []
+    if not report.checked:
+        if report.signed is not None:
+            notes.append(
+                f"the run is signed by key {short(report.signed)}, and signatures were not checked: no trusted keys "
+                "were given"
+            )
+        return notes
+    if report.refused:
+        versions = ", ".join(map(str, report.refused))
+        notes.append(
+            f"version{'s' if len(report.refused) > 1 else ''} {versions}: signed by a key that was retired or revoked "
+            "before; the chain went past, and nobody takes them"
+        )
+    ends = None if census.head is None else census.head.expires_at
+    if ends is not None and has_passed(ends):
+        # No failure: a run whose publisher has ended is whole, and only a receiver knows what it has seen.
+        notes.append(
+            f"HEAD.json has run out at {ends}: its publisher has ended, or somebody hides what came later; the newest "
+            f"that can be seen is {report.head}"
+        )
+    return notes
+
+
+def has_passed(moment: str) -> bool:
+    """Whether a document's time is over by this machine's clock; one that is no time at all is."""
+    try:
+        return datetime.fromisoformat(moment) < datetime.now(UTC)
+    except ValueError:
+        return True

@@ -15,6 +15,7 @@ from vllm_delta_sync.errors import (
     DeltaSyncError,
     FingerprintError,
     NotFoundError,
+    SignatureError,
     StoreError,
 )
 from vllm_delta_sync.wire import documents as side
@@ -24,7 +25,7 @@ from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest
 from vllm_delta_sync.wire.state import ModelState
 
-_Cause = Literal["bad", "gone", "base"]
+_Cause = Literal["bad", "gone", "base", "refused"]
 
 
 class Walk:
@@ -35,7 +36,7 @@ class Walk:
 
     Attributes:
         held, state: a version and its weights; None if there are none.
-        causes: why versions were not reached: damage, retention, or a base that is not at hand.
+        causes: why versions were not reached: damage, retention, a base that is not at hand, or a key's last word.
         unreadable: versions that damage took away.
     """
 
@@ -67,7 +68,9 @@ class Walk:
             StoreError: the store failed. DeltaSyncError: the first finding, if findings are raised.
         """
         manifest = self._census.manifest(version)
-        if manifest is None:
+        if version in self._census.refused:
+            self.causes[version] = "refused"
+        elif manifest is None:
             self._cross(version)
         else:
             self._visit(manifest)
@@ -325,6 +328,13 @@ class Walk:
         base = manifest.base_version
         below = self.causes.get(base) if base is not None else None
         beside = {side.anchor_key(version), *(side.fold_key(first, version) for first in self._ends.get(version, []))}
+        if below == "refused" and version not in self.causes:
+            refused = SignatureError(
+                f"version {version} builds on version {base}, whose key's word does not hold for it any more; nobody "
+                "takes either"
+            )
+            self._findings.add(Finding(keys.version_key(version), refused, version))
+            self.causes[version] = "bad"
         if version not in self.causes:
             if lost or (beside & self._avoid and below != "base"):
                 self.causes[version] = "bad"

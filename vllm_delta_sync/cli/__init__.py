@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_delta_sync import __version__
+from vllm_delta_sync.cli import broker as cli_broker
 from vllm_delta_sync.cli import compact as cli_compact
+from vllm_delta_sync.cli import keys as cli_keys
 from vllm_delta_sync.cli import repair as cli_repair
 from vllm_delta_sync.cli import retention as cli_retention
 from vllm_delta_sync.cli import verify as cli_verify
-from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, bucket_url, count, positive
+from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, count, opened, positive
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.redaction import public_url
 
 INTERRUPTED = 130
 
@@ -45,12 +48,17 @@ examples:
   delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
   delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
 """
-MODULES = (cli_verify, cli_repair, cli_retention, cli_compact)
+MODULES = (cli_verify, cli_repair, cli_retention, cli_compact, cli_keys, cli_broker)
 """Further subcommands: each has ``add`` and ``COMMANDS``."""
 # Settings that `serve` takes as flags: field, metavar, help. Values are checked where settings are.
 SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("bucket", "URL", "run to follow: file:///path/run or a plain path"),
     ("notice", "ADDRESS", "the publisher's notices, tcp://host:port; without it the bucket is polled"),
+    ("trusted_keys", "FILES", "public key files, separated by commas: what they have not signed is refused"),
+    ("state_dir", "DIR", "where what was seen of the run is kept across restarts; goes with --trusted-keys"),
+    ("expired_head", "MODE", "a signed HEAD.json that has run out: warn, or refuse new versions"),
+    ("notice_key", "PATH", "own secret CURVE certificate for notices; goes with --notice-server-key"),
+    ("notice_server_key", "PATH", "public CURVE certificate of the publisher or broker that notices come from"),
     ("poll_seconds", "SECONDS", "how often to look into the bucket when no notice comes"),
     ("pause_mode", "MODE", "requests in flight at a commit: keep (go on), wait (finish first) or abort"),
     ("prefix_cache", "MODE", "KV cache at a commit: reset, or keep entries of the older weights"),
@@ -63,6 +71,7 @@ SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("receiver_id", "NAME", "tell retention under this name what is served; without it nothing is written"),
     ("admin_token_file", "PATH", "file with the token that state-changing routes then ask for"),
     ("target", "VERSION", "what to serve: head, a version's number, or tag:NAME, followed as the tag moves forward"),
+    ("quarantined", "MODE", "versions that the publisher's gate marked as bad: skip, or serve them"),
     ("policy", "POLICY", "follow every new version, or manual: only when POST /delta_sync/sync says so"),
 )
 
@@ -119,6 +128,7 @@ def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
         "  delta-sync log --bucket /data/runs/a --last 5 --json\n",
     )
     add_bucket(log)
+    add_trust(log)
     log.add_argument("--last", type=positive, metavar="N", help="only the newest N versions")
     add_json(log)
 
@@ -134,6 +144,7 @@ def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
     inspect.add_argument("--version", type=count, metavar="N", help="a version of the run")
     inspect.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)")
     inspect.add_argument("--all", action="store_true", help="list every tensor")
+    add_trust(inspect)
     add_json(inspect)
 
 
@@ -147,7 +158,7 @@ def _flag(field: str) -> str:
 def _log(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.cli import views as cli_views
 
-    document, failure = cli_views.log_document(bucket_url(options), options.last)
+    document, failure = cli_views.log_document(opened(options), options.last)
     if failure is not None:
         if not options.json:
             cli_views.print_log(document)
@@ -164,10 +175,11 @@ def _inspect(options: argparse.Namespace) -> Answer:
             raise UsageError("--version goes with a run; a file holds one version's object")
         document = cli_views.file_document(Path(options.target))
         return document, lambda: cli_views.print_file(document, top)
+    options.bucket = options.target
     if options.version is None:
-        document = cli_views.run_document(options.target)
+        document = cli_views.run_document(opened(options))
         return document, lambda: cli_views.print_run(document, top)
-    document = cli_views.version_document(options.target, options.version)
+    document = cli_views.version_document(opened(options), options.version)
     return document, lambda: cli_views.print_version(document, top)
 
 
@@ -180,6 +192,7 @@ def _serve(options: argparse.Namespace) -> Answer:
         sys.stdout.flush()
         launch.exec_serve(options.model, settings, options.rest)
     environment, command = launch.serve_command(options.model, settings, options.rest)
+    environment = {name: public_url(value) for name, value in environment.items()}
     lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())] + [shlex.join(command)]
     return {"environment": environment, "command": command}, lambda: print(" \\\n".join(lines))
 
@@ -249,10 +262,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         document, show = COMMANDS[options.command](options)
-        if as_json:
-            print(json.dumps(document, indent=2))
-        else:
+        if not as_json:
             show()
+        elif document:
+            print(json.dumps(document, indent=2))
         sys.stdout.flush()
     except DeltaSyncError as error:
         report(error, as_json)

@@ -3,11 +3,17 @@
 import argparse
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.trust import Keyring
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.chain import Run
 
 BUCKET_VARIABLE = "DELTA_SYNC_BUCKET"
+TRUSTED_VARIABLE = "DELTA_SYNC_TRUSTED_KEYS"
+SIGNING_VARIABLE = "DELTA_SYNC_SIGNING_KEY"
 
 Answer = tuple[dict[str, Any], Callable[[], None]]
 """The document for ``--json``, and what prints it for people."""
@@ -22,6 +28,22 @@ def add_bucket(parser: argparse.ArgumentParser) -> None:
 def add_base(parser: argparse.ArgumentParser) -> None:
     """``--base``."""
     parser.add_argument("--base", metavar="DIR", help="checkpoint of version 0, where it is not at the recorded path")
+
+
+def add_trust(parser: argparse.ArgumentParser, signing: bool = False) -> None:
+    """``--trusted-keys``, and ``--signing-key`` for what writes documents that are signed; see ``keyring_of``."""
+    parser.add_argument(
+        "--trusted-keys",
+        metavar="FILES",
+        help="public key files, separated by commas: take only what one of these keys, or one that they list, has "
+        f"signed; default: ${TRUSTED_VARIABLE}" + (", else the key of --signing-key" if signing else ""),
+    )
+    if signing:
+        parser.add_argument(
+            "--signing-key",
+            metavar="PATH",
+            help=f"private key that signs what is written, where the run is signed; default: ${SIGNING_VARIABLE}",
+        )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +61,41 @@ def bucket_url(options: argparse.Namespace) -> str:
     if not url:
         raise UsageError(f"--bucket URL is missing and {BUCKET_VARIABLE} is not set; say which run is meant")
     return url
+
+
+def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
+    """The keys that are meant.
+
+    Args:
+        signs: whether the signing key is needed; otherwise it is not even read.
+
+    Raises:
+        SettingsError: a key file cannot be used.
+    """
+    trusted: str | None = options.trusted_keys or os.environ.get(TRUSTED_VARIABLE) or None
+    signing: str | None = getattr(options, "signing_key", None)
+    if signs and hasattr(options, "signing_key"):
+        signing = signing or os.environ.get(SIGNING_VARIABLE) or None
+    return Keyring.load(trusted, signing)
+
+
+def opened(options: argparse.Namespace, writes: bool = False) -> "Run":
+    """The run that is meant, checked with the keys that are meant.
+
+    Args:
+        writes: whether documents will be written that have to be signed where the run is.
+
+    Raises:
+        UsageError: no run is named. SettingsError: a key file cannot be used, or a signed run is to be written into
+            without a key that may sign it. Else as ``open_run``.
+    """
+    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.upkeep.key_list import check_signer
+
+    run = open_run(bucket_url(options), keyring_of(options, writes))
+    if writes:
+        check_signer(run)
+    return run
 
 
 def count(text: str) -> int:

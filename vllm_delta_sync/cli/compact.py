@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url
+from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, add_trust, opened
 from vllm_delta_sync.errors import UsageError
 
 EXAMPLES = """\
@@ -17,6 +17,7 @@ examples:
   delta-sync compact --bucket /data/runs/a
   delta-sync compact --bucket /data/runs/a --anchor head --base /models/qwen3
   delta-sync compact --bucket /data/runs/a --no-folds --anchor tag:best --json
+  delta-sync compact --bucket /data/runs/a --signing-key trainer.key   (where the run is signed)
 """
 
 
@@ -30,6 +31,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_bucket(parser)
     add_base(parser)
+    add_trust(parser, signing=True)
     parser.add_argument("--anchor", metavar="N|head|tag:NAME", help="also make the anchor of this version")
     parser.add_argument("--no-folds", action="store_true", help="make no folded ranges")
     parser.add_argument("--scratch", metavar="DIR", help="folder for temporary files; default: the system's")
@@ -38,14 +40,13 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _compact(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.cli.text import Progress
     from vllm_delta_sync.upkeep.compaction import compact
 
-    url = bucket_url(options)
     anchor = _wanted(options.anchor)
     if options.no_folds and anchor is None:
         raise UsageError("--no-folds without --anchor leaves nothing to do; name the version that gets an anchor")
+    run = opened(options, writes=not options.dry_run)
     bar: list[Progress] = []
 
     def tell(done: int, work: int, what: str) -> None:
@@ -54,7 +55,7 @@ def _compact(options: argparse.Namespace) -> Answer:
 
     try:
         report = compact(
-            open_run(url),
+            run,
             options.base,
             folds=not options.no_folds,
             anchor=anchor,

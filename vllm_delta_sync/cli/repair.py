@@ -3,15 +3,25 @@
 import argparse
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    Command,
+    add_base,
+    add_bucket,
+    add_json,
+    add_trust,
+    bucket_url,
+    keyring_of,
+)
 from vllm_delta_sync.cli.text import Progress, clean, print_fields
 from vllm_delta_sync.cli.verify import show
 
 EXAMPLES = """\
 Checks the run as `delta-sync verify --all` does, and mends what it finds: from a mirror, from anchors and folded
 ranges, from the weights on both sides of a gap. Nothing is written that digests and fingerprints of the chain do not
-prove; nothing that is good is overwritten. Ended at any moment (Ctrl-C), it goes on with the next call. The exit code
-is 0 if all is well afterwards, 1 if something is lost: the list says what, and what would help.
+prove; nothing that is good is overwritten. With trusted keys nothing is taken that is not signed; into a signed run
+nothing is written that --signing-key has not signed. Ended at any moment (Ctrl-C), it goes on with the next call. The
+exit code is 0 if all is well afterwards, 1 if something is lost: the list says what, and what would help.
 
 examples:
   delta-sync repair --bucket /data/runs/a --dry-run
@@ -31,6 +41,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bucket(parser)
     parser.add_argument("--mirror", metavar="URL", help="a copy of the run to take from; it may be damaged too")
     add_base(parser)
+    add_trust(parser, signing=True)
     parser.add_argument("--dry-run", action="store_true", help="only say what could be repaired, and what is lost")
     add_json(parser)
 
@@ -44,7 +55,14 @@ def _repair(options: argparse.Namespace) -> Answer:
     bucket = open_bucket(bucket_url(options))
     bar = Progress(sum(1 for _ in bucket.list(keys.VERSIONS_PREFIX)), "versions")
     try:
-        report = repair(bucket, options.mirror, options.base, options.dry_run, lambda so_far: show(bar, so_far))
+        report = repair(
+            bucket,
+            options.mirror,
+            options.base,
+            options.dry_run,
+            lambda so_far: show(bar, so_far),
+            keyring=keyring_of(options),
+        )
     finally:
         bar.close()
     document = {

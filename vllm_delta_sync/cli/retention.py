@@ -4,7 +4,7 @@ import argparse
 import re
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, bucket_url, positive, version
+from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, opened, positive, version
 from vllm_delta_sync.errors import UsageError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
@@ -56,6 +56,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     tag.add_argument("name", metavar="NAME", nargs="?", help="1 to 100 of A-Z a-z 0-9 . _ -")
     add_bucket(tag)
+    add_trust(tag, signing=True)
     tag.add_argument("--version", type=version, metavar="N|tag:NAME", help="the version; default: the head")
     tag.add_argument("--milestone", action="store_true", help="its publisher makes an anchor of it, which gc keeps")
     tag.add_argument("--delete", action="store_true", help="remove the tag")
@@ -69,6 +70,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     branch.add_argument("url", metavar="NEW_URL", help="URL of the new run")
     add_bucket(branch)
+    add_trust(branch, signing=True)
     branch.add_argument("--version", type=version, metavar="N|tag:NAME", help="where to begin; default: the head")
     add_json(branch)
 
@@ -76,6 +78,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 def _add_gc(commands: "argparse._SubParsersAction[Any]") -> None:
     gc = commands.add_parser("gc", help="remove what no kept version needs", description=GC_TEXT, epilog=GC_EXAMPLES)
     add_bucket(gc)
+    add_trust(gc)
     gc.add_argument("--keep-last", type=positive, default=100, metavar="N", help="newest versions (default: 100)")
     gc.add_argument("--keep-every", type=positive, metavar="K", help="versions whose number K divides")
     gc.add_argument("--keep-for", type=_duration, metavar="TIME", help="versions published within this time")
@@ -106,7 +109,6 @@ def _duration(text: str) -> float:
 
 
 def _gc(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.cli.text import Progress, size
     from vllm_delta_sync.upkeep.retention import Policy, collect
 
@@ -118,7 +120,7 @@ def _gc(options: argparse.Namespace) -> Answer:
         min_age=options.min_age,
         longest_pin=options.longest_pin,
     )
-    run = open_run(bucket_url(options))
+    run = opened(options)
     bar: list[Progress] = []
 
     def tell(done: int, total: int, count: int) -> None:
@@ -186,14 +188,13 @@ def _print_gc(document: dict[str, Any]) -> None:
 
 
 def _tag(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
 
     if options.delete and (options.version is not None or options.milestone):
         raise UsageError("--delete goes with neither --version nor --milestone")
     if options.name is None and (options.delete or options.version is not None or options.milestone):
         raise UsageError("NAME is missing; without it tags are listed")
-    run = open_run(bucket_url(options))
+    run = opened(options, writes=options.name is not None and not options.delete)
     if options.name is None:
         rows = [_tag_document(name, tag) for name, tag in run.tags().items()]
         document = {"run": run.info.run, "url": run.bucket.url, "tags": rows}
@@ -230,11 +231,10 @@ def _print_tags(rows: list[dict[str, Any]]) -> None:
 
 
 def _branch(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.cli.text import print_fields
     from vllm_delta_sync.upkeep.branching import branch
 
-    run = open_run(bucket_url(options))
+    run = opened(options, writes=True)
     made = branch(run, options.version, options.url)
     first = made.manifest(0)
     source = first.base.version if first.base is not None else None

@@ -4,17 +4,20 @@ import argparse
 from typing import Any
 
 from vllm_delta_sync.chain.findings import Finding, VerifyReport
-from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, bucket_url
+from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, add_trust, opened
 from vllm_delta_sync.cli.text import Progress, clean, print_fields, size
 
 EXAMPLES = """\
 Stops at the first thing that does not hold, and names version, object and tensor; --all goes on and lists everything.
+With trusted keys each document has to be signed; without them the signatures of a signed run are not checked. That
+HEAD.json has run out is noted: it says that its publisher has ended, or that somebody hides what came later.
 `delta-sync repair` mends what can be mended.
 
 examples:
   delta-sync verify --bucket /data/runs/a
   delta-sync verify --bucket /data/runs/a --base /models/qwen3 --json
   delta-sync verify --bucket /data/runs/a --all
+  delta-sync verify --bucket /data/runs/a --trusted-keys trainer.key.pub
 """
 
 
@@ -23,21 +26,21 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "verify",
         help="check a run from version 0 to the head",
-        description="Read all of a run and check it: chain, digests, contents of objects, anchors, folded ranges, and "
-        "the fingerprint of every version against weights that are rebuilt.",
+        description="Read all of a run and check it: chain, signatures, digests, contents of objects, anchors, folded "
+        "ranges, and the fingerprint of every version against weights that are rebuilt.",
         epilog=EXAMPLES,
     )
     add_bucket(parser)
     add_base(parser)
+    add_trust(parser)
     parser.add_argument("--all", action="store_true", help="list every problem, not only the first")
     add_json(parser)
 
 
 def _verify(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.chain.verify import verify_run
 
-    run = open_run(bucket_url(options))
+    run = opened(options)
     bar = Progress(max(run.versions(), default=0) + 1, "versions")
     try:
         report = verify_run(run, options.base, lambda so_far: show(bar, so_far), options.all)
@@ -56,6 +59,9 @@ def _verify(options: argparse.Namespace) -> Answer:
         "anchors": report.anchors,
         "folds": report.folds,
         "gone": report.gone,
+        "signed_by": report.signed,
+        "signatures_checked": report.checked,
+        "refused": report.refused,
         "notes": report.notes,
     }
     if options.all:
@@ -99,6 +105,8 @@ def _print(document: dict[str, Any]) -> None:
     ]
     if document["verdict"]:
         fields.append(("weights", _weights(document)))
+    if document["signatures_checked"] and document["verdict"]:
+        fields.append(("signatures", "of every document hold"))
     if document["anchors"] or document["folds"]:
         fields.append(("beside", f"{document['anchors']} anchors and {document['folds']} folded ranges hold"))
     if document["gone"]:

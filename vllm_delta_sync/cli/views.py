@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain import Run
 from vllm_delta_sync.cli.text import percent, print_columns, print_fields, shape, size, times
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.trust.keyring import short
 from vllm_delta_sync.wire.canonical import load_canonical
 from vllm_delta_sync.wire.changes import Changes, Sparse
 from vllm_delta_sync.wire.container import Container
 from vllm_delta_sync.wire.delta import METADATA_KEY
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.manifest import Manifest, RunInfo
 
 Document = dict[str, Any]
 
@@ -22,21 +23,20 @@ Document = dict[str, Any]
 # log
 
 
-def log_document(url: str, last: int | None) -> tuple[Document, DeltaSyncError | None]:
+def log_document(run: Run, last: int | None) -> tuple[Document, DeltaSyncError | None]:
     """Versions of a run, oldest first; with what stopped the walk, if anything did."""
-    run = open_run(url)
     versions: list[Document] = []
     failure: DeltaSyncError | None = None
     try:
         for manifest in run.log():
-            versions.append(_summary(manifest))
+            versions.append(_summary(run, manifest))
     except DeltaSyncError as error:
         failure = error
     shown = versions if last is None else versions[-last:]
     return {"run": run.info.run, "url": run.bucket.url, "versions": shown}, failure
 
 
-def _summary(manifest: Manifest) -> Document:
+def _summary(run: Run, manifest: Manifest) -> Document:
     return {
         "version": manifest.version,
         "step": manifest.step,
@@ -52,16 +52,32 @@ def _summary(manifest: Manifest) -> Document:
         "objects": len(manifest.objects),
         "fingerprint": manifest.fingerprint,
         "created_at": manifest.created_at,
+        **_signed(run, manifest),
+        "quarantined": [] if manifest.quarantine is None else manifest.quarantine.reasons,
     }
+
+
+def _signed(run: Run, document: RunInfo | Manifest) -> Document:
+    """By which key, and whether that holds: what is read without trusted keys is not checked."""
+    key = None if document.signature is None else document.signature.key
+    return {"signed_by": key, "signature_holds": True if run.keyring.checks else None}
+
+
+def _print_signed(document: Document) -> str:
+    if document["signed_by"] is None:
+        return "vouched for by keys.json" if document["signature_holds"] else "no"
+    return f"by key {short(document['signed_by'])}, " + (
+        "which holds" if document["signature_holds"] else "not checked"
+    )
 
 
 def print_log(document: Document) -> None:
     """One line per version."""
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
             row["version"],
             row["step"],
-            row["kind"],
+            f"{row['kind']}, quarantined" if row["quarantined"] else row["kind"],
             percent(row["changed"], row["total"]) if row["kind"] == "delta" else "-",
             size(row["payload_bytes"]),
             times(row["full_bytes"], row["payload_bytes"]),
@@ -70,19 +86,23 @@ def print_log(document: Document) -> None:
         )
         for row in document["versions"]
     ]
-    print_columns(
-        ("version", "step", "kind", "changed", "payload", "smaller", "fingerprint", "created"), rows, left=(2, 6, 7)
-    )
+    titles: tuple[str, ...] = ("version", "step", "kind", "changed", "payload", "smaller", "fingerprint", "created")
+    signers = [row["signed_by"] for row in document["versions"]]
+    if any(signers):
+        titles = (*titles, "signed by")
+        rows = [(*row, short(key or "-")) for row, key in zip(rows, signers, strict=True)]
+    print_columns(titles, rows, left=(2, 6, 7, 8))
+    if any(signers) and not any(row["signature_holds"] for row in document["versions"]):
+        print("signatures were not checked: no trusted keys were given")
 
 
 # inspect
 
 
-def run_document(url: str) -> Document:
+def run_document(run: Run) -> Document:
     """A run: identity, tensors, head."""
-    run = open_run(url)
     try:
-        head: Document | None = _summary(run.head())
+        head: Document | None = _summary(run, run.head())
     except NotFoundError:
         head = None  # made, but nothing is published yet
     return {
@@ -91,6 +111,7 @@ def run_document(url: str) -> Document:
         "created_at": run.info.created_at,
         "format_version": run.info.format_version,
         "requires": run.info.requires,
+        **_signed(run, run.info),
         "tensors": [
             {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
             for spec in run.table
@@ -109,6 +130,7 @@ def print_run(document: Document, top: int | None) -> None:
         ("run", document["run"]),
         ("url", document["url"]),
         ("created", document["created_at"]),
+        ("signed", _print_signed(document)),
         ("tensors", f"{len(document['tensors'])} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})"),
         ("elements", f"{document['total']:,}"),
         ("full size", size(document["full_bytes"])),
@@ -116,6 +138,7 @@ def print_run(document: Document, top: int | None) -> None:
     ]
     if head is not None:
         fields.append(("fingerprint", head["fingerprint"]))
+        fields += [("quarantined", reason) for reason in head["quarantined"]]
     print_fields(fields)
     print()
     _print_tensors(document["tensors"], top)
@@ -136,16 +159,15 @@ def _print_rest(count: int, shown: int) -> None:
         print(f"… {count - shown} more; --all lists them")
 
 
-def version_document(url: str, version: int) -> Document:
+def version_document(run: Run, version: int) -> Document:
     """One version: its manifest, and what it changes in each tensor; the objects are read and checked."""
-    run = open_run(url)
     head = run.head().version
     if version > head:
         raise NotFoundError(f"version {version} is not published; the newest is {head}")
     manifest = run.manifest(version)
     changes = run.changes(manifest)
     return {
-        **_summary(manifest),
+        **_summary(run, manifest),
         "run": manifest.run,
         "url": run.bucket.url,
         "parent": manifest.parent,
@@ -215,11 +237,13 @@ def _version_fields(document: Document) -> list[tuple[str, object]]:
         ("version", f"{document['version']} ({document['kind']}), step {document['step']}"),
         ("run", document["run"]),
         ("created", document["created_at"]),
+        ("signed", _print_signed(document)),
         ("fingerprint", document["fingerprint"]),
         ("digest", document["digest"]),
         ("parent", document["parent"] or "none: the first version"),
         ("payload", f"{size(document['payload_bytes'])} of {size(document['full_bytes'])}"),
     ]
+    fields += [("quarantined", reason) for reason in document["quarantined"]]
     if document["kind"] == "reference":
         fields.append(("base", document["base"] or "not recorded"))
     if document["kind"] == "delta":

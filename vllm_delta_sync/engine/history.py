@@ -3,7 +3,9 @@
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.engine.legs import Place
 from vllm_delta_sync.engine.lineage import Point, line
-from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.engine.witness import Witness
+from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, StoreError
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest
 
@@ -11,16 +13,24 @@ from vllm_delta_sync.wire.manifest import Manifest
 class History:
     """The run at a URL, as far as it is known.
 
+    Args:
+        keyring: whose signatures to ask for. witness: refuses what contradicts what was seen before.
+
     Attributes:
         head: newest good version.
+        expired: what was wrong with the age of HEAD.json at the last look.
         behind: manifests of the versions in the undo log, so that going back needs no network.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, keyring: Keyring, witness: Witness) -> None:
         self._url = url
+        self.keyring = keyring
+        self.witness = witness
         self._run: Run | None = None
         self._origins: list[Point] = []
         self.head: Manifest | None = None
+        self.expired: ExpiredError | None = None
+        self._stopped_by: DeltaSyncError | None = None
         self.behind: dict[int, Manifest] = {}
 
     @property
@@ -35,17 +45,47 @@ class History:
         return self._run is None or not self._run.is_current()
 
     def open(self) -> Run:
-        """Open the run at the URL, whichever it is now. Errors as ``open_run``."""
-        self._run = open_run(self._url)
+        """Open the run at the URL, whichever it is now. Errors as ``open_run`` and ``Witness.admit``."""
+        run = open_run(self._url, self.keyring)
+        self.witness.admit(run)
+        self._run = run
         self._origins = []
         self.head = None
         self.behind.clear()
         return self._run
 
-    def look(self) -> DeltaSyncError | None:
-        """Find the newest good manifest; returns what is wrong beyond it."""
-        self.head, stopped_by = self.run.reachable_head()
+    def look(self, served: Manifest | None = None) -> DeltaSyncError | None:
+        """Find the newest good manifest; returns what is wrong beyond it.
+
+        Args:
+            served: the version served, from which it must descend.
+
+        Raises:
+            ReplayError, ForkError: see ``Witness.accept``; ``head`` is as before. Else as ``Run.reachable_head``.
+        """
+        try:
+            head, stopped_by = self.run.reachable_head()
+        except NotFoundError as error:
+            raise self.witness.missed(error) from error
+        self.expired = self.witness.expiry(self.run, stopped_by)
+        self.witness.accept(self.run, head, stopped_by, served)
+        self.head, self._stopped_by = head, stopped_by
         return stopped_by
+
+    def check_fresh(self) -> None:
+        """Raise if no new version is to be taken, because HEAD.json has run out; see ``Witness.check_fresh``."""
+        self.witness.check_fresh(self.run, self._stopped_by, self.expired)
+
+    def check_ours(self, manifest: Manifest) -> None:
+        """Raise ForkError unless the head descends from a version; reads manifests between, with trusted keys only."""
+        if self.head is not None:
+            self.run.authentic.descends(self.head, manifest)
+
+    @property
+    def keys(self) -> int:
+        """Sequence of keys.json; 0 if the run has none."""
+        file = self.run.authentic.keys.file
+        return 0 if file is None else file.sequence
 
     def manifest(self, version: int) -> Manifest:
         """A version's manifest. Errors as ``Run.manifest``."""

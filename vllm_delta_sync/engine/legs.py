@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.plan import Step
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
@@ -72,7 +73,7 @@ class Leg:
         return self.target.run, side.anchor_key(version) if self.anchor is not None else keys.version_key(version)
 
     def to_plain(self) -> dict[str, Any]:
-        """For the way to the ranks. Runs other than the followed one go by their URL."""
+        """For the way to the ranks. Runs other than the followed one go by URL and digest of run.json."""
         return {
             "target": _text(self.target),
             "steps": [
@@ -80,7 +81,7 @@ class Leg:
                     "document": _text(step.document),
                     "folded": isinstance(step.document, FoldedRange),
                     "backwards": step.backwards,
-                    "url": None if step.run.info.run == self.target.run else step.run.bucket.url,
+                    "run": None if step.run.info.run == self.target.run else _where(step.run),
                 }
                 for step in self.steps
             ],
@@ -89,11 +90,11 @@ class Leg:
         }
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any], run_at: Callable[[str | None], Run]) -> "Leg":
+    def from_plain(cls, plain: dict[str, Any], run_at: Callable[[tuple[str, str] | None], Run]) -> "Leg":
         """Inverse of ``to_plain``.
 
         Args:
-            run_at: the run at a URL; None: the followed one.
+            run_at: the run at a URL, whose run.json has a digest; None: the followed one.
         """
         return cls(
             Manifest.from_bytes(plain["target"].encode()),
@@ -103,9 +104,14 @@ class Leg:
         )
 
 
-def _step(plain: dict[str, Any], run_at: Callable[[str | None], Run]) -> Step:
+def _step(plain: dict[str, Any], run_at: Callable[[tuple[str, str] | None], Run]) -> Step:
     kind = FoldedRange if plain["folded"] else Manifest
-    return Step(run_at(plain["url"]), kind.from_bytes(plain["document"].encode()), plain["backwards"])
+    where = None if plain["run"] is None else (plain["run"][0], plain["run"][1])
+    return Step(run_at(where), kind.from_bytes(plain["document"].encode()), plain["backwards"])
+
+
+def _where(run: RunDocuments) -> list[str]:
+    return [run.bucket.url, run.info.digest]
 
 
 def _text(document: Manifest | FoldedRange | Anchor) -> str:

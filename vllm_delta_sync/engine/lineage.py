@@ -3,8 +3,10 @@
 import logging
 from typing import NamedTuple
 
+from vllm_delta_sync.bucket import scheme_of
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.errors import DeltaSyncError, StoreError
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
+from vllm_delta_sync.trust import Keyring
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
@@ -31,7 +33,9 @@ class Stretch(NamedTuple):
 def line(run: Run, version: int) -> list[Point]:
     """A version, and the versions of other runs that its run, and theirs, begin with: youngest first.
 
-    Ends where a source is not there any more, or has other tensors.
+    Ends where a source is not there any more, has other tensors, or lies in another kind of store: where it lies is
+    what the bucket's data say, and must not decide which protocol this server speaks. Among local directories any may
+    be named: what is read there is a run, or refused.
 
     Raises:
         StoreError: the store failed. NotFoundError, FormatError, ChainError: a run has no good version 0.
@@ -42,6 +46,7 @@ def line(run: Run, version: int) -> list[Point]:
         if first.base is None or first.base.run is None or first.base.version is None:
             break
         try:
+            _check_store(run, first.base.location)
             source = run.origin(first)
         except StoreError:
             raise
@@ -53,6 +58,12 @@ def line(run: Run, version: int) -> list[Point]:
         found.append(Point(source, first.base.version))
         run = source
     return found
+
+
+def _check_store(run: Run, location: str) -> None:
+    found, own = scheme_of(location), scheme_of(run.bucket.url)
+    if found != own:
+        raise ChainError(f"it is said to lie at {location[:200]!r}; from a {own} bucket no {found} URL is opened")
 
 
 def across(held: list[Point], wanted: list[Point]) -> list[Stretch] | None:
@@ -68,10 +79,10 @@ def across(held: list[Point], wanted: list[Point]) -> list[Stretch] | None:
     return None
 
 
-def run_with_id(url: str, run_id: str) -> Run | None:
-    """The run at a URL, if it is the one meant and can be read."""
+def run_with_id(url: str, run_id: str, keyring: Keyring) -> Run | None:
+    """The run at a URL, if it is the one meant, can be read, and is signed as the keyring asks for."""
     try:
-        run = open_run(url)
+        run = open_run(url, keyring)
     except DeltaSyncError:
         return None
     return run if run.info.run == run_id else None

@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.engine.rebuild import drain, newest, rebuild
+from vllm_delta_sync.engine.witness import Witness
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -84,7 +85,13 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         Raises:
             SettingsError: no bucket is set. NotFoundError: there is no run.
         """
-        return open_run(load_settings().bucket)
+        settings = load_settings()
+        return open_run(settings.bucket, settings.keyring())
+
+    @property
+    def _serves_any(self) -> bool:
+        """Whether quarantined versions are loaded like others."""
+        return load_settings().quarantined == "serve"
 
     def download_model(self, model_config: Any) -> None:
         """Nothing: objects are read as they are needed."""
@@ -112,7 +119,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             EngineError, ChainError: ranks cannot agree on a version.
         """
         began = time.perf_counter()
-        held, state = rebuild(self.run, self._agree(), model_config.model)
+        held, state = rebuild(self.run, self._agree(), model_config.model, self._serves_any)
         if from_rank_0(held.version) != held.version:
             raise EngineError(f"this rank could rebuild version {held.version} and rank 0 another one; start again")
         fingerprints = tuple(value.hex() for value in state.fingerprints)
@@ -135,7 +142,8 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
                 raise ChainError(f"version {chosen[0]} is {manifest.digest} here and {chosen[1]} on rank 0")
             return manifest
         try:
-            manifest = newest(self.run)
+            witness = Witness(load_settings(), self.run.keyring, writes=False)
+            manifest = newest(self.run, self._serves_any, witness)
         except DeltaSyncError:
             from_rank_0(None)
             raise

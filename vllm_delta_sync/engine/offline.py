@@ -1,5 +1,7 @@
 """Offline vLLM: follow a run with an ``LLM`` object, between two ``generate`` calls."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.config import load_settings
@@ -46,18 +48,20 @@ class OfflineSync:
         return self._receiver.verify()
 
 
-def attach(llm: Any, bucket: str) -> OfflineSync:
+def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> OfflineSync:
     """Attach to a run. The ``LLM`` must have been made with ``worker_extension_cls=WORKER_EXTENSION``.
 
     Args:
         llm: a ``vllm.LLM``.
         bucket: run URL; other settings come from the environment (docs/REFERENCE.md).
+        trusted_keys: public key files; in one string, separated by commas. None: as the environment says.
 
     Raises:
         EngineError: the extension is missing, or the layout is not supported.
-        SettingsError: a setting in the environment cannot be used.
+        SettingsError: a setting cannot be used.
     """
-    settings = load_settings({"bucket": bucket})
+    chosen = trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else ",".join(map(str, trusted_keys))
+    settings = load_settings({"bucket": bucket, "trusted_keys": chosen})
     config = llm.llm_engine.vllm_config
     compat.check_extension(config, WORKER_EXTENSION)
     compat.check_layout(config, api_servers=1)

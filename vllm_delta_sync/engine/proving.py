@@ -86,6 +86,8 @@ class Prover:
             "url": self._settings.bucket,
             "cache_dir": None if cache is None else str(cache),
             "cache_bytes": self._settings.cache_bytes,
+            "info": self._history.run.info.digest,
+            "trusted": sorted(self._history.keyring.trusted),
         }
         table = self._history.run.table
         try:
@@ -114,7 +116,7 @@ class Prover:
                 place = Place(run, self._history.manifest(noted.version))
             else:
                 known = next((source for source, _ in self._history.origins() if source.info.run == noted.run), None)
-                source = known or run_with_id(noted.url, noted.run)
+                source = known or run_with_id(noted.url, noted.run, self._history.keyring)
                 if source is None or source.table.digest != run.table.digest:
                     return None
                 place = Place(source, source.manifest(noted.version))

@@ -7,16 +7,17 @@ long remote call would block the engine; everything else is short and runs on th
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain import Run
 from vllm_delta_sync.engine import commit as commits
 from vllm_delta_sync.engine.interrupts import postponed
 from vllm_delta_sync.engine.legs import Leg
 from vllm_delta_sync.engine.ownership import region_to_plain
 from vllm_delta_sync.engine.patch import StagedPatch
+from vllm_delta_sync.engine.rank_runs import RankRuns
 from vllm_delta_sync.engine.reading import Clock
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.staging import stage_leg
@@ -65,7 +66,7 @@ class RankReceiver:
         self.touches = 0
         self.asleep = False
         self._noted: Answer | None = None
-        self._others: dict[str, Run] = {}
+        self._runs = RankRuns()
         self._cache: ObjectCache | None = None
         self._staged: StagedPatch | None = None
         self._log = UndoLog()
@@ -112,8 +113,18 @@ class RankReceiver:
             return {"running": True}
         return {"running": False, **self._outcome}
 
-    def prove(self, url: str, cache_dir: str | None = None, cache_bytes: int = 0) -> Answer:
+    def prove(
+        self,
+        url: str,
+        cache_dir: str | None = None,
+        cache_bytes: int = 0,
+        info: str | None = None,
+        trusted: Sequence[str] = (),
+    ) -> Answer:
         """Trace routes, and gather every tensor through them.
+
+        Args:
+            info, trusted: see ``RankRuns``.
 
         Returns:
             per tensor id the source regions of this rank's routes and the fingerprint of each; and what is known of
@@ -121,7 +132,8 @@ class RankReceiver:
         """
         began = time.perf_counter()
         self._awake()
-        run = open_run(url)
+        runs = RankRuns(trusted)
+        run = runs.open(url, info)
         noted = self._note()
         routes = trace_routes(self.model, run.table)
         # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
@@ -130,11 +142,10 @@ class RankReceiver:
         measured = [[value.hex() for value in routes.fingerprints(position)] for position in range(len(run.table))]
         commits.warm_up({spec.element for spec in run.table})
         folding.warm_up({spec.element for spec in run.table})
-        self.run, self.routes = run, routes
+        self.run, self.routes, self._runs = run, routes, runs
         self._cache = None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes)
         self.version, self.fingerprints, self._staged = None, [], None
         self._log.clear()
-        self._others.clear()
         # Not forgotten before the controller has made use of it.
         self._noted = noted
         return {
@@ -150,21 +161,12 @@ class RankReceiver:
         if self._noted is not None and self.version is None:
             return self._noted
         if self.run is not None and self.version is not None:
-            return {
-                "run": self.run.info.run,
-                "url": self.run.bucket.url,
-                "version": self.version,
-                "fingerprints": [value.hex() for value in self.fingerprints],
-            }
+            held = [value.hex() for value in self.fingerprints]
+            return _noted(self.run.info.run, self.run.bucket.url, self.version, held)
         loaded = getattr(self.model, "delta_sync_loaded", None)
         if loaded is None:
             return None
-        return {
-            "run": loaded.run,
-            "url": loaded.url,
-            "version": loaded.version,
-            "fingerprints": list(loaded.fingerprints),
-        }
+        return _noted(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
 
     def adopt(
         self,
@@ -188,18 +190,20 @@ class RankReceiver:
         self._noted = None if note is None else {**note, "fingerprints": fingerprints}
         return {}
 
-    def stage(self, leg: Answer, held: int | None, rescan: list[int]) -> Answer:
+    def stage(self, leg: Answer, held: int | None, rescan: list[int], keys: int = 0) -> Answer:
         """Fetch, verify, decode, fold and route what one commit takes; nothing is written to the model.
 
         Args:
             leg: see ``Leg.to_plain``. held: the version that the controller takes this rank to hold.
-            rescan: tensor ids to gather and hash, as ``scan`` does.
+            rescan: tensor ids to gather and hash, as ``scan`` does. keys: see ``Ranks``.
         """
         run, routes = self._ready()
         self._staged = None
         taken = Leg.from_plain(leg, self._run_at)
         if held != self.version:
             raise ChainError(f"version {taken.target.version} is to follow version {held}; here is {self.version}")
+        if taken.rebuild:
+            run.authentic.refresh(keys)
         clock = Clock()
         patch = stage_leg(taken, run, self._cache, routes, self.fingerprints, self.folder, clock)
         scanned = self._gather(routes, rescan)
@@ -207,7 +211,7 @@ class RankReceiver:
         self._staged = patch
         return self._staged_answer(patch, clock.ms, scanned)
 
-    def repair(self, manifest: str) -> Answer:
+    def repair(self, manifest: str, keys: int = 0) -> Answer:
         """Stage whatever makes this rank's weights a version again, whoever changed them.
 
         Returns:
@@ -216,6 +220,7 @@ class RankReceiver:
         run, routes = self._proven()
         self._awake()
         routes.check_live()
+        run.authentic.refresh(keys)
         target = Manifest.from_bytes(manifest.encode())
         # What is held is no version, and no commit leads back to one.
         self.version, self.touched, self._staged = None, None, None
@@ -226,22 +231,12 @@ class RankReceiver:
         return self._staged_answer(self._staged, clock.ms, self._gather(routes, []))
 
     def _staged_answer(self, patch: StagedPatch, ms: dict[str, float], scanned: Answer) -> Answer:
-        return {
-            "staged": patch.version,
-            "declared": patch.declared.hex(),
-            "bytes": patch.nbytes,
-            "ms": ms,
-            **scanned,
-        }
+        declared = patch.declared.hex()
+        return {"staged": patch.version, "declared": declared, "bytes": patch.nbytes, "ms": ms, **scanned}
 
-    def _run_at(self, url: str | None) -> Run:
-        """The run followed, or the one at another URL."""
-        run, _ = self._proven()
-        if url is None:
-            return run
-        if url not in self._others:
-            self._others[url] = open_run(url)
-        return self._others[url]
+    def _run_at(self, where: tuple[str, str] | None) -> Run:
+        """The run followed, or another one by its URL and the digest of run.json."""
+        return self._proven()[0] if where is None else self._runs.at(*where)
 
     def commit(self, version: int) -> Answer:
         """Apply the staged version in place. The engine must be paused.
@@ -397,3 +392,7 @@ class RankReceiver:
     def _awake(self) -> None:
         if self.asleep:
             raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
+
+
+def _noted(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
+    return {"run": run, "url": url, "version": version, "fingerprints": fingerprints}

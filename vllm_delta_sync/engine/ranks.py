@@ -57,12 +57,14 @@ class Ranks:
 
     Attributes:
         ownership: who holds what; known after ``gather``.
+        keys: sequence of keys.json that ranks must find where they read documents by themselves.
     """
 
     def __init__(self, port: EnginePort, stage_seconds: float) -> None:
         self._port = port
         self._seconds = stage_seconds
         self.ownership: Ownership | None = None
+        self.keys = 0
         self._table: TensorTable | None = None
         self._declared = Fingerprint()
 
@@ -117,11 +119,12 @@ class Ranks:
             {"ms": slowest rank's timings, "bytes": largest rank's}, and the names of rescanned tensors that are not
             what they should be.
         """
-        return self._staged("stage", {"leg": leg.to_plain(), "held": held, "rescan": rescan}, rescan)
+        arguments = {"leg": leg.to_plain(), "held": held, "rescan": rescan, "keys": self.keys}
+        return self._staged("stage", arguments, rescan)
 
     def repair(self, target: Manifest) -> Answer:
         """Stage on every rank whatever makes its weights the target; as ``stage``."""
-        return self._staged("repair", {"manifest": target.to_bytes().decode()}, [])[0]
+        return self._staged("repair", {"manifest": target.to_bytes().decode(), "keys": self.keys}, [])[0]
 
     def _staged(self, operation: str, arguments: Answer, rescan: list[int]) -> tuple[Answer, list[str]]:
         answers = self.operate(operation, arguments)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.chain.checks import object_limit
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.plan import Step
 from vllm_delta_sync.chain.read import check_step, step_changes
@@ -15,6 +16,7 @@ from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.fold import fold
+from vllm_delta_sync.wire.limits import check_limit
 from vllm_delta_sync.wire.manifest import ObjectRef
 
 
@@ -35,7 +37,13 @@ def fetcher(run: RunDocuments, cache: ObjectCache | None) -> Callable[[ObjectRef
     """Reads objects of a run, through the cache if there is one."""
     if cache is None:
         return run.fetch
-    return lambda ref: cache.get(ref, lambda: run.fetch(ref))
+
+    def read(ref: ObjectRef) -> bytes:
+        # Before the cache makes room for what is listed.
+        check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(run.table), "object_limit")
+        return cache.get(ref, lambda: run.fetch(ref))
+
+    return read
 
 
 def read_steps(

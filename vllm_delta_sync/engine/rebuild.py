@@ -13,6 +13,8 @@ from vllm_delta_sync.chain.plan import Planner
 from vllm_delta_sync.chain.read import BaseError, restore
 from vllm_delta_sync.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.engine.reach import reach
+from vllm_delta_sync.engine.status import spelled
+from vllm_delta_sync.engine.witness import Witness
 from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
 from vllm_delta_sync.wire.documents import anchor_key
 from vllm_delta_sync.wire.manifest import Manifest, version_key
@@ -24,11 +26,15 @@ logger = logging.getLogger("vllm.delta_sync")
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def newest(run: Run) -> Manifest:
+def newest(run: Run, quarantined: bool = False, witness: Witness | None = None) -> Manifest:
     """The newest good manifest of a run.
 
+    Args:
+        quarantined: whether that of a quarantined version will do. witness: refuses what contradicts what it has seen.
+
     Raises:
-        NotFoundError: nothing is published yet. DeltaSyncError: no version is good, or the store failed.
+        NotFoundError: nothing is published yet, or all of it is quarantined. ReplayError, ForkError, ExpiredError: see
+            ``Witness``. DeltaSyncError: no version is good, or the store failed.
     """
     try:
         manifest, error = run.reachable_head()
@@ -36,16 +42,31 @@ def newest(run: Run) -> Manifest:
         raise NotFoundError(
             f"run {run.info.run} at {run.bucket.url!r} has no version to load: {missing}; start its publisher first"
         ) from missing
+    if witness is not None:
+        expired = witness.expiry(run, error)
+        witness.accept(run, manifest, error, None)
+        witness.check_fresh(run, error, expired)
     if error is not None:
         logger.error("what follows version %d cannot be used: %s", manifest.version, error)
-    return manifest
+    if manifest.quarantine is None or quarantined:
+        return manifest
+    if manifest.sound is None:
+        raise NotFoundError(
+            f"every version of run {run.info.run} at {run.bucket.url!r} is quarantined; publish a sound one, or set "
+            'quarantined = "serve"'
+        )
+    logger.warning("version %d is quarantined and skipped: %s", manifest.version, spelled(manifest.quarantine))
+    sound = run.manifest(manifest.sound)
+    run.authentic.descends(manifest, sound)
+    return sound
 
 
-def rebuild(run: Run, head: Manifest, folder: str) -> tuple[Manifest, ModelState]:
+def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) -> tuple[Manifest, ModelState]:
     """Rebuild ``head``, or the last version before it that can be reached.
 
     Args:
         folder: model folder given to vLLM; see ``restored``.
+        quarantined: whether a version before it that is quarantined will do.
 
     Returns:
         the manifest of what was rebuilt, and the weights, which have its fingerprint.
@@ -66,8 +87,11 @@ def rebuild(run: Run, head: Manifest, folder: str) -> tuple[Manifest, ModelState
                 raise
             first, failed = first or error, error
         lower = _before(run, target, avoid)
+        while lower is not None and lower.quarantine is not None and not quarantined:
+            lower = None if lower.sound is None else run.manifest(lower.sound)
         if lower is None:
             raise first
+        run.authentic.descends(head, lower)
         logger.error("version %d cannot be used, starting with version %d: %s", target.version, lower.version, failed)
         target = lower
 

@@ -15,9 +15,10 @@ from vllm_delta_sync.engine.mover import Mover, not_served
 from vllm_delta_sync.engine.proving import Prover
 from vllm_delta_sync.engine.ranks import Ranks
 from vllm_delta_sync.engine.rotation import Rotation
-from vllm_delta_sync.engine.status import STATES, Board
+from vllm_delta_sync.engine.status import STATES, Board, spelled
 from vllm_delta_sync.engine.transaction import Answer, EnginePort
 from vllm_delta_sync.engine.ways import Ways
+from vllm_delta_sync.engine.witness import Witness
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -40,6 +41,9 @@ STAGE_SECONDS = 1800.0
 class Receiver:
     """Follows one run URL with one engine.
 
+    Raises:
+        SettingsError: a file of ``trusted_keys`` cannot be read, or ``state_dir`` cannot be written.
+
     Attributes:
         waits: whether the last look found that the setting ``target`` names nothing to go to: nothing failed.
         aim: the version on the way to; None at rest.
@@ -48,14 +52,16 @@ class Receiver:
     def __init__(self, port: EnginePort, settings: Settings, stage_seconds: float = STAGE_SECONDS) -> None:
         self.port = port
         self.settings = settings
-        self.history = History(settings.bucket)
-        self.ways = Ways(self.history)
+        keyring = settings.keyring()
+        self.history = History(settings.bucket, keyring, Witness(settings, keyring))
+        self.ways = Ways(self.history, settings.quarantined == "serve")
         self.board = Board(settings.policy, settings.target)
         self.waits = False
         self.aim: int | None = None
-        ranks = Ranks(port, stage_seconds)
-        self._mover = Mover(port, settings, self.board, self.history, self.ways, ranks)
-        self._prover = Prover(settings, self.board, self.history, ranks, self._mover.distrust)
+        self._skipped = -1
+        self._ranks = Ranks(port, stage_seconds)
+        self._mover = Mover(port, settings, self.board, self.history, self.ways, self._ranks)
+        self._prover = Prover(settings, self.board, self.history, self._ranks, self._mover.distrust)
 
     @property
     def served_version(self) -> int | None:
@@ -76,7 +82,7 @@ class Receiver:
 
     def status(self) -> Answer:
         """The body of ``GET /delta_sync/status``."""
-        return self.board.document()
+        return {**self.board.document(), "trust": self.history.witness.document()}
 
     def advance(self, version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
         """Bring the engine to a version; versions in between are folded into few commits.
@@ -104,12 +110,21 @@ class Receiver:
             # A hold that came before anything was served keeps the first version that is.
             stays = self.board.holding and version is None
             self.aim = target
+            self.ways.named = target if version is not None or self.settings.target != HEAD else None
+            if self.served_version is None or (self.served_version < target and not stays):
+                self.history.check_fresh()
             while self.served_version is None or (self.served_version < target and not stays and not until()):
                 self._mover.step(place, target)
                 place = self._served_place() or place
             if version is None and self.settings.target == HEAD and stopped_by is not None:
                 raise stopped_by
+        self._rest_well()
+
+    def _rest_well(self) -> None:
+        """Nothing failed; but a head that has run out is shown even where nothing new comes."""
         self.board.rest(error=None)
+        if self.history.expired is not None:
+            self.board.show_error(self.history.expired)
 
     def _place(self) -> Place | None:
         """What the ranks hold, proven if it is not known, and looked after if it is."""
@@ -125,16 +140,19 @@ class Receiver:
 
     def _repair(self, damaged: Manifest) -> None:
         """Make the weights what they were; the head, if what they were is kept no more."""
-        head = self.history.head
+        goal = self.board.goal
         try:
             self._mover.repair(damaged)
         except (StoreError, EngineError, FingerprintError):
             raise
         except DeltaSyncError:
             follows = self.settings.target == HEAD and not self.board.holding
-            if not follows or head is None or head.version <= damaged.version:
+            if not follows or goal is None or goal <= damaged.version:
                 raise
-            self._mover.repair(head)
+            newer = self.history.manifest(goal)
+            self.history.check_ours(newer)
+            self.history.check_fresh()
+            self._mover.repair(newer)
 
     def mend(self) -> None:
         """Bring weights that somebody changed back to the version served before, held or not; see ``can_repair``."""
@@ -255,8 +273,15 @@ class Receiver:
         if head is None:
             raise NotFoundError(f"no version is published at {self.settings.bucket!r} yet")
         if named == HEAD:
-            # What is served may be newer than the newest manifest that can still be read.
-            return max(head.version, served)
+            goal = self.board.goal
+            if goal is None and self.served_version is None:
+                self.waits = True
+                raise NotFoundError(
+                    f"every version of the run at {self.settings.bucket!r} is quarantined; publish a sound one, or ask "
+                    "for one by its number"
+                )
+            # What is served may be newer than the newest manifest that can still be read, or quarantined.
+            return max(served if goal is None else goal, served)
         self.waits = True
         if named.startswith(TAG_PREFIX):
             target = self.history.run.resolve(named).version
@@ -278,6 +303,7 @@ class Receiver:
 
     def _refresh(self) -> DeltaSyncError | None:
         """Open the run, notice if it was replaced, find the newest good manifest; returns what is wrong beyond it."""
+        self.board.set(looks=self.board.looks + 1)
         if self.is_replaced():
             before = self.run_id
             run = self.history.open()
@@ -288,15 +314,36 @@ class Receiver:
             self._mover.rotation = Rotation([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
             self._mover.damaged = None
             # Before the label, which may fail: what is served is no version of this run.
-            self.board.set(run=run.info.run, served=None, head=None, undo=[], broken=False)
+            self.board.set(run=run.info.run, served=None, head=None, goal=None, undo=[], broken=False)
+            self._skipped = -1
             if known:
                 self.port.label(None)
         if self.board.state == "waiting_for_run":
             self.board.set(state="proving" if self.board.served is None else "idle")
-        stopped_by = self.history.look()
+        stopped_by = self.history.look(self.board.served)
+        self._ranks.keys = self.history.keys
         self.ways.refresh()
-        self.board.set(head=self.history.head)
+        head = self.history.head
+        serves_any = self.settings.quarantined == "serve"
+        self.board.set(head=head, goal=None if head is None else head.version if serves_any else head.sound)
+        self._tell_skipped()
         return stopped_by
+
+    def _tell_skipped(self) -> None:
+        """One line for the quarantined versions at the end of the chain, each named once."""
+        head, goal = self.history.head, self.board.goal
+        if head is None or head.quarantine is None or head.version <= self._skipped:
+            return
+        if goal == head.version or self.settings.target != HEAD:
+            return
+        first = max(self._skipped, -1 if goal is None else goal) + 1
+        self._skipped = head.version
+        logger.warning(
+            "version%s %s quarantined and skipped: %s",
+            f" {first}" if first == head.version else f"s {first} to {head.version}",
+            "is" if first == head.version else "are",
+            spelled(head.quarantine),
+        )
 
     def _prove(self) -> Place | None:
         """Establish what the engine holds; None: something that an anchor can replace."""

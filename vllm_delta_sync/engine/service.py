@@ -12,7 +12,7 @@ from vllm_delta_sync.engine.keeper import LeaseKeeper
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.transaction import EnginePort
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError
-from vllm_delta_sync.notice import NoticeSubscriber
+from vllm_delta_sync.notice import Notice, NoticeSubscriber
 from vllm_delta_sync.notice.curve import client_keys
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
@@ -42,7 +42,7 @@ class ReceiverService:
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stop = threading.Event()
-        self._announced: int | None = None
+        self._announced: Notice | None = None
         self._patience = SHORTEST_LOOK_SECONDS
         self._failures = 0
         self._said: tuple[str, float] = ("", 0.0)
@@ -111,12 +111,11 @@ class ReceiverService:
             self._wake.wait(left)
             self._wake.clear()
 
-    def _weigh(self, announced: int | None) -> None:
+    def _weigh(self, announced: Notice | None) -> None:
         """Have notices wait longer for their look each time that one was false: anybody may be able to send them."""
         if announced is None:
             return
-        head = self.receiver.board.head
-        if head is not None and head.version >= announced:
+        if not self._is_news(announced):
             self._patience = SHORTEST_LOOK_SECONDS
         else:
             self._patience = min(2 * self._patience, max(self._settings.poll_seconds, SHORTEST_LOOK_SECONDS))
@@ -225,8 +224,8 @@ class ReceiverService:
                         subscriber.close()
                     subscriber, topic = self._subscribe(run), run
                 notice = subscriber.receive(NOTICE_WAIT_SECONDS)
-                if notice is not None and self._is_news(notice.version):
-                    self._announced = notice.version
+                if notice is not None and self._is_news(notice):
+                    self._announced = notice
                     self._wake.set()
             except NoticeError as error:
                 self._say(error)
@@ -248,7 +247,9 @@ class ReceiverService:
             log=logger,
         )
 
-    def _is_news(self, version: int) -> bool:
-        """Whether a notice names a version that is not known yet: any other costs no look."""
+    def _is_news(self, notice: Notice) -> bool:
+        """Whether a notice names a version that is not known yet, or is known otherwise: any other costs no look."""
         head = self.receiver.board.head
-        return head is None or version > head.version
+        if head is None or notice.version > head.version:
+            return True
+        return notice.version == head.version and notice.manifest != head.digest

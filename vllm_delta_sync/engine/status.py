@@ -7,7 +7,7 @@ from typing import Any, Literal
 from vllm_delta_sync.engine.legs import Leg
 from vllm_delta_sync.engine.transaction import Answer
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.manifest import Manifest, Quarantine
 
 State = Literal[
     "waiting_for_run",
@@ -43,8 +43,9 @@ class Board:
 
     Attributes:
         served: the version that answers now; None until the weights are proven to be one. head: newest known.
+        goal: newest version that following the head leads to; None if there is none.
         holding: whether new versions are left alone. beyond: whether what is served is newer than the setting target.
-        broken: whether the weights were found to be no version any more.
+        broken: whether the weights were found to be no version any more. looks: how often the bucket was looked into.
     """
 
     def __init__(self, policy: str, target: str = "head") -> None:
@@ -57,6 +58,7 @@ class Board:
         self.error: dict[str, str] | None = None
         self.served: Manifest | None = None
         self.head: Manifest | None = None
+        self.goal: int | None = None
         self.holding = False
         self.beyond = False
         self.broken = False
@@ -64,6 +66,7 @@ class Board:
         self.undo: list[int] = []
         self.timings: dict[str, float] = {}
         self.commits = 0
+        self.looks = 0
 
     def set(self, **values: Any) -> None:
         """Change attributes at once, so that nobody reads half of it."""
@@ -112,7 +115,7 @@ class Board:
             lag = None
             if self.served is not None and self.head is not None:
                 # The newest manifest that can be read may be older than what is served.
-                lag = max(0, self.head.version - self.served.version)
+                lag = 0 if self.goal is None else max(0, self.goal - self.served.version)
             return {
                 "run": self.run,
                 "served": _point(self.served),
@@ -127,6 +130,7 @@ class Board:
                 "ranks": list(self.ranks),
                 "timings_ms": dict(self.timings),
                 "commits": self.commits,
+                "looks": self.looks,
                 "recent": list(self._recent),
             }
 
@@ -134,4 +138,16 @@ class Board:
 def _point(manifest: Manifest | None) -> Answer | None:
     if manifest is None:
         return None
-    return {"version": manifest.version, "step": manifest.step, "fingerprint": manifest.fingerprint}
+    reasons = [] if manifest.quarantine is None else manifest.quarantine.reasons
+    return {
+        "version": manifest.version,
+        "step": manifest.step,
+        "fingerprint": manifest.fingerprint,
+        "quarantined": list(reasons),
+    }
+
+
+def spelled(quarantine: Quarantine) -> str:
+    """The first of its reasons, for the log: they are the publisher's text, and may be long."""
+    more = len(quarantine.reasons) - 1
+    return f"{quarantine.reasons[0][:300]!r}{f' and {more} more' if more else ''}"

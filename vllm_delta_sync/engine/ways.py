@@ -32,10 +32,19 @@ Way = list[tuple[Step, int | None]]
 
 
 class Ways:
-    """Plans commits in the run of a history."""
+    """Plans commits in the run of a history.
 
-    def __init__(self, history: History) -> None:
+    Attributes:
+        named: the version that somebody named, which is served even if it is quarantined.
+
+    Args:
+        quarantined: whether any quarantined version may be served.
+    """
+
+    def __init__(self, history: History, quarantined: bool = False) -> None:
         self._history = history
+        self._quarantined = quarantined
+        self.named: int | None = None
         self._longest = LONGEST
         self._longest_until = -1
         self._bad: dict[Key, DeltaSyncError] = {}
@@ -69,8 +78,14 @@ class Ways:
             room: bytes of memory that steps folded into one commit may take. One that is needed is taken anyway.
 
         Raises:
-            DeltaSyncError: nothing leads any further; the first reason.
+            DeltaSyncError: nothing leads any further; the first reason. ForkError: the head does not descend from where
+                it would end.
         """
+        leg = self._next(place, target, room)
+        self._history.check_ours(leg.target)
+        return leg
+
+    def _next(self, place: Place | None, target: int, room: int) -> Leg:
         if place is None:
             return self._from_nothing(target)
         while True:
@@ -215,11 +230,23 @@ class Ways:
                 raise
             except DeltaSyncError:
                 continue
-            if target.fingerprint != step.high_fingerprint.hex() and not step.backwards:
+            if not self._may_serve(target):
+                continue
+            if not step.backwards and self._is_other(target, step):
                 self._mark((step.run.info.run, step.key), ChainError(f"{step.key} is of another version {end}"))
                 return None
             return Leg(target, [taken for taken, _ in way[:number]])
-        raise ChainError(f"no version after {place.version} on the way has a manifest that can be read")
+        raise ChainError(f"no version after {place.version} on the way has a manifest that can be read, and is sound")
+
+    def _is_other(self, target: Manifest, step: Step) -> bool:
+        if step.run.info.run == target.run:
+            return target.digest != step.high_digest
+        # Version 0 of a branch: it names the manifest that the step leads to, and has its weights.
+        return target.fingerprint != step.high_fingerprint.hex()
+
+    def _may_serve(self, manifest: Manifest) -> bool:
+        """Whether a commit may end there: every one does what is generated from then on."""
+        return manifest.quarantine is None or self._quarantined or manifest.version == self.named
 
     # Other ways
 
@@ -311,7 +338,7 @@ class Ways:
             raise
         except DeltaSyncError:
             return None
-        return Leg(manifest, rebuild=True)
+        return Leg(manifest, rebuild=True) if self._may_serve(manifest) else None
 
     def _root(self, above: int, target: int, all_the_way: bool = True) -> tuple[Leg, int] | None:
         """The newest version beyond ``above`` that is there as a whole, and the bytes to read from it to the target.
@@ -326,6 +353,8 @@ class Ways:
             except StoreError:
                 raise
             except DeltaSyncError:
+                continue
+            if not self._may_serve(leg.target):
                 continue
             return leg, leg.payload_bytes + sum(step.payload_bytes for step in steps)
         return None

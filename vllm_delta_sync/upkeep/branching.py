@@ -20,12 +20,13 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     UsageError,
 )
+from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.upkeep.retention_record import lasting_plan
 from vllm_delta_sync.upkeep.tagging import delete_tag, put_tag
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Base, Head, Manifest, RunInfo, timestamp
+from vllm_delta_sync.wire.manifest import Base, Manifest, RunInfo, timestamp
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ def branch_tag(run_id: str) -> str:
 def branch(run: Run, version: int | str | None, url: str) -> Run:
     """Begin a new run at a version of this one. Weights are neither copied nor needed: only deltas are read.
 
+    What is written, in the new run and of the tag in this one, is signed with this one's keyring.
+
     Args:
         version: a number, ``tag:NAME``, or None for the head. url: of the new run.
 
@@ -45,7 +48,9 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
         UsageError: the URL is this run's. ConflictError: it holds a run, or part of one.
         NotFoundError: there is no such version, or it is not kept any more. StoreError: the store failed; what was
             written is removed again, unless nobody can tell whether the branch stands.
+        SignatureError: the signing key is not one to begin a run with.
     """
+    run.keyring.check_begins()
     bucket = open_bucket(url)
     if bucket.url == run.bucket.url:
         raise UsageError(f"{url!r} is the run to branch from; give the branch a URL of its own")
@@ -58,7 +63,8 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
         total=run.table.total,
         full_bytes=run.table.full_bytes,
     )
-    first = _version_0(run, source, info)
+    info = run.keyring.signed(info)
+    first = run.keyring.signed(_version_0(run, source, info))
     name = branch_tag(info.run)
     put_tag(run, name, source.version, branch=bucket.url)
     try:
@@ -68,11 +74,11 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
             delete_tag(run, name)
         raise
     try:
-        bucket.put(keys.HEAD_KEY, Head(run=info.run, version=0, manifest=first.digest).to_bytes())
+        bucket.put(keys.HEAD_KEY, head_of(first, run.keyring).to_bytes())
     except DeltaSyncError as error:
         # Readers find version 0 without it.
         logger.warning("the branch stands, but its %s was not written: %s", keys.HEAD_KEY, error)
-    return Run(bucket)
+    return Run(bucket, run.keyring)
 
 
 def _refuse_existing(bucket: Bucket) -> None:

@@ -21,6 +21,7 @@ from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnsupportedError
 from vllm_delta_sync.upkeep.compaction_anchor import existing_anchor, make_anchor
 from vllm_delta_sync.upkeep.compaction_fold import make_fold
 from vllm_delta_sync.upkeep.compaction_scratch import OBJECT_BYTES, Stop, StoppedError, never
+from vllm_delta_sync.upkeep.compaction_trust import READ_PER_CALL, believed_anchors, believed_folds
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.documents import Retention
 from vllm_delta_sync.wire.manifest import Manifest
@@ -101,6 +102,7 @@ def upkeep(
     if _looked.get(run, (0, 0, ())) == found:
         return []
     made: list[str] = []
+    run.authentic.refresh()
     try:
         missed = _missed(run, manifest, aligned) if fold and aligned else []
         for pair in missed[:FOLDS_PER_CALL]:
@@ -141,11 +143,9 @@ def _missed(run: RunDocuments, manifest: Manifest, aligned: int) -> list[Pair]:
     # Not all of them: a long run has many.
     low, high = f"{start:010d}", f"{aligned - 1:010d}"
     shared = next((digit for digit in range(10) if low[digit] != high[digit]), 10)
-    listed = {
-        pair
-        for item in run.bucket.list(side.FOLDS_PREFIX + low[:shared])
-        if (pair := side.fold_of_key(item.key)) is not None
-    }
+    items = run.bucket.list(side.FOLDS_PREFIX + low[:shared])
+    pairs = (pair for item in items if (pair := side.fold_of_key(item.key)) is not None)
+    listed = believed_folds(run, pairs, READ_PER_CALL)
     missing = [pair for pair in due_folds(start, aligned, _breaks(manifest)) if pair not in listed]
     missing.sort(key=lambda pair: (pair[1] != aligned, pair[1] - pair[0], -pair[1]))
     if any(pair[1] != aligned for pair in missing):
@@ -169,19 +169,39 @@ def _breaks(manifest: Manifest) -> list[int]:
 
 
 def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
-    """The version that should get an anchor now, if one should.
+    """The version that should get an anchor now, if one should. A quarantined one gets none but as a milestone: whoever
+    starts anew does not serve it, and the newest sound one before it stands in for it.
 
     Args:
         kth: the newest version that gets one whatever it costs; 0 for none.
     """
     version = manifest.version
-    anchors = run.anchors()
+    anchors = believed_anchors(run, run.anchors(), READ_PER_CALL)
     if kth and not any(kth <= anchor <= version for anchor in anchors):
-        return kth
+        sound = _sound(run, manifest, kth)
+        if sound and not any(sound <= anchor <= version for anchor in anchors):
+            return sound
     milestone = _milestone(run, version, anchors)
     if milestone is not None:
         return milestone
+    if manifest.quarantine is not None:
+        if not manifest.sound:
+            return None
+        manifest = run.manifest(manifest.sound)
+        version = manifest.version
     return version if version not in anchors and _costs_more(run, manifest, anchors) else None
+
+
+def _sound(run: RunDocuments, newest: Manifest, version: int) -> int:
+    """The newest version up to this one that is not quarantined; 0 if there is none."""
+    try:
+        manifest = newest if version == newest.version else run.manifest(version)
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        # Whoever makes its anchor says what is wrong.
+        return version
+    return manifest.sound or 0
 
 
 def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | None:
@@ -309,7 +329,7 @@ def _fold_or_note(run: RunDocuments, pair: Pair, report: CompactReport, scratch:
 
 def _unfolded(run: RunDocuments, head: Manifest, report: CompactReport) -> Iterator[Pair]:
     """Ranges that are due and not there; what cannot be made for versions that are gone is left out."""
-    listed = set(run.folds())
+    listed = believed_folds(run, run.folds())
     report.present = len(listed)
     retention = run.retention()
     made = set(listed)

@@ -68,7 +68,7 @@ def make_anchor(
             check_stop(stop)
             refs.append(_put(run, state, shard, folder))
         declared = {spec.name: value.hex() for spec, value in zip(state.table, state.fingerprints, strict=True)}
-        document = Anchor.of(target, declared, refs)
+        document = run.keyring.signed(Anchor.of(target, declared, refs))
         key = side.anchor_key(version)
         try:
             run.bucket.put(key, document.to_bytes(), if_absent=not replace)
@@ -76,7 +76,7 @@ def make_anchor(
             theirs = existing_anchor(run, target)
             if theirs is not None:
                 return theirs
-            # It is damaged, or of a version that is no longer: readers pass it over, so nothing is lost with it.
+            # It is damaged, signed by nobody who is trusted, or of a version that is no longer: readers pass it over.
             run.bucket.put(key, document.to_bytes())
         for shard, ref in zip(shards, refs, strict=True):
             if not has_object(run.bucket, ref):
@@ -85,7 +85,7 @@ def make_anchor(
 
 
 def existing_anchor(run: RunDocuments, target: Manifest) -> Anchor | None:
-    """The anchor that is there, if it is of this version; a damaged one counts as none."""
+    """The anchor that is there, if it is of this version; one that may not be believed counts as none."""
     try:
         found = run.anchor(target.version)
     except (StoreError, UnsupportedError):

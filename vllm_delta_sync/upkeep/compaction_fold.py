@@ -83,7 +83,7 @@ def make_fold(
 
 
 def existing_fold(run: RunDocuments, first: Manifest, last: Manifest) -> FoldedRange | None:
-    """The folded range that is there, if it is of these two versions; one of a damaged document counts as none."""
+    """The folded range that is there, if it is of these two versions; one that may not be believed counts as none."""
     try:
         found = run.folded(first.version, last.version)
     except (StoreError, UnsupportedError):
@@ -219,6 +219,7 @@ class _Fold:
             reversible=result.reversible,
             created_at=timestamp(),
         )
+        document = self.run.keyring.signed(document)
         bucket = self.run.bucket
         key = side.fold_key(first.version, last.version)
         put_objects(bucket, result.written)
@@ -228,7 +229,7 @@ class _Fold:
             theirs = existing_fold(self.run, first, last)
             if theirs is not None:
                 return theirs
-            # It is damaged, or of versions that are no longer: readers pass it over, so nothing is lost with it.
+            # It is damaged, signed by nobody who is trusted, or of versions that are no longer: readers pass it over.
             bucket.put(key, document.to_bytes())
         put_missing(bucket, result.written)
         return document

@@ -1,8 +1,9 @@
 """Repair a run: bring back from a mirror, or rebuild, what checking it finds wrong; say what is lost.
 
 Nothing is written that the digests and fingerprints of the chain do not prove, and nothing that is good is
-overwritten. Each thing is mended by itself and in one step, so that an end in the middle leaves a run that is no worse,
-and the next repair goes on.
+overwritten. Into a signed run nothing is written that is not signed: what is taken from a mirror is, where trusted keys
+are set, and what is made here is signed with the run's keyring, or not made. Each thing is mended by itself and in one
+step, so that an end in the middle leaves a run that is no worse, and the next repair goes on.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +15,11 @@ from vllm_delta_sync.chain.census import Census
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.findings import VerifyReport
 from vllm_delta_sync.chain.verify import Progress, examine
-from vllm_delta_sync.errors import DeltaSyncError, StoreError
-from vllm_delta_sync.upkeep.repair_from_mirror import Mirror, mend_identity
+from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.upkeep.key_list import check_signer
+from vllm_delta_sync.upkeep.repair_from_mirror import Mirror, mend_identity, mend_keys
 from vllm_delta_sync.upkeep.repair_objects import Rebuilder
 from vllm_delta_sync.upkeep.retention_record import spelled
 from vllm_delta_sync.wire import limits
@@ -53,6 +57,7 @@ def repair(
     base: str | Path | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
+    keyring: Keyring | None = None,
 ) -> RepairReport:
     """Mend everything that ``verify_run`` finds, as far as it can be proven right.
 
@@ -62,27 +67,35 @@ def repair(
         base: as ``Run.snapshot``.
         dry_run: write to a temporary directory, and only say what could be repaired.
         progress: as ``verify_run``; each round begins anew.
+        keyring: whose signatures to ask for, and with which key to sign what is made again; None: that of ``run``.
 
     Raises:
         NotFoundError: there is no run, or ``base`` is given and not there. StoreError: a store failed.
-        DeltaSyncError: run.json or tensors.json is damaged, and no mirror has them.
+        DeltaSyncError: run.json, tensors.json or keys.json is damaged or may not be believed, and no mirror has them.
     """
     source = open_bucket(mirror) if isinstance(mirror, str) else mirror
     bucket = run.bucket if isinstance(run, RunDocuments) else run
+    if keyring is None:
+        keyring = run.keyring if isinstance(run, RunDocuments) else Keyring()
     if not dry_run:
-        return _repair(bucket, source, base, progress)
+        return _repair(bucket, source, base, progress, keyring)
     with OverlayBucket(bucket) as overlay:
-        return _repair(overlay, source, base, progress)
+        return _repair(overlay, source, base, progress, keyring)
 
 
-def _repair(bucket: Bucket, mirror: Bucket | None, base: str | Path | None, progress: Progress | None) -> RepairReport:
+def _repair(
+    bucket: Bucket, mirror: Bucket | None, base: str | Path | None, progress: Progress | None, keyring: Keyring
+) -> RepairReport:
     outcome = RepairReport()
+    outcome.repaired += mend_keys(bucket, mirror, keyring)
     if mirror is not None:
-        outcome.repaired += [f"{key}: from the mirror" for key in mend_identity(bucket, mirror)]
-    run = RunDocuments(bucket)
+        outcome.repaired += [f"{key}: from the mirror" for key in mend_identity(bucket, mirror, keyring)]
+    run = RunDocuments(bucket, keyring)
+    unsigned: list[str] = []
     for _ in range(ROUNDS):
         report, census = examine(run, base, progress, findings=True)
-        done = _round(run, mirror, base, report, census)
+        unsigned = []
+        done = _round(run, mirror, base, report, census, unsigned)
         new = [line for line in done if line not in outcome.repaired]
         outcome.repaired += new
         if not new:
@@ -91,14 +104,23 @@ def _repair(bucket: Bucket, mirror: Bucket | None, base: str | Path | None, prog
         report, census = examine(run, base, progress, findings=True)
     outcome.notes = report.notes
     outcome.unreadable = report.unreadable
-    outcome.lost = _lost(report, census)
+    outcome.lost = _lost(report, census) + (unsigned if report.findings else [])
     return outcome
 
 
 def _round(
-    run: RunDocuments, mirror: Bucket | None, base: str | Path | None, report: VerifyReport, census: Census
+    run: RunDocuments,
+    mirror: Bucket | None,
+    base: str | Path | None,
+    report: VerifyReport,
+    census: Census,
+    unsigned: list[str],
 ) -> list[str]:
-    """Mend what one examination found, the surest first; what was written."""
+    """Mend what one examination found, the surest first; what was written.
+
+    Args:
+        unsigned: is told what would be made again if there were a key to sign it with.
+    """
     done: list[str] = []
     if mirror is not None:
         source = Mirror(run, mirror, census)
@@ -109,11 +131,17 @@ def _round(
                 done.append(f"{key}: from the mirror")
     if done:
         return done
-    done += _mend_head(run, report, census)
+    try:
+        check_signer(run)
+        done += _mend_head(run, report, census)
+    except SettingsError as error:
+        if any(finding.key == keys.HEAD_KEY for finding in report.findings):
+            unsigned.append(f"{keys.HEAD_KEY} was not written: {error.message}")
     rebuilder = Rebuilder(run, base, report, census)
     rebuilder.versions()
     if not rebuilder.done:
         rebuilder.beside()
+    unsigned += rebuilder.unsigned
     return done + rebuilder.done
 
 
@@ -123,14 +151,17 @@ def _mend_head(run: RunDocuments, report: VerifyReport, census: Census) -> list[
     behind = report.pointed is None or report.pointed < report.head
     if report.head < 0 or not (damaged or behind):
         return []
-    head = Head(run=run.info.run, version=report.head, manifest=census.digests[report.head])
+    head = head_of(run.manifest(report.head), run.keyring)
     try:
-        if run.bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES) == head.to_bytes():
+        data = run.bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
+        there = Head.from_bytes(data, keys.HEAD_KEY)
+        run.authentic.head(there, keys.HEAD_KEY)
+        if (there.run, there.version, there.manifest) == (head.run, head.version, head.manifest):
             return []  # a publisher was first
     except StoreError:
         raise
     except DeltaSyncError:
-        pass  # missing, or larger than any that is good
+        pass  # missing, damaged, or not to be believed
     run.bucket.put(keys.HEAD_KEY, head.to_bytes())
     return [f"{keys.HEAD_KEY}: points at version {report.head}, the newest that is good"]
 

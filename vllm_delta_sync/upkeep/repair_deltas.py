@@ -9,6 +9,7 @@ import numpy as np
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.lazy import file_digest, scratch_folder
 from vllm_delta_sync.chain.measure import measure
+from vllm_delta_sync.upkeep.key_list import check_signer
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
@@ -141,7 +142,11 @@ def put_fold(run: RunDocuments, first: Manifest, last: Manifest, before: ModelSt
     """Write the folded range from one version to another from their weights; its key.
 
     Whatever stands under that key is replaced: the caller knows that it is bad, or that there is nothing.
+
+    Raises:
+        SettingsError: the run is signed, and there is no key to sign with.
     """
+    check_signer(run)
     changes = difference(before, after)
     data = encode(changes, run.table, "packed", "zstd", DeltaContext(first.run, last.version, first.version))
     digest = sha256(data).hexdigest()
@@ -163,12 +168,17 @@ def put_fold(run: RunDocuments, first: Manifest, last: Manifest, before: ModelSt
     )
     run.bucket.put(ref.key, data)
     key = side.fold_key(first.version, last.version)
-    run.bucket.put(key, document.to_bytes())
+    run.bucket.put(key, run.keyring.signed(document).to_bytes())
     return key
 
 
 def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
-    """Write the anchor beside a version from its weights; its key. Replaces what stands there, as ``put_fold``."""
+    """Write the anchor beside a version from its weights; its key. Replaces what stands there, as ``put_fold``.
+
+    Raises:
+        SettingsError: as ``put_fold``.
+    """
+    check_signer(run)
     refs = []
     with scratch_folder(None, f"the anchor of version {manifest.version}", run.table.full_bytes) as folder:
         for shard in shard_tables(run.table, SHARD_BYTES):
@@ -187,7 +197,7 @@ def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
         created_at=timestamp(),
     )
     key = side.anchor_key(manifest.version)
-    run.bucket.put(key, document.to_bytes())
+    run.bucket.put(key, run.keyring.signed(document).to_bytes())
     return key
 
 

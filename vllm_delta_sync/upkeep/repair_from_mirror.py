@@ -1,4 +1,7 @@
-"""Bring back from a mirror what a run lacks: only what digests, or documents that are whole, prove to be right."""
+"""Bring back from a mirror what a run lacks: only what digests, or documents that are whole, prove to be right.
+
+Where trusted keys are set, no document is taken that is not validly signed.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -6,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.chain.census import Census
 from vllm_delta_sync.chain.checks import check_follows, check_tensor_fingerprints, object_limit
 from vllm_delta_sync.chain.documents import RunDocuments
@@ -13,6 +17,9 @@ from vllm_delta_sync.chain.findings import Finding
 from vllm_delta_sync.chain.lazy import fetch_file
 from vllm_delta_sync.chain.plan import GapError
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.upkeep.key_list import check_signer, newest_file
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
@@ -47,7 +54,7 @@ class Mirror:
             attempts = [partial(self._manifest, version), *([partial(self._manifest, version - 1)] if version else [])]
         elif finding.key == keys.HEAD_KEY:
             # With it the only proof of the newest manifest may be gone, and that damaged where nobody sees it.
-            attempts = [partial(self._manifest, self._census.top)]
+            attempts = [partial(self._manifest, self._census.top), self._same_head]
         else:
             attempts = [partial(self._beside, finding.key)]
         for attempt in attempts:
@@ -91,6 +98,7 @@ class Mirror:
         manifest = Manifest.from_bytes(data, key)
         if (manifest.run, manifest.version) != (self._run.info.run, version):
             return None
+        self._run.authentic.manifest(manifest, key)
         if data == self._stored(key):
             return self._head(manifest)
         if manifest.digest not in self._census.wanted(version) and not self._continues(manifest):
@@ -107,15 +115,42 @@ class Mirror:
         before = self._run.manifest(version - 1)
         check_follows(before, manifest)
         head = Head.from_bytes(self._bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), keys.HEAD_KEY)
+        self._run.authentic.head(head, keys.HEAD_KEY)
         return (head.run, head.version, head.manifest) == (manifest.run, version, manifest.digest)
 
     def _head(self, manifest: Manifest) -> str | None:
         """Both buckets have this manifest, so if only HEAD.json says otherwise, HEAD.json is wrong."""
         if manifest.version in self._census.digests or not self._census.only_head_names(manifest.version):
             return None
-        head = Head(run=manifest.run, version=manifest.version, manifest=manifest.digest)
-        self._run.bucket.put(keys.HEAD_KEY, head.to_bytes())
+        try:
+            data = self._bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
+            if self._names(data) == (manifest.version, manifest.digest):
+                self._run.bucket.put(keys.HEAD_KEY, data)
+                return keys.HEAD_KEY
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            pass  # the mirror's own is damaged, or may not be believed
+        check_signer(self._run)
+        self._run.bucket.put(keys.HEAD_KEY, head_of(manifest, self._run.keyring).to_bytes())
         return keys.HEAD_KEY
+
+    def _same_head(self) -> str | None:
+        """The mirror's HEAD.json, if it names the newest good version."""
+        data = self._bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
+        newest = max(self._census.digests, default=-1)
+        if newest < 0 or self._names(data) != (newest, self._census.digests[newest]):
+            return None
+        if data == self._stored(keys.HEAD_KEY):
+            return None
+        self._run.bucket.put(keys.HEAD_KEY, data)
+        return keys.HEAD_KEY
+
+    def _names(self, data: bytes) -> tuple[int, str] | None:
+        """What a HEAD.json of this run that may be believed points at."""
+        head = Head.from_bytes(data, keys.HEAD_KEY)
+        self._run.authentic.head(head, keys.HEAD_KEY)
+        return (head.version, head.manifest) if head.run == self._run.info.run else None
 
     def _stored(self, key: str) -> bytes | None:
         try:
@@ -138,15 +173,18 @@ class Mirror:
         if (version := side.anchor_of_key(key)) is not None:
             document = anchor = Anchor.from_bytes(data, key)
             check_tensor_fingerprints(anchor, self._run.table)
+            self._run.authentic.side(anchor, version, key)
             ends = [(version, anchor.manifest, anchor.fingerprint)]
         elif (pair := side.fold_of_key(key)) is not None:
             document = fold = FoldedRange.from_bytes(data, key)
+            self._run.authentic.side(fold, pair[1], key)
             ends = [
                 (pair[0], fold.first_manifest, fold.first_fingerprint),
                 (pair[1], fold.last_manifest, fold.last_fingerprint),
             ]
         elif side.tag_of_key(key) is not None:
             document = tag = Tag.from_bytes(data, key)
+            self._run.authentic.side(tag, tag.version, key)
             ends = [(tag.version, tag.manifest, None)]
         elif (epoch := side.claim_of_key(key)) is not None:
             document = claim = Claim.from_bytes(data, key)
@@ -163,19 +201,52 @@ class Mirror:
         )
 
 
-def mend_identity(bucket: Bucket, mirror: Bucket) -> list[str]:
+def mend_keys(bucket: Bucket, mirror: Bucket | None, keyring: Keyring) -> list[str]:
+    """Put the newest keys.json that a trusted key has signed, from changes that are here or from the mirror.
+
+    Does nothing without trusted keys: nobody could tell which is good.
+
+    Returns:
+        what was put, for people.
+
+    Raises:
+        StoreError: one of the stores failed.
+    """
+    info = _parsed(bucket, keys.RUN_KEY)
+    info = info or (None if mirror is None else _parsed(mirror, keys.RUN_KEY))
+    if info is None or not keyring.checks:
+        return []
+    here = newest_file(bucket, keyring, info.run)
+    there = None if mirror is None else newest_file(mirror, keyring, info.run)
+    newest, whence = here, "the newest change of the list that is here"
+    if there is not None and (here is None or there.sequence > here.sequence):
+        newest, whence = there, "from the mirror"
+    try:
+        stored = bucket.get(side.KEYS_KEY, max_bytes=limits.MAX_SIDE_BYTES)
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        stored = b""
+    if newest is None or newest.to_bytes() == stored:
+        return []
+    bucket.put(side.KEYS_KEY, newest.to_bytes())
+    return [f"{side.KEYS_KEY}: {whence}, with sequence {newest.sequence}"]
+
+
+def mend_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[str]:
     """Bring run.json and tensors.json back, without which a run cannot be opened; the keys that were put.
 
-    run.json has to be of the run whose HEAD.json or version 0 is here; tensors.json is proven by its digest.
+    run.json has to be of the run whose HEAD.json or version 0 is here, and signed where trusted keys are set;
+    tensors.json is proven by its digest.
 
     Raises:
         StoreError: one of the stores failed.
     """
     mended = []
     info = _parsed(bucket, keys.RUN_KEY)
-    if info is None:
+    if info is None or not _is_believed(bucket, keyring, info):
         info = _parsed(mirror, keys.RUN_KEY)
-        if info is None or not _is_run(bucket, info):
+        if info is None or not _is_run(bucket, info) or not _is_believed(bucket, keyring, info):
             return []
         bucket.put(keys.RUN_KEY, info.to_bytes())
         mended.append(keys.RUN_KEY)
@@ -185,6 +256,16 @@ def mend_identity(bucket: Bucket, mirror: Bucket) -> list[str]:
             bucket.put(keys.TABLE_KEY, table)
             mended.append(keys.TABLE_KEY)
     return mended
+
+
+def _is_believed(bucket: Bucket, keyring: Keyring, info: RunInfo) -> bool:
+    try:
+        Authentic(bucket, keyring, info)
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return False
+    return True
 
 
 def _parsed(bucket: Bucket, key: str) -> RunInfo | None:

@@ -15,7 +15,8 @@ from vllm_delta_sync.chain.findings import Finding, VerifyReport
 from vllm_delta_sync.chain.plan import Planner
 from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.chain.walk import take
-from vllm_delta_sync.errors import DeltaSyncError, StoreError
+from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
+from vllm_delta_sync.upkeep.key_list import check_signer
 from vllm_delta_sync.upkeep.repair_deltas import lost_object, put_anchor, put_fold, put_lost_shard
 from vllm_delta_sync.upkeep.repair_orphans import bridge, orphans
 from vllm_delta_sync.wire import documents as side
@@ -33,7 +34,7 @@ class Rebuilder:
         base: as ``chain.read.restore``. report, census: what the examination found.
 
     Attributes:
-        done: what was rebuilt, for people.
+        done: what was rebuilt, for people. unsigned: what could not be, for lack of a key to sign it with.
     """
 
     def __init__(self, run: RunDocuments, base: str | Path | None, report: VerifyReport, census: Census) -> None:
@@ -41,6 +42,7 @@ class Rebuilder:
         self._unreadable = set(report.unreadable)
         self._avoid = {finding.document or finding.key for finding in report.findings}
         self.done: list[str] = []
+        self.unsigned: list[str] = []
 
     def versions(self) -> None:
         """Lost objects of versions, versions that nothing leads to, and ways over lost manifests.
@@ -76,6 +78,9 @@ class Rebuilder:
             mend(*given)
         except StoreError:
             raise
+        except SettingsError as error:
+            if f"something was not written: {error.message}" not in self.unsigned:
+                self.unsigned.append(f"something was not written: {error.message}")
         except DeltaSyncError:
             return  # it stays among the findings
 
@@ -180,17 +185,28 @@ class Rebuilder:
     def _anchor(self, version: int, key: str) -> None:
         from vllm_delta_sync.upkeep.compaction import make_anchor
 
+        if version in self._census.refused:
+            self._forget(key, version)
         if version not in self._census.digests:
             return
+        check_signer(self._run)
         make_anchor(self._run, version, self._base, replace=True)
         self.done.append(f"{key}: made again from the chain")
+
+    def _forget(self, key: str, version: int) -> None:
+        """Remove a document about a version that nobody takes."""
+        self._run.bucket.delete(key)
+        self.done.append(f"{key}: removed, since nobody takes version {version}")
 
     def _fold(self, pair: tuple[int, int], key: str) -> None:
         from vllm_delta_sync.upkeep.compaction import make_fold
 
         first, last = (self._manifest(version) for version in pair)
+        if pair[1] in self._census.refused:
+            self._forget(key, pair[1])
         if first is None or last is None:
             return
+        check_signer(self._run)
         try:
             make_fold(self._run, *pair, replace=True)
         except StoreError:

@@ -5,6 +5,7 @@ from vllm_delta_sync.chain.checks import object_limit
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.measure import first_wrong, measure
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, StoreError
+from vllm_delta_sync.upkeep.key_list import check_signer
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.changes import Changes
@@ -44,7 +45,7 @@ def bridge(
         key of the folded range; None if the objects are not there.
 
     Raises:
-        StoreError: the store failed.
+        StoreError: the store failed. SettingsError: the run is signed, and there is no key to sign with.
     """
     lost = first.version + 1
     if after.base_version != lost or after.parent is None:
@@ -77,6 +78,7 @@ def bridge(
         return None
     if first_wrong(run.table, changes.fingerprints, measure(before, changes)) is not None:
         return None
+    check_signer(run)
     document = FoldedRange(
         requires=sorted({feature for codec in ("packed", "raw") for feature in required_features(codec, "zstd")}),
         run=first.run,
@@ -93,5 +95,5 @@ def bridge(
         created_at=timestamp(),
     )
     key = side.fold_key(first.version, lost)
-    run.bucket.put(key, document.to_bytes())
+    run.bucket.put(key, run.keyring.signed(document).to_bytes())
     return key

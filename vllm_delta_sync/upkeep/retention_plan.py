@@ -15,7 +15,8 @@ DAY = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Policy:
-    """What to keep. The head is always kept, and whatever was put less than ``min_age`` ago.
+    """What to keep. The head, the newest version that is not quarantined, and whatever was put less than ``min_age``
+    ago are always kept.
 
     Attributes:
         keep_last: so many of the newest versions, and every delta of them.
@@ -122,9 +123,11 @@ class _Planning:
     def _wanted(self) -> dict[int, list[str]]:
         survey, policy = self._survey, self._policy
         found: dict[int, dict[str, None]] = {survey.head: {"head": None}}
+        if survey.sound is not None and survey.sound != survey.head:
+            found[survey.sound] = {"sound": None}
 
         def want(version: int, reason: str) -> None:
-            if version <= survey.head:
+            if version <= survey.head and not survey.chain[version].refused:
                 found.setdefault(version, {})[reason] = None
 
         for version in range(max(0, survey.head - policy.keep_last + 1), survey.head):
@@ -156,7 +159,7 @@ class _Planning:
 
     def _given_up(self, version: int) -> bool:
         record = self._record
-        if record is None or version == self._survey.head:
+        if record is None or version in (self._survey.head, self._survey.sound):
             return False
         if record.head is not None:
             return record.gave_up(version)
@@ -191,25 +194,34 @@ class _Planning:
     def _keep_window(self) -> None:
         """All deltas of the last versions, and the folded ranges among them, for whoever is only a little behind."""
         begin = self._survey.head - self._policy.keep_last
-        self._keep_all(self._survey.chain[max(0, begin + 1) :])
+        self._keep_all(owner for owner in self._survey.chain[max(0, begin + 1) :] if not owner.refused)
         self._keep_all(owner for owner in self._survey.sides if owner.used and owner.start >= max(0, begin))
 
     def _keep_ways_on(self) -> None:
-        """What receivers with a lease need to get to the head."""
-        served = {lease.served for lease in self._leases if lease.served in self._held(lease)}
-        if served:
-            ways = ways_to(self._edges, self._survey.head, self._unripe)
-            for version in served:
-                if version is not None:
-                    self._keep_all(ways.way(version))
+        """What receivers with a lease need to get to the head; and all others, where that is quarantined."""
+        head, sound = self._survey.head, self._survey.sound
+        served: set[int | None] = {lease.served for lease in self._leases if lease.served in self._held(lease)}
+        if sound != head:
+            served.add(sound)
+        for target in {head, sound}:
+            if target is not None and served - {None}:
+                ways = ways_to(self._edges, target, self._unripe)
+                for version in served:
+                    if version is not None:
+                        self._keep_all(ways.way(version))
 
     def _keep_anchors(self) -> None:
-        """Anchors of milestones; and the newest one that leads to the head, for those who have no base."""
+        """Anchors of milestones; and the newest that lead to the head and to what is served, for who has no base."""
         whole = [edge for edge in self._edges if edge.start == NOTHING and edge.refs]
         milestones = {tag.version for tag in self._survey.tags.values() if tag.milestone}
         self._keep_all(edge for edge in whole if edge.end in milestones and edge.end in self._planned.kept)
-        onward = ways_to(self._edges, self._survey.head, self._unripe, back=False)
-        reach = [edge for edge in whole if edge.end in onward or edge.end == self._survey.head]
+        for target in {self._survey.head, self._survey.sound}:
+            if target is not None:
+                self._keep_anchor_of(target, whole)
+
+    def _keep_anchor_of(self, target: int, whole: list[Owner]) -> None:
+        onward = ways_to(self._edges, target, self._unripe, back=False)
+        reach = [edge for edge in whole if edge.end in onward or edge.end == target]
         ripe = [edge for edge in reach if not self._unripe(edge)]
         if reach:
             newest = max(ripe or reach, key=lambda edge: (edge.end, -edge.bytes, edge.key))

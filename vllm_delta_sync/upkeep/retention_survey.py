@@ -3,13 +3,14 @@
 import heapq
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.calls import in_parallel
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.plan import FOLD_WIDTH
-from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.chain.refused import refused_manifest
+from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, NotFoundError, SignatureError, StoreError
 from vllm_delta_sync.upkeep.leases import Leases, read_leases
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
@@ -31,7 +32,8 @@ class Owner:
         info: of the document. digest, parent: of a manifest.
         start, end: it leads from the one version to the other.
         refs: (key, bytes) of its objects. reversible: whether it can be taken back.
-        used: whether readers go this way.
+        used: whether readers go this way. quarantined: of a manifest: whether servers skip it.
+        refused: of a manifest: whether its key's word does not hold for it, so that nobody takes it.
     """
 
     info: ObjectInfo
@@ -42,6 +44,8 @@ class Owner:
     used: bool = True
     digest: str = ""
     parent: str | None = None
+    quarantined: bool = False
+    refused: bool = False
 
     @property
     def key(self) -> str:
@@ -75,6 +79,11 @@ class Survey:
     @property
     def head(self) -> int:
         return len(self.chain) - 1
+
+    @property
+    def sound(self) -> int | None:
+        """Newest version that is not quarantined: where servers that follow are; None if all are."""
+        return next((owner.end for owner in reversed(self.chain) if not owner.quarantined and not owner.refused), None)
 
     def whole(self, owner: Owner) -> bool:
         """Whether all objects are there, at their size."""
@@ -158,6 +167,9 @@ def _chain(run: RunDocuments, seen: dict[ObjectInfo, Owner]) -> list[Owner]:
         except StoreError:
             raise
         except DeltaSyncError as error:
+            refused = refused_manifest(run, version) if isinstance(error, SignatureError) else None
+            if refused is not None:
+                return replace(_of_manifest(refused, info), used=False, refused=True)
             raise _unreadable(info.key, error) from error
 
     chain: list[Owner] = []
@@ -193,6 +205,7 @@ def _of_manifest(manifest: Manifest, info: ObjectInfo) -> Owner:
         reversible=manifest.reversible,
         digest=manifest.digest,
         parent=manifest.parent,
+        quarantined=manifest.quarantine is not None,
     )
 
 

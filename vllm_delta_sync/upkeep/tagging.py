@@ -64,6 +64,7 @@ def put_tag(
         branch=branch,
         created_at=timestamp(),
     )
+    tag = run.keyring.signed(tag)
     try:
         run.bucket.put(key, tag.to_bytes())
         lasting_plan(run, manifest)

@@ -7,7 +7,7 @@ run reads correctly without any of them.
 import re
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.wire import limits
@@ -20,6 +20,7 @@ from vllm_delta_sync.wire.manifest import (
     Hex32,
     Manifest,
     ObjectRef,
+    PublicKey,
     Timestamp,
     Version,
     timestamp,
@@ -31,6 +32,7 @@ TAGS_PREFIX = "tags/"
 CLAIMS_PREFIX = "claims/"
 LEASES_PREFIX = "receivers/"
 RETENTION_KEY = "retention.json"
+KEYS_KEY = "keys.json"
 
 TAG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECEIVER_ID = TAG_NAME
@@ -117,6 +119,7 @@ class Anchor(Document):
         objects: shards that together hold each tensor of the table once.
     """
 
+    KIND = "anchor"
     format_version: FormatVersion = 1
     requires: list[str] = Field(default_factory=list)
     run: Hex32
@@ -162,6 +165,7 @@ class FoldedRange(Document):
         changed: elements that the objects carry. reversible: whether they are all distances.
     """
 
+    KIND = "fold"
     format_version: FormatVersion = 1
     requires: list[str] = Field(default_factory=list)
     run: Hex32
@@ -193,6 +197,7 @@ class Tag(Document):
         branch: URL of a run that begins at this version and needs it; null for a tag that somebody set.
     """
 
+    KIND = "tag"
     format_version: FormatVersion = 1
     requires: list[str] = Field(default_factory=list)
     run: Hex32
@@ -211,6 +216,7 @@ class Claim(Document):
         writer: random, names the writer.
     """
 
+    KIND = "claim"
     format_version: FormatVersion = 1
     requires: list[str] = Field(default_factory=list)
     run: Hex32
@@ -229,6 +235,7 @@ class Lease(Document):
         pins: further versions that must stay readable. seconds: how long it holds, from when it was written.
     """
 
+    KIND = "lease"
     format_version: FormatVersion = 1
     requires: list[str] = Field(default_factory=list)
     run: Hex32
@@ -252,13 +259,14 @@ class Retention(Document):
             cannot be rebuilt later was damaged; any other up to ``head`` was given up.
     """
 
+    KIND = "retention"
     format_version: FormatVersion = 1
     requires: list[str] = Field(default_factory=list)
     run: Hex32
-    gone: list[Range]
-    going: list[str] = Field(default_factory=list)
+    gone: Annotated[list[Range], Field(max_length=limits.MAX_RANGES)]
+    going: Annotated[list[str], Field(max_length=limits.MAX_RANGES)] = []
     head: Version | None = None
-    kept: list[Range] = Field(default_factory=list)
+    kept: Annotated[list[Range], Field(max_length=limits.MAX_RANGES)] = []
     created_at: Timestamp
 
     @model_validator(mode="after")
@@ -277,6 +285,58 @@ class Retention(Document):
     def gave_up(self, version: int) -> bool:
         """Whether a collection let go of a version on purpose."""
         return self.head is not None and version <= self.head and not any(a <= version <= b for a, b in self.kept)
+
+
+class LastWord(BaseModel):
+    """Up to which version a key's word holds, along the chain that leads to that version's manifest."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    version: Version
+    manifest: Digest
+
+
+class KeyEntry(BaseModel):
+    """What a key may sign.
+
+    Attributes:
+        last: null for a key in use; where it is retired or revoked, the last version that it holds for, null for none.
+        revoked: somebody else may have it. Of what it signed only the manifests up to ``last`` hold, and they because
+            the chain leads to them.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    key: PublicKey
+    last: LastWord | None = None
+    revoked: bool = False
+
+
+class KeyFile(Document):
+    """keys.json: which keys may sign the run, besides those that a reader trusts anyhow, and which may no more.
+
+    Attributes:
+        info: digest of run.json, which holds whoever has signed it.
+        sequence: grows with every change; a reader refuses one that is older than what it has seen.
+        signature: of a key that the reader was told to trust; one that is only listed here may not change the list.
+    """
+
+    KIND = "keys"
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    info: Digest
+    sequence: Annotated[int, Field(ge=1, le=2**53 - 1)]
+    keys: Annotated[list[KeyEntry], Field(max_length=limits.MAX_KEYS)]
+    created_at: Timestamp
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len({entry.key for entry in self.keys}) != len(self.keys):
+            raise ValueError("a key is listed twice")
+        return self
+
+    def entry(self, key: str) -> KeyEntry | None:
+        """What it says of a key, if anything."""
+        return next((entry for entry in self.keys if entry.key == key), None)
 
 
 def _check_objects(objects: list[ObjectRef], payload_bytes: int) -> None:

@@ -3,13 +3,13 @@
 import re
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.canonical import check_format_version, dump_canonical, load_canonical
+from vllm_delta_sync.wire.canonical import check_format_version, dump_canonical, load_canonical, load_json
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 RUN_KEY = "run.json"
@@ -29,11 +29,13 @@ def object_key(digest: str) -> str:
     return f"{OBJECTS_PREFIX}{digest}.safetensors"
 
 
+_HEX32 = re.compile(r"[0-9a-f]{32}")
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Version = Annotated[int, Field(ge=0, le=limits.MAX_VERSION)]
 Timestamp = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?Z$")]
+PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FormatVersion = Literal[1]
 
 
@@ -42,13 +44,31 @@ def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
+class Signature(BaseModel):
+    """Ed25519 (RFC 8032) over ``Document.signed_bytes``: public key and signature in hex."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    key: PublicKey
+    value: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+def signed_form(kind: str, data: bytes) -> bytes:
+    """The bytes that are signed for a kind of message: a prefix that no other message of any protocol has."""
+    return b"vllm-delta-sync/" + kind.encode() + b"/1\0" + data
+
+
 class Document(BaseModel):
     """A canonical JSON document. Fields that this release does not know are kept in its digest and ignored.
 
     ``requires`` lists the features without which the document must not be read: an unknown one is refused.
+
+    Attributes:
+        KIND: what the document is, as part of what is signed, so that none can stand in for another.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    KIND: ClassVar[str]
+    signature: Signature | None = None
     _raw: bytes | None = PrivateAttr(default=None)
 
     def to_bytes(self) -> bytes:
@@ -59,6 +79,18 @@ class Document(BaseModel):
     def digest(self) -> str:
         """SHA-256 of ``to_bytes()``, hex."""
         return sha256(self.to_bytes()).hexdigest()
+
+    def signed_bytes(self) -> bytes:
+        """What a signature of the document is over: its kind, and its canonical JSON without the signature."""
+        value = load_json(self.to_bytes(), self.KIND)
+        value.pop("signature", None)
+        return signed_form(self.KIND, dump_canonical(value))
+
+    def with_signature(self, signature: Signature) -> Self:
+        """The document as it would have been parsed with the signature in it."""
+        value = load_json(self.to_bytes(), self.KIND)
+        value["signature"] = signature.model_dump()
+        return type(self).from_bytes(dump_canonical(value), self.KIND)
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str | None = None) -> Self:
@@ -92,15 +124,25 @@ def _check_requires(value: dict[str, Any], what: str) -> None:
     unknown = sorted(set(required) - FEATURES)
     if unknown:
         raise UnsupportedError(
-            f"{what}: field 'requires' names {', '.join(name[:40] for name in unknown[:8])}, which this release does "
-            "not know; upgrade to read it"
+            f"{what}: field 'requires' names {', '.join(repr(name[:40]) for name in unknown[:8])}, which this release "
+            "does not know; upgrade to read it"
         )
+
+
+def first_bad_fingerprint(value: object) -> object:
+    """Refuse fingerprints per tensor at the first that is none: pydantic would list all of them, at a kilobyte each."""
+    if isinstance(value, dict):
+        rows = value.items()
+        bad = next((name for name, text in rows if not isinstance(text, str) or not _HEX32.fullmatch(text)), None)
+        if bad is not None:
+            raise ValueError(f"that of tensor {bad[:80]!r} is not 32 hex digits")
+    return value
 
 
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in problem["loc"]) or "document"
-    return f"field {field!r}: {problem['msg']} (value {str(problem['input'])[:80]!r})"
+    return f"field {field[:120]!r}: {problem['msg']} (value {str(problem['input'])[:80]!r})"
 
 
 class RunInfo(Document):
@@ -112,6 +154,7 @@ class RunInfo(Document):
         total: elements in all tensors. full_bytes: their bytes in the served dtypes.
     """
 
+    KIND = "run"
     format_version: FormatVersion = 1
     requires: list[str] = []
     run: Hex32
@@ -202,6 +245,7 @@ class Manifest(Document):
         payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
     """
 
+    KIND = "manifest"
     format_version: FormatVersion = 1
     requires: list[str] = []
     run: Hex32
@@ -223,7 +267,7 @@ class Manifest(Document):
     payload_bytes: Count
     full_bytes: Count
     fingerprint: Hex32
-    tensor_fingerprints: dict[str, Hex32] | None = None
+    tensor_fingerprints: Annotated[dict[str, Hex32] | None, BeforeValidator(first_bad_fingerprint)] = None
     created_at: Timestamp
 
     @model_validator(mode="after")
@@ -270,12 +314,22 @@ class Manifest(Document):
 
 
 class Head(Document):
-    """HEAD.json: points at the newest manifest; may lag behind it, never the other way round."""
+    """HEAD.json: points at the newest manifest; may lag behind it, never the other way round.
 
+    Attributes:
+        epoch, parent: of that manifest.
+        created_at, expires_at: when it was signed, and until when it may be taken for the newest; null where unsigned.
+    """
+
+    KIND = "head"
     format_version: FormatVersion = 1
     run: Hex32
     version: Version
     manifest: Digest
+    epoch: Count = 0
+    parent: Digest | None = None
+    created_at: Timestamp | None = None
+    expires_at: Timestamp | None = None
 
 
 _VERSION_NAME = re.compile(r"versions/([0-9]{10})\.json")

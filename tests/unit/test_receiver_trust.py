@@ -1,0 +1,190 @@
+"""A receiver with trusted keys, and a stranger who can write whatever he wants into the bucket."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chains import Chain
+from tests.trusted import Trusted
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.documents import KeyEntry
+
+
+def unsigned(world: Trusted) -> None:
+    other = world.copied(Keyring())
+    other.grow(1)
+    world.put(other.folder)
+
+
+def unsigned_beyond_the_head(world: Trusted) -> None:
+    other = world.copied(Keyring())
+    other.grow(1)
+    shutil.copy(world.folder / keys.HEAD_KEY, other.folder / keys.HEAD_KEY)
+    world.put(other.folder)
+
+
+def by_a_stranger(world: Trusted) -> None:
+    other = world.copied(world.stranger)
+    other.grow(2)
+    world.put(other.folder)
+
+
+def changed_after_it_was_signed(world: Trusted) -> None:
+    other = world.copied()
+    other.grow(1)
+    path = other.folder / keys.version_key(4)
+    path.write_bytes(path.read_bytes().replace(b'"step":40', b'"step":41'))
+    world.put(other.folder)
+
+
+def of_another_run(world: Trusted) -> None:
+    other = Chain(world.root, "other", seed=1, keyring=world.trainer)
+    other.inside(other.fresh())
+    other.grow(4)
+    shutil.copytree(other.folder / "objects", world.folder / "objects", dirs_exist_ok=True)
+    shutil.copy(other.folder / keys.version_key(4), world.folder / keys.version_key(4))
+
+
+def of_another_version(world: Trusted) -> None:
+    shutil.copy(world.folder / keys.version_key(2), world.folder / keys.version_key(4))
+
+
+def head_of_another_run(world: Trusted) -> None:
+    other = Chain(world.root, "other", seed=1, keyring=world.trainer)
+    other.inside(other.fresh())
+    shutil.copy(other.folder / keys.HEAD_KEY, world.folder / keys.HEAD_KEY)
+
+
+def older_head_and_newer_manifests_deleted(world: Trusted) -> None:
+    shutil.copy(world.copied(until=1).folder / keys.HEAD_KEY, world.folder / keys.HEAD_KEY)
+    for version in (2, 3):
+        (world.folder / keys.version_key(version)).unlink()
+
+
+def newer_manifests_deleted(world: Trusted) -> None:
+    (world.folder / keys.version_key(3)).unlink()
+
+
+def all_manifests_deleted(world: Trusted) -> None:
+    shutil.rmtree(world.folder / "versions")
+    (world.folder / keys.HEAD_KEY).unlink()
+
+
+def put_back(world: Trusted) -> None:
+    world.put(world.copied(until=1).folder)
+
+
+def forked(until: int, versions: int) -> Callable[[Trusted], None]:
+    """Whoever has the key has written another history for the same versions."""
+
+    def attack(world: Trusted) -> None:
+        other = world.copied(until=until)
+        other.grow(versions)
+        world.put(other.folder)
+
+    return attack
+
+
+def signed_run_in_its_place(world: Trusted) -> None:
+    other = Chain(world.root, "other", seed=1, keyring=world.trainer)
+    other.inside(other.fresh())
+    other.grow(7)
+    world.put(other.folder)
+
+
+def strangers_run_in_its_place(world: Trusted) -> None:
+    other = Chain(world.root, "other", seed=1, keyring=world.stranger)
+    other.inside(other.fresh())
+    other.grow(7)
+    world.put(other.folder)
+
+
+def unsigned_run_info(world: Trusted) -> None:
+    path = world.folder / keys.RUN_KEY
+    fields = json.loads(path.read_bytes())
+    path.write_bytes(keys.RunInfo.model_validate({**fields, "signature": None}).to_bytes())
+
+
+def key_file_put_back(world: Trusted) -> None:
+    world.chain.key_file(1, [])
+    first = (world.folder / side.KEYS_KEY).read_bytes()
+    world.chain.key_file(2, [])
+    world.receiver.advance()
+    (world.folder / side.KEYS_KEY).write_bytes(first)
+
+
+def key_file_deleted(world: Trusted) -> None:
+    key_file_put_back(world)
+    (world.folder / side.KEYS_KEY).unlink()
+
+
+def key_file_by_a_stranger(world: Trusted) -> None:
+    other = world.copied(world.stranger)
+    other.key_file(1, [KeyEntry(key=world.stranger.public or "")])
+    other.grow(2)
+    world.put(other.folder)
+
+
+ATTACKS: dict[str, tuple[Callable[[Trusted], None], str]] = {
+    "unsigned": (unsigned, "signature"),
+    "unsigned beyond the head": (unsigned_beyond_the_head, "signature"),
+    "by a stranger": (by_a_stranger, "signature"),
+    "changed after it was signed": (changed_after_it_was_signed, "signature"),
+    "of another run": (of_another_run, "chain"),
+    "of another version": (of_another_version, "chain"),
+    "head of another run": (head_of_another_run, "chain"),
+    "older head and newer manifests deleted": (older_head_and_newer_manifests_deleted, "replay"),
+    "newer manifests deleted": (newer_manifests_deleted, "replay"),
+    "all manifests deleted": (all_manifests_deleted, "replay"),
+    "put back": (put_back, "replay"),
+    "forked at the served version": (forked(2, 1), "fork"),
+    "forked at the served version and gone on": (forked(2, 3), "fork"),
+    "forked behind it": (forked(0, 5), "fork"),
+    "forked behind it, as long": (forked(0, 3), "fork"),
+    "signed run in its place": (signed_run_in_its_place, "chain"),
+    "stranger's run in its place": (strangers_run_in_its_place, "signature"),
+    "run.json without its signature": (unsigned_run_info, "signature"),
+    "key file put back": (key_file_put_back, "replay"),
+    "key file deleted": (key_file_deleted, "replay"),
+    "key file by a stranger": (key_file_by_a_stranger, "signature"),
+}
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_is_refused_and_what_it_did_heals(tmp_path: Path, name: str, restarted: bool) -> None:
+    attack, kind = ATTACKS[name]
+    world = Trusted(tmp_path, ranks=2)
+    world.serves(3)
+    true = world.copied()
+    attack(world)
+    if restarted:
+        world.start()
+    world.refused(kind)
+    world.refused(kind)
+    # The truth is back, and has gone on.
+    world.put(true.folder)
+    world.chain.key_file(3, [])
+    world.chain.grow(2)
+    world.serves(5)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
+def test_object_swapped_for_another_of_its_size(tmp_path: Path, restarted: bool) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    world.chain.grow(1)
+    path = world.folder / world.chain.manifests[4].objects[0].key
+    true = path.read_bytes()
+    world.chain.damage(world.chain.manifests[4])
+    assert path.stat().st_size == len(true)
+    if restarted:
+        world.start()
+    world.refused("digest")
+    path.write_bytes(true)
+    world.serves(4)

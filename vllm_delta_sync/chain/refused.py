@@ -1,0 +1,43 @@
+"""Versions that were signed by a key whose word does not hold for them any more, as they lie in the bucket."""
+
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, SignatureError, StoreError
+from vllm_delta_sync.trust.keyring import check_signature
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.manifest import Manifest, version_key
+
+
+def refused_manifest(run: RunDocuments, version: int) -> Manifest | None:
+    """The manifest of a version that ``keys.json`` gave up: its key had signed it, and is retired or revoked since.
+
+    None if it may be believed, or if it is not there, damaged, or signed by anybody else. It is good for its place in
+    the chain, where the versions after it name it by digest, and for nothing else.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    file = run.authentic.keys.file
+    if file is None:
+        return None
+    key = version_key(version)
+    try:
+        manifest = Manifest.from_bytes(run.bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
+        check_signature(manifest.signature, manifest.signed_bytes(), key)
+    except StoreError:
+        raise
+    except (DeltaSyncError, NotFoundError):
+        return None
+    entry = None if manifest.signature is None else file.entry(manifest.signature.key)
+    if entry is None or (entry.last is None and not entry.revoked):
+        return None
+    if (manifest.run, manifest.version) != (run.info.run, version):
+        return None
+    try:
+        run.authentic.manifest(manifest, key)
+    except SignatureError:
+        return manifest
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return None
+    return None

@@ -1,0 +1,114 @@
+"""Ed25519 key pairs in PEM files, as openssl and ssh-keygen write them too (PKCS #8 and SubjectPublicKeyInfo)."""
+
+import os
+import stat
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+
+from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
+
+PUBLIC_SUFFIX = ".pub"
+MAX_KEY_BYTES = 16_384
+
+
+def generate(path: Path) -> str:
+    """Write a new private key to ``path`` (mode 600) and its public key to ``path``.pub.
+
+    Returns:
+        The public key, 64 hex digits.
+
+    Raises:
+        ConflictError: one of the files is there already; neither is touched. StoreError: they cannot be written.
+    """
+    public_path = path.with_name(path.name + PUBLIC_SUFFIX)
+    private = Ed25519PrivateKey.generate()
+    secret = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    made: list[Path] = []
+    try:
+        for place, content, mode in ((path, secret, 0o600), (public_path, _public_pem(private), 0o644)):
+            handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            made.append(place)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        for place in made:
+            place.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            raise ConflictError(f"{error.filename} is there already; give another path, or remove it first") from error
+        raise StoreError(f"the key cannot be written to {str(path)!r}: {error.strerror}") from error
+    return public_hex(private.public_key())
+
+
+def load_private(path: Path) -> Ed25519PrivateKey:
+    """Read a private key.
+
+    Raises:
+        SettingsError: the file cannot be read, is not such a key, or can be read by others.
+    """
+    data = _read(path, "signing key")
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SettingsError(f"signing key {str(path)!r} can be read by other users; chmod 600 it")
+    try:
+        key = load_pem_private_key(data, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise SettingsError(
+            f"signing key {str(path)!r} is no private key in PEM without a password; make one with delta-sync keygen"
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise SettingsError(f"signing key {str(path)!r} is not an Ed25519 key; make one with delta-sync keygen")
+    return key
+
+
+def load_public(path: Path) -> str:
+    """Read a public key: 64 hex digits.
+
+    Raises:
+        SettingsError: the file cannot be read, or is not such a key.
+    """
+    data = _read(path, "trusted key")
+    if b"PRIVATE" in data:
+        raise SettingsError(
+            f"trusted key {str(path)!r} is a private key; give the public one ({path.name}{PUBLIC_SUFFIX}), and keep "
+            "the private one where weights are published"
+        )
+    try:
+        key = load_pem_public_key(data)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise SettingsError(
+            f"trusted key {str(path)!r} is no public key in PEM; delta-sync keygen writes one as PATH{PUBLIC_SUFFIX}"
+        ) from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise SettingsError(f"trusted key {str(path)!r} is not an Ed25519 key; make one with delta-sync keygen")
+    return public_hex(key)
+
+
+def public_hex(key: Ed25519PublicKey) -> str:
+    """A public key as documents spell it: its 32 bytes in hex."""
+    return key.public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
+
+
+def _public_pem(private: Ed25519PrivateKey) -> bytes:
+    return private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise SettingsError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from error
+    if len(data) > MAX_KEY_BYTES:
+        raise SettingsError(f"{what} {str(path)!r} is longer than {MAX_KEY_BYTES} bytes; no key is")
+    return data
