@@ -17,14 +17,16 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from reference_tables import RESULT_SECONDS, SPAN_FIELDS, STATUS_FIELDS, TIMINGS, VERIFY_FIELDS
 
+import trainer_side.gate
 import trainer_side.publisher
 import trainer_side.result
 import vllm_delta_sync.chain
 import vllm_delta_sync.chain.documents
 import vllm_delta_sync.chain.findings
 import vllm_delta_sync.engine.offline
-from vllm_delta_sync import cli, config, errors
-from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http
+import vllm_delta_sync.trust.keyring
+from vllm_delta_sync import admin_token, cli, config, errors
+from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http, http_guard
 from vllm_delta_sync.engine import status as status_module
 
 TARGET = Path(__file__).with_name("REFERENCE.md")
@@ -166,14 +168,22 @@ def argument(action: argparse.Action) -> str:
 def routes() -> Iterator[str]:
     yield "## HTTP"
     yield (
-        "On vLLM's own port. Routes marked *admin* change state: with `admin_token_file` they want "
-        "`Authorization: Bearer TOKEN`, without it they answer clients on the same machine only; either way a "
-        "request with an `Origin` header is refused. vLLM's `--api-key` does not cover these routes."
+        "On vLLM's own port. Routes marked *admin* change state: with an admin token (`admin_token_file`, or the "
+        f"environment variable `{admin_token.VARIABLE}`) they want `Authorization: Bearer TOKEN`. Without one they "
+        "answer clients on the same machine only: a loopback address, a `Host` that is `localhost` or a loopback "
+        "address, HTTP/1.1, and none of the headers that a proxy adds. A proxy on this machine that adds none lets "
+        "everybody in: set a token where there is one. Either way a request with an `Origin` header, or that "
+        "`Sec-Fetch-Site` says is another site's, is refused, and bodies are JSON of at most "
+        f"{http_guard.MAX_BODY_BYTES // 1024} KiB. Routes that only read ask for nothing, and show no credentials; "
+        f"at most {http.MAX_WAITING} clients `wait` at a time, those who may change state not counted. Wrong tokens "
+        "are not slowed down: no rate finds a random token, and a limit would lock the operator out. vLLM's "
+        "`--api-key` does not cover these routes."
     )
     rows = []
     for route in http.router.routes:
         if isinstance(route, APIRoute):
-            method, admin = ", ".join(sorted(route.methods)), "admin" if route.dependencies else ""
+            method = ", ".join(sorted(route.methods))
+            admin = "" if route.methods <= set(http_guard.READING) else "admin"
             text = inspect.getdoc(route.endpoint) or ""
             rows.append((f"`{method} {route.path}`", parameters(route.endpoint), admin, text))
     yield table(("route", "parameters", "", "answer"), rows)
@@ -196,14 +206,17 @@ def routes() -> Iterator[str]:
     answers = [
         ("200", "done"),
         ("408", "`wait`: not served in time; the body is the status"),
-        ("400", "a parameter or body that is not understood (in vLLM's own form of error)"),
-        ("401, 403", f"`{http.AdminRefused.kind}`: no right to change state"),
+        ("400", "kind `usage`: a parameter or body that is not understood"),
+        ("408, 413, 415", "kind `usage`: a body that comes too slowly, is too large, or is not JSON"),
+        ("401, 403", f"`{http_guard.AdminRefused.kind}`: no right to change state, or a page of another site asks"),
+        ("503", "kind `busy`: too many `wait`; ask again after `Retry-After`"),
     ]
     by_code: dict[int, list[str]] = {}
-    for cls, status in http._STATUS_CODES:
+    for cls, status in http_guard.STATUS_CODES:
         by_code.setdefault(status, []).append(code(cls.kind))
     answers += [(str(status), "kind " + ", ".join(names)) for status, names in by_code.items()]
-    answers.append((str(http.REFUSED_DATA), "any other kind: the bucket's data was refused; weights are as before"))
+    refused = "any other kind: the bucket's data was refused; weights are as before"
+    answers.append((str(http_guard.REFUSED_DATA), refused))
     yield table(("code", "when"), answers)
 
 
@@ -259,8 +272,9 @@ def declaring_kinds() -> Iterator[type[errors.DeltaSyncError]]:
 
 def python() -> Iterator[str]:
     yield "## Python"
-    yield "### `from trainer_side import Publisher, PublishResult`"
+    yield "### `from trainer_side import Gate, Publisher, PublishResult`"
     yield "Needs torch, not vLLM."
+    yield stub(trainer_side.gate, "Gate")
     yield stub(trainer_side.publisher, "Publisher")
     yield stub(trainer_side.result, "PublishResult")
     yield "`PublishResult.seconds` has the keys:"
@@ -271,6 +285,8 @@ def python() -> Iterator[str]:
         yield stub(vllm_delta_sync.chain, name)
     yield stub(vllm_delta_sync.chain.documents, "RunDocuments")
     yield stub(vllm_delta_sync.chain.findings, "VerifyReport")
+    yield "### `from vllm_delta_sync.trust import Keyring`"
+    yield stub(vllm_delta_sync.trust.keyring, "Keyring")
     yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach`"
     yield f"`WORKER_EXTENSION` is `{WORKER_EXTENSION!r}`, for `LLM(..., worker_extension_cls=WORKER_EXTENSION)`."
     for name in ("attach", "OfflineSync"):

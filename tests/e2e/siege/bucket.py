@@ -1,0 +1,330 @@
+"""Somebody who may write into the bucket."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from tests.e2e.siege.world import Siege, attack
+from tests.forge import good_parts
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.documents import KEYS_KEY, KeyEntry, KeyFile, LastWord, anchor_key, fold_key
+from vllm_delta_sync.wire.manifest import (
+    HEAD_KEY,
+    RUN_KEY,
+    TABLE_KEY,
+    Head,
+    Manifest,
+    object_key,
+    timestamp,
+    version_key,
+)
+
+ANY_WRITER = "bucket write"
+THIEF = "bucket write, a stolen signing key"
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+def next_version(siege: Siege, keyring: Keyring, edit: Edit | None = None) -> dict[str, bytes | None]:
+    """Files of a well-formed version after the head, signed with a keyring."""
+    run = open_run(str(siege.run))
+    fields, changes = good_parts(run)
+    context = DeltaContext(fields["run"], fields["version"], fields["base_version"])
+    data = encode(changes, run.table, "packed", "none", context)
+    digest = sha256(data).hexdigest()
+    ref = {"key": object_key(digest), "bytes": len(data), "sha256": digest, "rank": 0}
+    fields |= {"objects": [ref], "payload_bytes": len(data)}
+    if edit is not None:
+        edit(fields)
+    manifest = keyring.signed(Manifest.from_bytes(dump_canonical(fields)))
+    return {object_key(digest): data, version_key(fields["version"]): manifest.to_bytes()}
+
+
+def refused(siege: Siege, files: dict[str, bytes | None], *kinds: str) -> None:
+    """Put files into the bucket: the server must show one of the kinds of error, and keep every weight."""
+    with siege.untouched(), siege.replaced(files):
+        siege.look()
+        assert siege.seen.errors & set(kinds), f"expected {kinds}, status shows {siege.seen.errors}"
+
+
+@attack("version, not signed", ANY_WRITER, "refused: `signature`")
+def unsigned(siege: Siege) -> None:
+    """A well-formed next version."""
+    refused(siege, next_version(siege, Keyring()), "signature")
+
+
+@attack("version, stranger's key", ANY_WRITER, "refused: `signature`")
+def by_a_stranger(siege: Siege) -> None:
+    """The same, signed by a stranger."""
+    refused(siege, next_version(siege, siege.stranger), "signature")
+
+
+@attack("manifest edited", ANY_WRITER, "refused: `signature`")
+def edited(siege: Siege) -> None:
+    """One field of a signed manifest changed."""
+    files = next_version(siege, siege.keyring)
+    key = next(key for key in files if key.startswith("versions/"))
+    document = json.loads(files[key] or b"")
+    document["step"] += 1
+    refused(siege, {**files, key: dump_canonical(document)}, "signature")
+
+
+@attack("signature moved", ANY_WRITER, "refused: `signature`")
+def signature_moved(siege: Siege) -> None:
+    """The signature of one version on another."""
+    head = open_run(str(siege.run)).head()
+    files = next_version(siege, Keyring())
+    key = next(key for key in files if key.startswith("versions/"))
+    document = json.loads(files[key] or b"")
+    document["signature"] = json.loads(head.to_bytes())["signature"]
+    refused(siege, {**files, key: dump_canonical(document)}, "signature")
+
+
+@attack("version of another run", ANY_WRITER, "refused: `chain`")
+def of_another_run(siege: Siege) -> None:
+    """Signed by the honest key for another run."""
+
+    def edit(fields: dict[str, Any]) -> None:
+        fields["run"] = "0" * 32
+
+    refused(siege, next_version(siege, siege.keyring, edit), "chain")
+
+
+@attack("object swapped", ANY_WRITER, "refused: `digest`")
+def object_swapped(siege: Siege) -> None:
+    """Other bytes of the same length, in an honest version that is not served yet."""
+    assert siege.post("/delta_sync/hold") == 200
+    answer = siege.publish()
+    key = open_run(str(siege.run)).manifest(answer["version"]).objects[0].key
+    data = bytearray(siege.path(key).read_bytes())
+    data[-1] ^= 1
+    with siege.untouched(), siege.replaced({key: bytes(data)}):
+        siege.post("/delta_sync/release")
+        siege.look()
+        assert "digest" in siege.seen.errors, siege.seen.errors
+    siege.look()
+    siege.wait_for(answer)
+
+
+@attack("tensors renamed", ANY_WRITER, "refused")
+def table_swapped(siege: Siege) -> None:
+    """Tensors.json and run.json rewritten to match."""
+    table = json.loads(siege.path(TABLE_KEY).read_bytes())
+    first, second = table["tensors"][0], table["tensors"][1]
+    first["name"], second["name"] = second["name"], first["name"]
+    table["tensors"].sort(key=lambda tensor: tensor["name"].encode())
+    data = dump_canonical(table)
+    info = json.loads(siege.path(RUN_KEY).read_bytes())
+    info["tensors"] = sha256(data).hexdigest()
+    refused(siege, {TABLE_KEY: data, RUN_KEY: dump_canonical(info)}, "signature", "replay", "chain")
+
+
+@attack("run replaced", ANY_WRITER, "refused")
+def run_replaced(siege: Siege) -> None:
+    """Another run at the same URL."""
+    info = json.loads(siege.path(RUN_KEY).read_bytes())
+    info["run"], info["signature"] = "ab" * 16, None
+    refused(siege, {RUN_KEY: dump_canonical(info)}, "signature", "replay", "chain")
+
+
+@attack("older HEAD", ANY_WRITER, "refused: `replay`")
+def history_cut(siege: Siege) -> None:
+    """Two versions hidden, an older signed HEAD put back."""
+    siege.fresh()
+    head = open_run(str(siege.run)).head()
+    before = open_run(str(siege.run)).manifest(head.version - 2)
+    old = Head(
+        run=head.run, version=before.version, manifest=before.digest, epoch=before.epoch, parent=before.parent,
+        created_at=timestamp(), expires_at="2126-01-02T03:04:05Z",
+    )  # fmt: skip
+    hidden: dict[str, bytes | None] = {version_key(head.version - lower): None for lower in (0, 1)}
+    refused(siege, {**hidden, HEAD_KEY: siege.keyring.signed(old).to_bytes()}, "replay")
+
+
+@attack("older copy of the bucket", ANY_WRITER, "refused: `replay`")
+def copy_put_back(siege: Siege) -> None:
+    """All of it put back, the server restarted meanwhile."""
+    copy, aside = siege.folder / "copy", siege.folder / "aside"
+    shutil.copytree(siege.run, copy)
+    siege.fresh()
+    newest = siege.fresh()
+    siege.run.rename(aside)
+    copy.rename(siege.run)
+    try:
+        siege.restart_server()
+        siege.look()
+        assert "replay" in siege.seen.errors, siege.seen.errors
+        served = siege.server.status()["served"]
+        assert served is None or served["version"] == 0, served
+    finally:
+        siege.run.rename(copy)
+        aside.rename(siege.run)
+        shutil.rmtree(copy)
+    siege.look()
+    siege.wait_for(newest)
+
+
+@attack("fork", THIEF, "refused: `fork`")
+def forked(siege: Siege) -> None:
+    """A second signed version of the number served."""
+    run = open_run(str(siege.run))
+    head = run.head()
+    document = json.loads(head.to_bytes())
+    document["step"] += 1
+    document["signature"] = None
+    other = siege.keyring.signed(Manifest.from_bytes(dump_canonical(document)))
+    pointer = json.loads(siege.path(HEAD_KEY).read_bytes())
+    pointer["manifest"], pointer["signature"] = other.digest, None
+    signed = siege.keyring.signed(Head.from_bytes(dump_canonical(pointer)))
+    refused(siege, {version_key(head.version): other.to_bytes(), HEAD_KEY: signed.to_bytes()}, "fork")
+
+
+@attack("freeze", ANY_WRITER, "shown: `expired`")
+def frozen(siege: Siege) -> None:
+    """HEAD.json is not renewed any more."""
+    pointer = json.loads(siege.path(HEAD_KEY).read_bytes())
+    pointer["expires_at"], pointer["signature"] = "2026-01-02T03:04:05Z", None
+    signed = siege.keyring.signed(Head.from_bytes(dump_canonical(pointer)))
+    refused(siege, {HEAD_KEY: signed.to_bytes()}, "expired")
+
+
+@attack("HEAD forged", ANY_WRITER, "shown: `signature`")
+def head_forged(siege: Siege) -> None:
+    """HEAD.json signed by a stranger."""
+    pointer = json.loads(siege.path(HEAD_KEY).read_bytes())
+    pointer["signature"] = None
+    signed = siege.stranger.signed(Head.from_bytes(dump_canonical(pointer)))
+    refused(siege, {HEAD_KEY: signed.to_bytes()}, "signature")
+
+
+def _key_file(siege: Siege, signer: Keyring, sequence: int, entries: list[KeyEntry]) -> bytes:
+    info = open_run(str(siege.run)).info
+    file = KeyFile(run=info.run, info=info.digest, sequence=sequence, keys=entries, created_at=timestamp())
+    return signer.signed(file).to_bytes()
+
+
+@attack("list of keys forged", ANY_WRITER, "refused: `signature`")
+def keys_forged(siege: Siege) -> None:
+    """Keys.json and a version by a stranger."""
+    entries = [KeyEntry(key=siege.stranger.public or "")]
+    files = next_version(siege, siege.stranger)
+    refused(siege, {KEYS_KEY: _key_file(siege, siege.stranger, 9, entries), **files}, "signature")
+
+
+@attack("list of keys rolled back", ANY_WRITER, "refused: `replay`")
+def keys_rolled_back(siege: Siege) -> None:
+    """An older keys.json that still has a revoked key."""
+    entry = KeyEntry(key=siege.stranger.public or "")
+    head = open_run(str(siege.run)).head()
+    gone = KeyEntry(key=entry.key, revoked=True, last=LastWord(version=head.version, manifest=head.digest))
+    old, new = _key_file(siege, siege.keyring, 1, [entry]), _key_file(siege, siege.keyring, 2, [gone])
+    siege.path(KEYS_KEY).write_bytes(new)
+    siege.look()
+    assert not siege.seen.errors
+    refused(siege, {KEYS_KEY: old, **next_version(siege, siege.stranger)}, "replay")
+
+
+@attack("revoked key", THIEF, "refused: `signature`")
+def revoked_key(siege: Siege) -> None:
+    """A version signed by a revoked key."""
+    refused(siege, next_version(siege, siege.stranger), "signature")
+
+
+@attack("wrong weights, signed", THIEF, "refused: `fingerprint`; healed by the revocation")
+def wrong_weights_signed(siege: Siege) -> None:
+    """A listed key signs a version whose result is not what it declares; then the key is revoked."""
+    thief = Keyring([], Ed25519PrivateKey.generate())
+    head = open_run(str(siege.run)).head()
+    entry = KeyEntry(key=thief.public or "")
+    gone = KeyEntry(key=entry.key, revoked=True, last=LastWord(version=head.version, manifest=head.digest))
+    siege.path(KEYS_KEY).write_bytes(_key_file(siege, siege.keyring, 3, [entry]))
+    files = next_version(siege, thief)
+    refused(siege, files, "fingerprint")
+    siege.path(KEYS_KEY).write_bytes(_key_file(siege, siege.keyring, 4, [gone]))
+
+
+@attack("path traversal", ANY_WRITER, "refused: `format`")
+def key_path(siege: Siege) -> None:
+    """An object key outside of the bucket."""
+
+    def edit(fields: dict[str, Any]) -> None:
+        fields["objects"][0]["key"] = "objects/../../../etc/passwd"
+
+    files = next_version(siege, Keyring())
+    key = next(key for key in files if key.startswith("versions/"))
+    document = json.loads(files[key] or b"")
+    edit(document)
+    refused(siege, {**files, key: dump_canonical(document)}, "format")
+
+
+@attack("duplicate JSON keys", ANY_WRITER, "refused: `format`")
+def duplicate_keys(siege: Siege) -> None:
+    """A manifest with a member twice."""
+    files = next_version(siege, siege.keyring)
+    key = next(key for key in files if key.startswith("versions/"))
+    data = (files[key] or b"").replace(b'"step":', b'"step":0,"step":', 1)
+    refused(siege, {**files, key: data}, "format")
+
+
+@attack("giant integer", ANY_WRITER, "refused: `format`")
+def giant_integer(siege: Siege) -> None:
+    """4,000 digits in a manifest."""
+    files = next_version(siege, siege.keyring)
+    key = next(key for key in files if key.startswith("versions/"))
+    data = (files[key] or b"").replace(b'"step":', b'"step":' + b"9" * 4000, 1)
+    refused(siege, {**files, key: data}, "format")
+
+
+@attack("symbolic link", "write to a directory bucket", "refused")
+def symlink(siege: Siege) -> None:
+    """An object is a link to a file outside of the bucket, which has the right bytes."""
+    assert siege.post("/delta_sync/hold") == 200
+    answer = siege.publish()
+    key = open_run(str(siege.run)).manifest(answer["version"]).objects[0].key
+    outside = siege.folder / "outside"
+    outside.write_bytes(siege.path(key).read_bytes())
+    with siege.untouched(), siege.replaced({key: None}):
+        siege.path(key).symlink_to(outside)
+        siege.post("/delta_sync/release")
+        siege.look()
+        assert siege.seen.errors & {"store", "not_found", "digest", "format"}, siege.seen.errors
+    siege.look()
+    siege.wait_for(answer)
+
+
+@attack("named pipe", "write to a directory bucket", "refused: `store`")
+def named_pipe(siege: Siege) -> None:
+    """A manifest is a named pipe."""
+    head = open_run(str(siege.run)).head()
+    key = version_key(head.version + 1)
+    with siege.untouched():
+        os.mkfifo(siege.path(key))
+        try:
+            siege.look()
+            assert siege.seen.errors & {"store", "format"}, siege.seen.errors
+        finally:
+            siege.path(key).unlink()
+
+
+@attack("folds and anchors forged", ANY_WRITER, "not used")
+def side_documents(siege: Siege) -> None:
+    """All of them, by a stranger."""
+    run = open_run(str(siege.run))
+    keys = [fold_key(*pair) for pair in run.folds()] + [anchor_key(version) for version in run.anchors()]
+    head = run.head().version
+    wanted = fold_key(head - head % 4, head - head % 4 + 4)
+    document = json.loads(siege.path(keys[0]).read_bytes()) if keys else {"no": "such"}
+    document["signature"] = None
+    files: dict[str, bytes | None] = {key: dump_canonical(document) for key in [*keys, wanted]}
+    with siege.replaced(files):
+        siege.fresh()
+        siege.note_error()
+        assert not siege.seen.errors, siege.seen.errors

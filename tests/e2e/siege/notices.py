@@ -1,0 +1,305 @@
+"""Somebody who reaches the broker's ports, and networks that fail."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+from zmq.auth import load_certificate
+
+from tests.e2e.siege.world import FRESH_SECONDS, POLL_SECONDS, Siege, attack
+from vllm_delta_sync.wire.canonical import dump_canonical
+
+PORT = "notice port"
+ALLOWED = "notice port, a stolen notice key"
+NOBODY = "nobody: a network that fails"
+STORM = 3000
+
+
+@contextmanager
+def _connected(siege: Siege, port: int, name: str | None, kind: int = zmq.PUB) -> Iterator[Any]:
+    """A socket to one of the broker's ports, with somebody's CURVE key or with none."""
+    context = zmq.Context()
+    peer = context.socket(kind)
+    peer.setsockopt(zmq.LINGER, 0)
+    peer.setsockopt(zmq.SNDTIMEO, 1000)
+    if name is not None:
+        public, secret = load_certificate(siege.folder / f"{name}.curve")
+        peer.curve_publickey, peer.curve_secretkey = public, secret
+        peer.curve_serverkey = load_certificate(siege.folder / "broker.curve.pub")[0]
+    peer.connect(f"tcp://127.0.0.1:{port}")
+    try:
+        yield peer
+    finally:
+        peer.close(linger=0)
+        context.term()
+
+
+def _looks(siege: Siege) -> int:
+    return int(siege.server.status()["looks"])
+
+
+def _storm(siege: Siege, name: str | None, port: int) -> None:
+    """Thousands of forged notices: looks into the bucket stay few, and the next honest version arrives."""
+    before, started = _looks(siege), time.monotonic()
+    with siege.untouched(), _connected(siege, port, name) as peer:
+        time.sleep(0.5)
+        for ahead in range(STORM):
+            peer.send_multipart(_forged_fast(siege, ahead))
+            if ahead % 100 == 0:
+                time.sleep(0.05)
+    looks, seconds = _looks(siege) - before, time.monotonic() - started
+    siege.seen.notes.append(f"{STORM} forged in {seconds:.1f} s: {looks} looks")
+    assert looks <= 2 + seconds / POLL_SECONDS * 2, f"{looks} looks into the bucket in {seconds:.1f} s"
+
+
+def _forged_fast(siege: Siege, ahead: int) -> list[bytes]:
+    signature = {"key": siege.stranger.public, "value": "cd" * 64} if ahead % 2 else None
+    body: dict[str, Any] = {"manifest": "ab" * 32, "run": siege.run_id, "version": 1000 + ahead}
+    if signature is not None:
+        body["signature"] = signature
+    return [siege.run_id.encode(), dump_canonical(body)]
+
+
+@attack("forged notices, no key", PORT, "not passed on")
+def storm_without_a_key(siege: Siege) -> None:
+    """3,000 notices to the broker."""
+    _storm(siege, None, siege.publishers)
+
+
+@attack("forged notices, stranger's key", PORT, "not passed on")
+def storm_with_a_strangers_key(siege: Siege) -> None:
+    """A CURVE key that is not on the list."""
+    _storm(siege, "stranger", siege.publishers)
+
+
+@attack("forged notices, listener's key", "a receiver's notice key", "not passed on")
+def storm_with_a_listeners_key(siege: Siege) -> None:
+    """A key that may listen only."""
+    _storm(siege, "receiver", siege.publishers)
+
+
+@attack("forged notices, trainer's key", ALLOWED, "ignored")
+def storm_with_a_stolen_key(siege: Siege) -> None:
+    """Passed on, but not signed."""
+    _storm(siege, "publisher", siege.publishers)
+
+
+@attack("replayed notices", ALLOWED, "no looks")
+def replayed(siege: Siege) -> None:
+    """Signed notices of older versions."""
+    with _connected(siege, siege.subscribers, "receiver", zmq.SUB) as ear:
+        ear.setsockopt(zmq.SUBSCRIBE, siege.run_id.encode())
+        ear.setsockopt(zmq.RCVTIMEO, 5000)
+        recorded = ear.recv_multipart()
+    siege.fresh()
+    before = _looks(siege)
+    with siege.untouched(), _connected(siege, siege.publishers, "publisher") as peer:
+        time.sleep(0.5)
+        for number in range(STORM):
+            peer.send_multipart(recorded)
+            if number % 100 == 0:
+                time.sleep(0.05)
+    looks = _looks(siege) - before
+    siege.seen.notes.append(f"{STORM} replayed: {looks} looks")
+    assert looks <= 2
+
+
+@attack("eavesdropper", PORT, "hear nothing")
+def eavesdropper(siege: Siege) -> None:
+    """Subscribers without a listed key."""
+    for name in (None, "stranger"):
+        with _connected(siege, siege.subscribers, name, zmq.SUB) as ear:
+            ear.setsockopt(zmq.SUBSCRIBE, b"")
+            ear.setsockopt(zmq.RCVTIMEO, 2500)
+            siege.fresh()
+            try:
+                heard = ear.recv_multipart()
+            except zmq.Again:
+                continue
+            raise AssertionError(f"{name} hears {heard}")
+
+
+@attack("garbage", PORT, "dropped")
+def garbage(siege: Siege) -> None:
+    """300 connections that speak no ZMTP."""
+    source = random.Random(1)
+    for port in (siege.publishers, siege.subscribers):
+        for number in range(150):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as peer:
+                greeting = b"\xff" + bytes(8) + b"\x7f\x03"
+                peer.sendall([source.randbytes(2000), b"GET / HTTP/1.1\r\n\r\n", greeting][number % 3])
+
+
+@attack("huge frames", ALLOWED, "connection closed")
+def huge_frames(siege: Siege) -> None:
+    """50 MB each."""
+    with _connected(siege, siege.publishers, "publisher") as peer:
+        time.sleep(0.3)
+        for _ in range(5):
+            peer.send_multipart([siege.run_id.encode(), bytes(50_000_000)])
+        time.sleep(0.5)
+
+
+@attack("broker killed", NOBODY, "fresh by notice")
+def broker_killed(siege: Siege) -> None:
+    """SIGKILL, started again."""
+    siege.broker.kill()
+    answer = siege.publish()
+    siege.restart_broker()
+    siege.wait_for(answer)
+
+
+@attack("line cut, trainer's", NOBODY, "fresh by notice")
+def cut_up(siege: Siege) -> None:
+    """Three versions meanwhile."""
+    _fault(siege, siege.up)
+
+
+@attack("line cut, server's", NOBODY, "fresh by notice")
+def cut_down(siege: Siege) -> None:
+    """Three versions meanwhile."""
+    _fault(siege, siege.down)
+
+
+def _fault(siege: Siege, proxy: Any) -> None:
+    proxy.cut()
+    answer = siege.publish()
+    siege.publish()
+    answer = siege.publish()
+    proxy.resume()
+    siege.wait_for(answer)
+
+
+@attack("line stalled, trainer's", NOBODY, "fresh by notice")
+def stall_up(siege: Siege) -> None:
+    """Four versions meanwhile."""
+    _stall(siege, siege.up)
+
+
+@attack("line stalled, server's", NOBODY, "fresh by notice")
+def stall_down(siege: Siege) -> None:
+    """Four versions meanwhile."""
+    _stall(siege, siege.down)
+
+
+def _stall(siege: Siege, proxy: Any) -> None:
+    """Bytes are taken and not passed on, for some seconds and versions."""
+    proxy.stall()
+    try:
+        for _ in range(4):
+            answer = siege.publish()
+            time.sleep(0.5)
+    finally:
+        proxy.resume()
+    siege.wait_for(answer)
+
+
+@attack("throttled", NOBODY, "fresh by notice")
+def throttled(siege: Siege) -> None:
+    """400 bytes a second on both lines."""
+    siege.up.throttle(400)
+    siege.down.throttle(400)
+    try:
+        for _ in range(3):
+            siege.publish()
+    finally:
+        siege.up.resume()
+        siege.down.resume()
+    siege.wait_for(siege.publish())
+
+
+@attack("flapping", NOBODY, "fresh by notice")
+def flapping(siege: Siege) -> None:
+    """Lines break every 100 ms, out of order."""
+    source, stop = random.Random(2), threading.Event()
+
+    def flap() -> None:
+        while not stop.is_set():
+            for proxy in source.sample([siege.up, siege.down], 2):
+                proxy.cut()
+                stop.wait(0.05)
+                proxy.resume()
+            stop.wait(0.1)
+
+    thread = threading.Thread(target=flap)
+    thread.start()
+    try:
+        for _ in range(4):
+            answer = siege.publish()
+            time.sleep(1)
+    finally:
+        stop.set()
+        thread.join()
+    siege.wait_for(answer)
+
+
+@attack("connections reset and reordered", NOBODY, "fresh by notice")
+def reordered(siege: Siege) -> None:
+    """RST on both lines; the next connections are held back for 2 s, so that later ones overtake them."""
+    for proxy in (siege.up, siege.down):
+        proxy.delay(2.0, 2)
+        proxy.reset()
+    for _ in range(3):
+        answer = siege.publish()
+        time.sleep(0.3)
+    siege.up.reset()
+    answer = siege.publish()
+    siege.up.resume()
+    siege.down.resume()
+    siege.wait_for(answer)
+
+
+@attack("stopped subscriber", NOBODY, "nobody waits; newest on waking")
+def stopped_subscriber(siege: Siege) -> None:
+    """SIGSTOP over five versions."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.e2e.siege.listener",
+        str(siege.folder),
+        str(siege.subscribers),
+        siege.run_id,
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline()
+        os.kill(child.pid, signal.SIGSTOP)
+        for _ in range(5):
+            answer = siege.fresh()
+        os.kill(child.pid, signal.SIGCONT)
+        deadline = time.monotonic() + FRESH_SECONDS
+        heard = -1
+        while heard != answer["version"]:
+            assert time.monotonic() < deadline, f"it heard of version {heard}, the newest is {answer['version']}"
+            heard = int(child.stdout.readline())
+    finally:
+        child.kill()
+        child.wait()
+
+
+@attack("trainer killed", NOBODY, "fresh by notice")
+def trainer_killed(siege: Siege) -> None:
+    """SIGKILL, another takes over."""
+    siege.trainer.kill()
+    siege.restart_trainer()
+    siege.fresh()
+
+
+@attack("server restarted", NOBODY, "joins late")
+def server_restarted(siege: Siege) -> None:
+    """Two versions meanwhile."""
+    siege.server_down()
+    siege.publish()
+    answer = siege.publish()
+    siege.server_up()
+    siege.wait_for(answer)

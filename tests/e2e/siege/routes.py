@@ -1,0 +1,112 @@
+"""Somebody who reaches the server's HTTP port."""
+
+import json
+import threading
+from typing import Any
+
+import httpx
+
+from tests.e2e.siege.world import TOKEN, Siege, attack
+
+NETWORK = "HTTP port"
+BROWSER = "a web page in an operator's browser"
+CHANGING = ("sync", "rollback", "hold", "release", "verify")
+
+
+def _refused(siege: Siege, body: Any, **headers: str) -> None:
+    with siege.untouched():
+        for route in CHANGING:
+            sent = body if route != "rollback" else {"version": 0}
+            answer = siege.server.post(f"/delta_sync/{route}", sent, headers=headers)
+            siege.seen.answers.append(answer.status_code)
+            assert 400 <= answer.status_code < 500, (route, answer.status_code, answer.text)
+            assert TOKEN not in answer.text
+        assert siege.server.status()["state"] != "held"
+
+
+@attack("no token", NETWORK, "refused")
+def no_token(siege: Siege) -> None:
+    """Every route that changes state."""
+    _refused(siege, None)
+
+
+@attack("wrong token", NETWORK, "refused")
+def wrong_token(siege: Siege) -> None:
+    """The same, with a guess."""
+    _refused(siege, None, Authorization="Bearer " + "x" * len(TOKEN))
+
+
+@attack("cross-site request", BROWSER, "refused")
+def cross_site(siege: Siege) -> None:
+    """A form or fetch with Origin, token and all."""
+    _refused(siege, None, Authorization=f"Bearer {TOKEN}", Origin="https://evil.example")
+
+
+@attack("cross-site fetch", BROWSER, "refused")
+def cross_site_fetch(siege: Siege) -> None:
+    """Sec-Fetch-Site: cross-site."""
+    _refused(siege, None, Authorization=f"Bearer {TOKEN}", **{"Sec-Fetch-Site": "cross-site"})
+
+
+@attack("URL in a request", NETWORK, "refused, nothing fetched")
+def url_in_a_request(siege: Siege) -> None:
+    """A bucket of the attacker's choice."""
+    body = {"version": None, "bucket": "file:///etc", "url": "http://169.254.169.254/latest"}
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with siege.untouched():
+        answer = siege.server.post("/delta_sync/sync", body, headers=headers)
+        siege.seen.answers.append(answer.status_code)
+        assert answer.status_code in (400, 422)
+
+
+@attack("giant body", NETWORK, "refused, answered in a line")
+def giant_body(siege: Siege) -> None:
+    """32 MB, and 100,000 levels."""
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    with siege.untouched():
+        for content in (b'{"version":"' + b"9" * 32_000_000 + b'"}', b"[" * 100_000):
+            answer = httpx.post(siege.server.url + "/delta_sync/sync", content=content, headers=headers, timeout=60)
+            siege.seen.answers.append(answer.status_code)
+            assert 400 <= answer.status_code < 500
+            assert len(answer.content) < 10_000
+
+
+@attack("flood of waiters", NETWORK, "bounded, versions go on")
+def waiters(siege: Siege) -> None:
+    """200 clients hold /delta_sync/wait."""
+    stop = threading.Event()
+
+    def wait() -> None:
+        while not stop.is_set():
+            try:
+                path = "/delta_sync/wait?version=99999999&timeout=20"
+                siege.seen.answers.append(httpx.get(siege.server.url + path, timeout=25).status_code)
+            except httpx.TransportError:
+                pass
+            stop.wait(0.5)
+
+    threads = [threading.Thread(target=wait) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    try:
+        # /wait is taken, so look at the status.
+        answer = siege.publish()
+        for _ in range(100):
+            if (siege.server.status()["served"] or {}).get("version") == answer["version"]:
+                break
+            stop.wait(0.1)
+        assert siege.server.status()["served"]["version"] == answer["version"]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    siege.seen.answers = sorted(set(siege.seen.answers))
+
+
+@attack("reading for secrets", NETWORK, "none")
+def reads(siege: Siege) -> None:
+    """Status, metrics, schema."""
+    pages = [siege.server.get(path).text for path in ("/delta_sync/status", "/openapi.json", "/metrics", "/version")]
+    secret = (siege.folder / "signer").read_text().splitlines()[1]
+    assert not any(word in page for page in pages for word in (TOKEN, secret))
+    assert json.loads(pages[0])["served"] is not None

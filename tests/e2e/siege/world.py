@@ -1,0 +1,310 @@
+"""The processes under attack, and what must be true of them before, during and after."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from tests.e2e.servers import Server, delta_sync_serve, free_port, serving
+from tests.proxy import TcpProxy
+from tests.tiny import make_model, save_checkpoint
+from vllm_delta_sync.notice import curve
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keys import generate
+
+TOKEN = "siege-0123456789abcdef"
+POLL_SECONDS = 20.0
+"""Far longer than a notice takes: what is served sooner than that came by notice."""
+FRESH_SECONDS = 10.0
+"""Within which a version must be served once nothing is in the way; a notice is announced again every second."""
+BLOCKED_SECONDS = 2.0
+"""A training step that stands still for longer counts as blocked; on an idle machine it is some milliseconds."""
+FAMILY = "qwen3"
+
+
+@dataclass
+class Seen:
+    """What an attack came to.
+
+    Attributes:
+        errors: kinds of errors that the server's status showed. answers: status codes that HTTP requests met.
+        stood_still: longest that the training loop stood still, in seconds.
+        fresh: seconds from the end of the fault until the newest version was served.
+        notes: measured facts worth a place in the table.
+    """
+
+    errors: set[str] = field(default_factory=set)
+    answers: list[int] = field(default_factory=list)
+    stood_still: float = 0.0
+    fresh: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+class Child:
+    """A process of ours that answers lines of JSON."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
+            )
+
+    def line(self) -> dict[str, Any]:
+        stdout: IO[str] | None = self.process.stdout
+        text = "" if stdout is None else stdout.readline()
+        assert text, f"{self.process.args!r} ended with {self.process.wait(10)}"
+        document: dict[str, Any] = json.loads(text)
+        return document
+
+    def ask(self, command: str) -> dict[str, Any]:
+        stdin = self.process.stdin
+        if stdin is None:
+            raise AssertionError("no standard input")
+        stdin.write(command + "\n")
+        stdin.flush()
+        return self.line()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+            self.process.terminate()
+            self.process.wait(60)
+
+
+class Siege:
+    """A signing trainer and a server that meet in a bucket, with a broker between them, behind a proxy on either side.
+
+    Attributes:
+        run: the bucket's directory. run_id: the run's id. publishers, subscribers: ports of the broker.
+        server: vLLM. up: proxy from trainer to broker. down: from broker to server.
+        keyring: the honest key, as somebody has it who may sign. seen: of the attack under way.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.run = folder / "run"
+        self.seen = Seen()
+        self._make_keys()
+        self.publishers, self.subscribers = free_port(), free_port()
+        self.broker = self._start_broker()
+        self.up = stack.enter_context(TcpProxy(self.publishers))
+        self.down = stack.enter_context(TcpProxy(self.subscribers))
+        self.base = save_checkpoint(make_model(FAMILY, seed=5), folder / "base")
+        self.trainer = self._start_trainer()
+        self._server_stack = stack.enter_context(ExitStack())
+        self.server = self._start_server()
+        self.server.wait_served(0)
+
+    # Processes
+
+    def _make_keys(self) -> None:
+        for name in ("publisher", "broker", "receiver", "stranger"):
+            curve.generate(self.folder / f"{name}.curve")
+        for group, member in (("publishers", "publisher"), ("subscribers", "receiver")):
+            (self.folder / group).mkdir()
+            public = self.folder / f"{member}.curve.pub"
+            (self.folder / group / public.name).write_bytes(public.read_bytes())
+        generate(self.folder / "signer")
+        self.keyring = Keyring.load(None, self.folder / "signer")
+        self.stranger = Keyring([], Ed25519PrivateKey.generate())
+        token = self.folder / "token"
+        token.write_text(TOKEN)
+        token.chmod(0o600)
+
+    def _start_broker(self) -> Child:
+        program = str(Path(sys.executable).with_name("delta-sync"))
+        child = Child(
+            [
+                program,
+                "broker",
+                "--publishers",
+                f"tcp://127.0.0.1:{self.publishers}",
+                "--subscribers",
+                f"tcp://127.0.0.1:{self.subscribers}",
+                "--key",
+                str(self.folder / "broker.curve"),
+                "--allowed-publishers",
+                str(self.folder / "publishers"),
+                "--allowed-subscribers",
+                str(self.folder / "subscribers"),
+                "--json",
+            ],
+            self.folder / "broker.log",
+        )
+        child.line()
+        self._stack.callback(child.close)
+        return child
+
+    def restart_broker(self) -> None:
+        self.broker = self._start_broker()
+
+    def _start_trainer(self) -> Child:
+        options = {
+            "bucket": str(self.run),
+            "base": str(self.base),
+            "notice": f"connect:tcp://127.0.0.1:{self.up.port}",
+            "notice_key": str(self.folder / "publisher.curve"),
+            "notice_allowed": str(self.folder / "broker.curve.pub"),
+            "signing_key": str(self.folder / "signer"),
+        }
+        child = Child(
+            [sys.executable, "-m", "tests.e2e.siege.trainer", FAMILY, json.dumps(options)], self.folder / "trainer.log"
+        )
+        self.run_id = child.line()["run"]
+        self._stack.callback(child.close)
+        return child
+
+    def restart_trainer(self) -> None:
+        self.trainer = self._start_trainer()
+
+    def _start_server(self) -> Server:
+        command = delta_sync_serve(
+            self.base,
+            "--bucket", str(self.run),
+            "--trusted-keys", str(self.folder / "signer.pub"),
+            "--state-dir", str(self.folder / "state"),
+            "--notice", f"tcp://127.0.0.1:{self.down.port}",
+            "--notice-key", str(self.folder / "receiver.curve"),
+            "--notice-server-key", str(self.folder / "broker.curve.pub"),
+            "--poll-seconds", str(POLL_SECONDS),
+            "--admin-token-file", str(self.folder / "token"),
+        )  # fmt: skip
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+        return self._server_stack.enter_context(serving(self.base, self.folder / "server.log", command, environment))
+
+    def server_down(self) -> None:
+        self._server_stack.close()
+
+    def server_up(self) -> None:
+        self.server = self._start_server()
+
+    def restart_server(self) -> None:
+        self.server_down()
+        self.server_up()
+
+    # What must be true
+
+    def post(self, path: str, body: Any = None) -> int:
+        """An honest operator's request; the status code."""
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return self.server.post(path, body, headers=headers).status_code
+
+    def look(self) -> None:
+        """Have the server look into the bucket now, and note what error it shows."""
+        self.post("/delta_sync/sync")
+        self.note_error()
+
+    def note_error(self) -> None:
+        error = self.server.status()["last_error"]
+        if error is not None:
+            self.seen.errors.add(error["kind"])
+
+    def publish(self) -> dict[str, Any]:
+        """One training step; what the trainer says of it."""
+        answer = self.trainer.ask("publish")
+        self.seen.stood_still = max(self.seen.stood_still, answer["seconds"])
+        assert answer["seconds"] < BLOCKED_SECONDS, f"the training loop stood still for {answer['seconds']:.1f} s"
+        return answer
+
+    def weights(self) -> tuple[int | None, dict[str, str]]:
+        """The version served, and SHA-256 of every runtime parameter."""
+        served = self.server.status()["served"]
+        found: dict[str, str] = self.server.post("/weight_checker", {"action": "checksum"}).json()["checksums"]
+        return (None if served is None else served["version"]), found
+
+    def wait_for(self, answer: dict[str, Any], seconds: float = FRESH_SECONDS) -> None:
+        """Until a published version is served, and is what was published."""
+        started = time.monotonic()
+        status = self.server.wait_served(answer["version"], seconds)
+        self.seen.fresh = max(self.seen.fresh, time.monotonic() - started)
+        assert status["served"]["version"] == answer["version"]
+        assert status["served"]["fingerprint"] == answer["fingerprint"]
+
+    def fresh(self) -> dict[str, Any]:
+        """Publish, and wait until that is served: nothing is in the way, and the server was not left behind."""
+        answer = self.publish()
+        self.wait_for(answer)
+        return answer
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Whatever happens inside, the version served and every weight stay as they are."""
+        before = self.weights()
+        yield
+        assert self.weights() == before
+
+    def path(self, key: str) -> Path:
+        return self.run / key
+
+    @contextmanager
+    def replaced(self, files: dict[str, bytes | None]) -> Iterator[None]:
+        """Keys of the bucket hold other bytes, or none, inside."""
+        kept = {key: self.path(key).read_bytes() if self.path(key).is_file() else None for key in files}
+        try:
+            _write(self.run, files)
+            yield
+        finally:
+            _write(self.run, kept)
+
+
+def _write(root: Path, files: dict[str, bytes | None]) -> None:
+    for key, data in files.items():
+        path = root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        if data is not None:
+            part = path.with_name(path.name + ".siege")
+            part.write_bytes(data)
+            os.replace(part, path)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One row of the table.
+
+    Attributes:
+        who: what the attacker has. what: what is done. outcome: what must come of it.
+        act: does it, checks what it must, and undoes it.
+    """
+
+    name: str
+    who: str
+    what: str
+    outcome: str
+    act: Callable[[Siege], None]
+
+
+ATTACKS: list[Attack] = []
+
+
+def attack(name: str, who: str, outcome: str) -> Callable[[Callable[[Siege], None]], Callable[[Siege], None]]:
+    """Make a function a row of the table; its docstring says what is done."""
+
+    def register(act: Callable[[Siege], None]) -> Callable[[Siege], None]:
+        ATTACKS.append(Attack(name, who, (act.__doc__ or "").rstrip("."), outcome, act))
+        return act
+
+    return register
+
+
+def carry_out(siege: Siege, attack: Attack) -> Seen:
+    """Do it, and check that the server comes to the newest version afterwards, and holds exactly its weights."""
+    siege.seen = Seen()
+    attack.act(siege)
+    siege.fresh()
+    assert siege.post("/delta_sync/verify") == 200
+    return siege.seen
