@@ -4,10 +4,13 @@
 # TORCH    the torch to install. pip's own settings choose where from: point PIP_EXTRA_INDEX_URL or
 #          PIP_FIND_LINKS at CPU builds to be spared the CUDA libraries.
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
+# PYTEST_FLAGS how the tests are shared out over processes; empty for one after the other
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BENCH_FLAGS ?=
+# Tests that start an engine take turns in one process, beside the others in the second.
+PYTEST_FLAGS ?= -n 2 --dist loadgroup
 SETUPTOOLS := setuptools==84.2.1
 
 BIN := .venv/bin
@@ -52,10 +55,10 @@ demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes 
 	$(BIN)/python -m examples.demo
 
 test: lint ## lint, types, import directions, and the tests, real vLLM servers included
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 
 test-full: lint ## the same, and the tests that take many minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
