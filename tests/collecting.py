@@ -146,6 +146,7 @@ class Grown(RunWriter):
         """Set a tag without asking whether it can be."""
         tag = Tag(
             run=self.run,
+            name=name,
             version=version,
             manifest=self.manifests[version].digest,
             milestone=milestone,

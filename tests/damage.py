@@ -75,7 +75,7 @@ class Whole:
 
     def tag(self, name: str, version: int) -> None:
         digest = self.writer.manifests[version].digest
-        tag = Tag(run=RUN, version=version, manifest=digest, created_at=CREATED)
+        tag = Tag(run=RUN, name=name, version=version, manifest=digest, created_at=CREATED)
         self.bucket.put(side.tag_key(name), tag.to_bytes())
 
     def claim(self) -> None:

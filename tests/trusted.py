@@ -77,7 +77,7 @@ class Trusted:
     def tag(self, name: str, version: int, keyring: Keyring, digest: str | None = None) -> None:
         """Let a tag name a version, the true one or another, signed with that keyring."""
         manifest = digest or self.chain.manifests[version].digest
-        tag = Tag(run=self.chain.run, version=version, manifest=manifest, created_at=keys.timestamp())
+        tag = Tag(run=self.chain.run, name=name, version=version, manifest=manifest, created_at=keys.timestamp())
         self.chain.bucket.put(side.tag_key(name), keyring.signed(tag).to_bytes())
 
     def put(self, folder: Path) -> None:

@@ -80,7 +80,9 @@ def untouched(reader: Reader, written: Written) -> None:
 
 def tag(written: Written, version: int) -> None:
     """Call a version ``kept``, so that it can be read whatever is wrong with the head."""
-    document = Tag(run=RUN, version=version, manifest=written.writer.manifests[version].digest, created_at=CREATED)
+    document = Tag(
+        run=RUN, name="kept", version=version, manifest=written.writer.manifests[version].digest, created_at=CREATED
+    )
     path = written.folder / tag_key("kept")
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(document.to_bytes())

@@ -105,7 +105,7 @@ def write_tree(directory: Path) -> RunWriter:
     named = {"run": RUN, "version": 5, "manifest": writer.manifests[5].digest, "created_at": CREATED}
     lease = {"run": RUN, "receiver": "rollout-1", "served": 5, "target": 7, "pins": [4], "seconds": 60}
     documents: dict[str, Document] = {
-        side.tag_key("best"): Tag.model_validate({**named, "milestone": True}),
+        side.tag_key("best"): Tag.model_validate({**named, "name": "best", "milestone": True}),
         side.claim_key(1): Claim.model_validate({**named, "epoch": 1, "writer": RUN}),
         side.lease_key("rollout-1"): Lease.model_validate({**lease, "created_at": CREATED}),
         side.RETENTION_KEY: Retention.model_validate({"run": RUN, "gone": [[3, 3]], "created_at": CREATED}),
@@ -138,7 +138,7 @@ def write_signed(directory: Path) -> RunWriter:
         writer.delta(bits[2])
         writer.fold(0, 2)
         writer.beside(2, Path(scratch), 1)
-    tag = Tag(run=RUN, version=2, manifest=writer.manifests[2].digest, created_at=CREATED)
+    tag = Tag(run=RUN, name="best", version=2, manifest=writer.manifests[2].digest, created_at=CREATED)
     writer.bucket.put(side.tag_key("best"), second.signed(tag).to_bytes())
     return writer
 

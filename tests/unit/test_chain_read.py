@@ -44,7 +44,7 @@ def expect(run: Run, tree: Tree, version: int | str | None, right: int) -> None:
 
 def tag(tree: Tree, name: str, version: int) -> None:
     digest = tree.writer.manifests[version].digest
-    document = Tag(run=RUN, version=version, manifest=digest, created_at="2026-01-02T03:04:05Z")
+    document = Tag(run=RUN, name=name, version=version, manifest=digest, created_at="2026-01-02T03:04:05Z")
     tree.writer.bucket.put(side.tag_key(name), document.to_bytes())
 
 

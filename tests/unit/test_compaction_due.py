@@ -24,6 +24,7 @@ CREATED = "2026-01-02T03:04:05Z"
 def put_tag(written: Written, name: str, version: int, milestone: bool) -> None:
     tag = side.Tag(
         run=written.writer.run,
+        name=name,
         version=version,
         manifest=written.writer.manifests[version].digest,
         milestone=milestone,

@@ -38,7 +38,7 @@ def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path
 def test_documents_of_another_run_are_not_believed(tmp_path: Path) -> None:
     grown = long_run(tmp_path, 12)
     manifest, elsewhere = grown.manifests[4], "0" * 32
-    tag = Tag(run=elsewhere, version=4, manifest=manifest.digest, created_at=manifest.created_at)
+    tag = Tag(run=elsewhere, name="foreign", version=4, manifest=manifest.digest, created_at=manifest.created_at)
     grown.bucket.put(side.tag_key("foreign"), tag.to_bytes())
     report = collect(grown.run_, FEW)
     assert 4 not in report.kept

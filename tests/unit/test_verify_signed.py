@@ -14,7 +14,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.census import Census
 from vllm_delta_sync.chain.verify import VerifyReport, verify_run
-from vllm_delta_sync.errors import SettingsError, SignatureError
+from vllm_delta_sync.errors import ChainError, SettingsError, SignatureError
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.trust.keys import public_hex
@@ -59,7 +59,7 @@ class Signed(Whole):
 
     def tag(self, name: str, version: int) -> None:
         digest = self.writer.manifests[version].digest
-        tag = Tag(run=RUN, version=version, manifest=digest, created_at=CREATED)
+        tag = Tag(run=RUN, name=name, version=version, manifest=digest, created_at=CREATED)
         self.bucket.put(side.tag_key(name), self.writer.keyring.signed(tag).to_bytes())
 
     def grown(self) -> "Signed":
@@ -413,3 +413,23 @@ def test_a_list_that_was_put_back_is_seen_by_its_changes(signed: Signed) -> None
         "keys.json: the newest change of the list that is here, with sequence 2"
     ]
     assert list_keys(signed.run).sequence == 2
+
+
+def test_objects_of_a_lost_manifest_are_never_signed(signed: Signed) -> None:
+    """Only that manifest said which they are, and others that add up to the same fingerprint are made in seconds."""
+    lost = keys.version_key(2)
+    signed.bucket.delete(lost)
+    for pair in Run(signed.bucket).folds():
+        signed.bucket.delete(side.fold_key(*pair))
+    report = repair(signed.bucket, keyring=ROOT)
+    assert not any("leads across" in line for line in report.repaired)
+    assert any(lost in line for line in report.lost)
+    assert Run(signed.bucket).folds() == []
+
+
+def test_signed_tag_does_not_hold_under_another_name(signed: Signed) -> None:
+    signed.tag("rejected", 7)
+    signed.bucket.put(side.tag_key("best"), signed.bucket.get(side.tag_key("rejected")))
+    with pytest.raises(ChainError, match="'rejected'"):
+        signed.run.resolve("tag:best")
+    assert side.tag_key("best") in named(all_of(signed))

@@ -124,6 +124,8 @@ def _round(
     done: list[str] = []
     if mirror is not None:
         source = Mirror(run, mirror, census)
+        if report.pointed is None and (key := source.mend_head()) is not None:
+            done.append(f"{key}: from the mirror")
         # From the newest manifest down: each names the one before it.
         for finding in sorted(report.findings, key=lambda finding: finding.key, reverse=True):
             key = source.mend(finding)

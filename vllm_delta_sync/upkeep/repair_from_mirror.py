@@ -16,7 +16,7 @@ from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.findings import Finding
 from vllm_delta_sync.chain.lazy import fetch_file
 from vllm_delta_sync.chain.plan import GapError
-from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.upkeep.key_list import check_signer, newest_file
@@ -38,6 +38,10 @@ class Mirror:
     def __init__(self, run: RunDocuments, bucket: Bucket, census: Census) -> None:
         self._run, self._bucket, self._census = run, bucket, census
 
+    def mend_head(self) -> str | None:
+        """Put HEAD.json where it is missing, which no finding says; or first what it names. Errors as ``mend``."""
+        return self._first([self._same_head])
+
     def mend(self, finding: Finding) -> str | None:
         """Put what a finding is about; its key, or None if the mirror has nothing that is proven right.
 
@@ -57,6 +61,10 @@ class Mirror:
             attempts = [partial(self._manifest, self._census.top), self._same_head]
         else:
             attempts = [partial(self._beside, finding.key)]
+        return self._first(attempts)
+
+    @staticmethod
+    def _first(attempts: "list[Callable[[], str | None]]") -> str | None:
         for attempt in attempts:
             try:
                 key = attempt()
@@ -136,15 +144,32 @@ class Mirror:
         return keys.HEAD_KEY
 
     def _same_head(self) -> str | None:
-        """The mirror's HEAD.json, if it names the newest good version."""
+        """The mirror's HEAD.json, if it names the newest good version; what is missing up to it first."""
         data = self._bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
         newest = max(self._census.digests, default=-1)
-        if newest < 0 or self._names(data) != (newest, self._census.digests[newest]):
+        named = self._names(data)
+        if newest >= 0 and named is not None and named[0] > newest:
+            return self._following(newest)
+        if newest < 0 or named != (newest, self._census.digests[newest]):
             return None
         if data == self._stored(keys.HEAD_KEY):
             return None
         self._run.bucket.put(keys.HEAD_KEY, data)
         return keys.HEAD_KEY
+
+    def _following(self, newest: int) -> str | None:
+        """The version after the newest good one, which the mirror's HEAD.json proves to have been: ours was damaged."""
+        key = keys.version_key(newest + 1)
+        if self._stored(key) is not None:
+            return None
+        data = self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
+        manifest = Manifest.from_bytes(data, key)
+        self._run.authentic.manifest(manifest, key)
+        if (manifest.run, manifest.version) != (self._run.info.run, newest + 1):
+            return None
+        check_follows(self._run.manifest(newest), manifest)
+        self._run.bucket.put(key, data, if_absent=True)
+        return key
 
     def _names(self, data: bytes) -> tuple[int, str] | None:
         """What a HEAD.json of this run that may be believed points at."""
@@ -184,6 +209,8 @@ class Mirror:
             ]
         elif side.tag_of_key(key) is not None:
             document = tag = Tag.from_bytes(data, key)
+            if tag.name != side.tag_of_key(key):
+                raise ChainError(f"{key} is tag {tag.name!r}")
             self._run.authentic.side(tag, tag.version, key)
             ends = [(tag.version, tag.manifest, None)]
         elif (epoch := side.claim_of_key(key)) is not None:

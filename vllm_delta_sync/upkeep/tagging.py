@@ -58,6 +58,7 @@ def put_tag(
     lasting_plan(run, manifest)
     tag = Tag(
         run=run.info.run,
+        name=name,
         version=manifest.version,
         manifest=manifest.digest,
         milestone=milestone,

@@ -193,6 +193,7 @@ class Tag(Document):
     """tags/<name>.json: a name for a version, which retention keeps. May be overwritten and deleted.
 
     Attributes:
+        name: as in the key, so that a signed tag cannot be copied to another name.
         manifest: digest of the version's manifest. milestone: whether the version gets an anchor of its own.
         branch: URL of a run that begins at this version and needs it; null for a tag that somebody set.
     """
@@ -201,6 +202,7 @@ class Tag(Document):
     format_version: FormatVersion = 1
     requires: list[str] = Field(default_factory=list)
     run: Hex32
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     version: Version
     manifest: Digest
     milestone: bool = False
@@ -264,9 +266,9 @@ class Retention(Document):
     requires: list[str] = Field(default_factory=list)
     run: Hex32
     gone: Annotated[list[Range], Field(max_length=limits.MAX_RANGES)]
-    going: Annotated[list[str], Field(max_length=limits.MAX_RANGES)] = []
+    going: list[str] = Field(default_factory=list, max_length=limits.MAX_RANGES)
     head: Version | None = None
-    kept: Annotated[list[Range], Field(max_length=limits.MAX_RANGES)] = []
+    kept: list[Range] = Field(default_factory=list, max_length=limits.MAX_RANGES)
     created_at: Timestamp
 
     @model_validator(mode="after")
