@@ -109,7 +109,7 @@ def test_damage_is_refused(
 
 REWRITTEN: list[tuple[str, int, dict[str, Any], type[DeltaSyncError], str]] = [
     ("fingerprint", 2, {"fingerprint": "0" * 32}, FingerprintError, "version 2: objects lead to fingerprint"),
-    ("changed", 2, {"changed": 1}, FormatError, "version 2: objects carry 107 elements"),
+    ("changed", 2, {"changed": 1}, FormatError, "version 2: blocks carry 107 elements"),
     ("base version", 3, {"base_version": 1}, FormatError, "breaks do not say what this version builds on"),
     ("object left out", 2, {"objects": [], "payload_bytes": 0, "changed": 0}, FingerprintError, "version 2"),
     ("anchor fingerprint", 0, {"fingerprint": "0" * 32}, FingerprintError, "tensor_fingerprints add up to"),

@@ -31,6 +31,7 @@ SHARED = "/mnt/shared"
 """Where README.md puts its run."""
 # Arguments of vLLM, pip, hf and our scripts.
 FOREIGN_FLAGS = {
+    "--write",
     "--check",
     "--enforce-eager",
     "--max-model-len",
@@ -75,7 +76,7 @@ def run_python(code: str, folder: Path) -> str:
 def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
     """Those that need no vLLM, on a tiny model in place of the one downloaded."""
     checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
-    trainer, reader, again = (block for block in python_blocks("README.md") if "vllm import LLM" not in block)
+    trainer, reader, again, gate = (block for block in python_blocks("README.md") if "vllm import LLM" not in block)
     for text in (SHARED, "tcp://*:5555"):
         assert text in trainer + reader
     trainer = trainer.replace(SHARED, str(tmp_path / "shared")).replace("tcp://*:5555", "tcp://127.0.0.1:*")
@@ -96,6 +97,8 @@ def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
     run = open_run(str(shared / "first-run"))
     assert [manifest.base_version for manifest in run.log()][-2:] == [18, 18]
     assert [tag.version for tag in run.tags().values()] == [19]
+    gated = first.replace(str(shared), str(tmp_path / "gated")).replace("base=", "gate=gate, base=")
+    assert "version 18" in run_python(f"{gate}\n{gated}", tmp_path)
     check_upkeep(shared, tmp_path)
 
 
@@ -212,8 +215,8 @@ def receiver(tmp_path: Path) -> Receiver:
         tensors["q.weight"] += 0.01
         publisher.publish(step=1)
         publisher.flush()
-    trust = {"trusted_keys": str(tmp_path / "key.pub"), "state_dir": tmp_path / "state"}
-    receiver = Receiver(ModulePort(model), Settings(bucket=url, **trust))
+    settings = Settings(bucket=url, trusted_keys=str(tmp_path / "key.pub"), state_dir=tmp_path / "state")
+    receiver = Receiver(ModulePort(model), settings)
     receiver.advance()
     return receiver
 
