@@ -12,6 +12,7 @@ from hashlib import sha256
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.checks import check_follows
+from vllm_delta_sync.chain.newest import end_of_block
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -33,7 +34,8 @@ class Found:
     """The end of a run.
 
     Attributes:
-        version: the highest number that has a manifest. digest: SHA-256 of that manifest as it is stored.
+        version: the highest number that has a manifest, without a gap before it.
+        digest: SHA-256 of that manifest as it is stored.
         manifest: the newest one that is good; None if none is.
         problem: why ``manifest`` is not that of ``version``; None if it is.
     """
@@ -62,7 +64,7 @@ def find_end(run: Run) -> Found:
         return Found(manifest.version, manifest.digest, manifest, None)
     if isinstance(problem, UnsupportedError):
         raise problem
-    highest = _highest(run)
+    highest = _highest(run, manifest)
     last = _proven(run, highest)
     if last is not None:
         # Only HEAD.json is wrong, or what it points at, and somebody has gone on behind that.
@@ -70,11 +72,19 @@ def find_end(run: Run) -> Found:
     return Found(highest, stored_digest(run.bucket, version_key(highest)), manifest, problem)
 
 
-def _highest(run: Run) -> int:
+def _highest(run: Run, newest: Manifest | None) -> int:
+    """The highest number of those that follow each other from ``newest`` on, or from the first if none is good.
+
+    A chain has no gaps: what lies beyond one is a stranger's, and must not stop anybody from going on. A manifest that
+    HEAD.json names and that is lost is no gap.
+    """
     versions = run.versions()
     if not versions:
         raise NotFoundError(f"{run.bucket.url} has no version yet")
-    highest = versions[-1]
+    lost = run.pointer.version if run.pointer is not None else versions[0]
+    highest = end_of_block({*versions, lost}, versions[0] if newest is None else newest.version)
+    if highest not in versions:
+        highest -= 1
     try:
         # What a listing does not show yet.
         while True:

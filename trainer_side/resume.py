@@ -172,7 +172,7 @@ class Takeover:
         return Opened(self.baseline, writer, head)
 
     def _writer(self, newest: Manifest | None) -> RunWriter:
-        writer = RunWriter(self._bucket, self._run.info, self._epoch, self._options)
+        writer = RunWriter(self._bucket, self._run.info, self._epoch, self._options, self._run.document_limit)
         if newest is not None:
             writer.adopt(newest)
         return writer

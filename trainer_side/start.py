@@ -12,6 +12,7 @@ from trainer_side.baseline import Baseline
 from trainer_side.options import Options
 from trainer_side.writer import RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.chain.checks import document_limit
 from vllm_delta_sync.checkpoint import ResolvedBase
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, LimitError, NotFoundError
 from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
@@ -94,7 +95,7 @@ def begin(bucket: Bucket, baseline: Baseline, base: ResolvedBase | None, options
     keyring = options.keyring
     keyring.check_begins()
     info = keyring.signed(new_run(baseline.table))
-    writer = RunWriter(bucket, info, 0, options)
+    writer = RunWriter(bucket, info, 0, options, document_limit(baseline.table))
     difference = baseline.first_difference
     if base is not None and difference is not None:
         logger.warning(

@@ -17,6 +17,7 @@ from trainer_side.standing import key_refused
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.calls import has_object
 from vllm_delta_sync.chain.authentic import Authentic
+from vllm_delta_sync.chain.checks import check_document_size
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -74,9 +75,20 @@ class RunWriter:
     Attributes:
         run: its id, 32 hex digits. epoch: which writer of the run this is.
         newest: manifest of the newest durable version; None before version 0.
+
+    Args:
+        document_limit: bytes that a manifest of the run may have; see ``chain.checks.document_limit``.
     """
 
-    def __init__(self, bucket: Bucket, info: RunInfo, epoch: int, options: Options) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        info: RunInfo,
+        epoch: int,
+        options: Options,
+        document_limit: int = limits.MAX_JSON_BYTES,
+    ) -> None:
+        self._document_limit = document_limit
         self._bucket = bucket
         self._info = info.to_bytes()
         self._options = options
@@ -151,8 +163,10 @@ class RunWriter:
             ConflictError: another publisher has taken the run over, the version exists already and is another
                 writer's, or the run is gone. FormerVersionError: it is that of the writer before this one.
             StoreError: the manifest was not written. UncertainError: it may have been.
+            LimitError: it is larger than readers take; nothing was written.
         """
         data, key = manifest.to_bytes(), version_key(manifest.version)
+        check_document_size(manifest, self._document_limit, key)
         # Right before the write: whoever claims after this look finds at most this one version more.
         self.check_fence()
         try:

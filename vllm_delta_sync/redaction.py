@@ -11,8 +11,14 @@ REMOVED = "[removed]"
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{1,30}://"
 _NAMES = (
-    r"(?:[\w-]{0,40}?(?:signature|credential|security[_-]?token|access[_-]?token|access[_-]?key(?:[_-]?id)?|api[_-]?key"
-    r"|secret[\w-]{0,20}|password|passwd|googleaccessid)|sig|token)"
+    r"(?:[\w-]{0,40}?(?:signature|credential|access[_-]?key(?:[_-]?id)?|api[_-]?key|secret[\w-]{0,20}|password|passwd"
+    r"|token|googleaccessid)|sig)"
+)
+# What ends with "key" is a secret, but for the settings of ours that name files, and for public keys. So does "monkey",
+# and bare "key" is one of ours in many a message.
+_KEYS = (
+    r"[\w-]{0,40}?(?:[_-]key|(?-i:[a-z0-9]Key))(?<!signing_key)(?<!notice_key)(?<!server_key)(?<!public_key)"
+    r"(?<!public-key)(?<!trusted_key)(?<!PublicKey)"
 )
 # A key with a slash in it looks like a path, and a password may hold an @: the last @ of the word ends both.
 _USERINFO = re.compile(
@@ -20,13 +26,23 @@ _USERINFO = re.compile(
 )
 _QUERY = re.compile(rf"(?P<place>{_SCHEME}[^\s?#]{{0,4096}})(?P<mark>[?#])(?P<rest>\S+)")
 _CLOSING = "'\"`)>,.;:"
+_VALUE = r"(?P<value>[^\s&'\",;)]{6,})"
 _PAIR = re.compile(
-    rf"(?i)(?P<name>(?<![\w-]){_NAMES})(?P<sign>['\"]?\s?=\s?['\"]?|['\"]\s?:\s?['\"]?)(?P<value>[^\s&'\",;)]{{6,}})"
+    rf"(?i)(?P<name>(?<![\w-])(?:{_NAMES}|{_KEYS}))(?P<sign>['\"]?\s?=\s?['\"]?|['\"]\s?:\s?['\"]?){_VALUE}"
+)
+# As in headers and YAML. A sentence may go on behind "token:" or "signature:", but hardly behind a compound of them.
+_LINE = re.compile(
+    r"(?i)(?P<name>(?<![\w.-])(?:password|passwd|(?:token|secret)(?=\s?:\s?['\"]?[^\s\d]{0,64}\d)"
+    rf"|[\w-]{{0,40}}?[_-](?:token|password|passwd|secret)|(?:{_KEYS})))(?P<sign>\s?:\s?['\"]?){_VALUE}"
 )
 _HEADER = re.compile(
-    r"(?i)(?P<name>authorization['\"]?\s?[:=]\s?['\"]?(?:bearer|basic)\s|bearer\s|\bx-amz-[\w-]{1,40}:\s)[^\s'\",;)]{6,}"
+    r"(?i)(?P<name>authorization['\"]?\s?[:=]\s?['\"]?(?:[a-z][\w-]{0,40}+\s)?+|bearer\s|\bx-amz-[\w-]{1,40}:\s)"
+    r"[^\s'\",;)]{6,}"
 )
-_KEY_ID = re.compile(r"\b(?:A(?:KIA|SIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{20,})\b")
+_KEY_ID = re.compile(
+    r"\b(?:A(?:KIA|SIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{20,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,})"
+    r"(?![A-Za-z0-9])"
+)
 _PRIVATE = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.S)
 
 
@@ -40,13 +56,14 @@ def public_url(url: str) -> str:
 def redact(text: str) -> str:
     """``text`` without user and password, query and fragment of the URLs in it, and without values that are called
     signature, token, secret and the like, access key ids, and private keys."""
-    if not any(mark in text for mark in ("://", "=", ":", "-----", "AKIA", "ASIA", "hf_", "earer")):
+    if not any(mark in text for mark in ("://", "=", ":", "-----", "AKIA", "ASIA", "hf_", "earer", "gh", "glpat")):
         return text
     text = _PRIVATE.sub(REMOVED, text)
     text = _USERINFO.sub(r"\g<scheme>", text)
     text = _QUERY.sub(_without_query, text)
     text = _HEADER.sub(rf"\g<name>{REMOVED}", text)
-    text = _PAIR.sub(rf"\g<name>\g<sign>{REMOVED}", text)
+    for pattern in (_PAIR, _LINE):
+        text = pattern.sub(rf"\g<name>\g<sign>{REMOVED}", text)
     return _KEY_ID.sub(REMOVED, text)
 
 

@@ -51,11 +51,14 @@ def test_documents_that_nest(key: str, reader: Reader, written: Written) -> None
 @pytest.mark.parametrize("name", MANIES)
 def test_documents_of_many_values(name: str, reader: Reader, written: Written) -> None:
     """64 MiB of them would take gigabytes, and half a minute."""
-    good = (written.folder / "versions/0000000004.json").read_bytes()
-    (written.folder / "versions/0000000004.json").write_bytes(with_member(good, MANIES[name]()))
-    assert "MAX_JSON_VALUES" in reader.refused("head", written.folder, kind="limit")
-    (written.folder / "HEAD.json").unlink()
-    assert "MAX_JSON_VALUES" in reader.refused("head", written.folder, kind="limit")
+    for key, match in (("versions/0000000004.json", "bytes, more than the"), ("tensors.json", "MAX_JSON_VALUES")):
+        good = (written.folder / key).read_bytes()
+        (written.folder / key).write_bytes(with_member(good, MANIES[name]()))
+        assert match in reader.refused("head", written.folder, kind="limit")
+        if key.startswith("versions/"):
+            (written.folder / "HEAD.json").unlink()
+            assert match in reader.refused("head", written.folder, kind="limit")
+            (written.folder / key).write_bytes(good)
 
 
 def test_a_long_string_is_no_nest(reader: Reader, written: Written) -> None:

@@ -22,6 +22,23 @@ TRACES: dict[str, dict[str, str]] = {
     "X-Real-IP": {"X_Real_IP": "127.0.0.1"},
     "Via": {"Via": "1.1 proxy"},
 }
+LESS_COMMON = [
+    "X_Forwarded_For",
+    "X-Forwarded",
+    "Forwarded-For",
+    "X-Original-Forwarded-For",
+    "X-Envoy-External-Address",
+    "X-Client-IP",
+    "Client-IP",
+    "CF-Connecting-IP",
+    "CF-Connecting-IPv6",
+    "True-Client-IP",
+    "true_client_ip",
+    "X-Cluster-Client-IP",
+    "X-Azure-ClientIP",
+    "X-Remote-Addr",
+    "X-Originating-IP",
+]
 
 
 @pytest.mark.parametrize("traces", TRACES.values(), ids=TRACES)
@@ -32,6 +49,29 @@ def test_headers_of_a_proxy(tmp_path: Path, traces: dict[str, str]) -> None:
             request = request_bytes(f"/delta_sync/{name}", Host="127.0.0.1", **traces)
             assert code_of(exchange(port, request)) == 403
     assert not site.was_changed()
+    site.end()
+
+
+@pytest.mark.parametrize("name", LESS_COMMON)
+def test_less_common_headers_of_a_proxy(tmp_path: Path, name: str) -> None:
+    """As they are on the wire: one that WSGI servers take for another has underscores."""
+    site = Site(tmp_path)
+    with listening(site.app) as port:
+        request = f"POST /delta_sync/hold HTTP/1.1\r\nHost: 127.0.0.1\r\n{name}: 203.0.113.9\r\n\r\n".encode()
+        assert code_of(exchange(port, request)) == 403
+    assert not site.was_changed()
+    site.end()
+
+
+def test_headers_of_clients(tmp_path: Path) -> None:
+    """None of them tells of a proxy."""
+    names = ("User-Agent", "Accept", "X-Request-Id", "Traceparent", "X-Client-Name", "Description", "X-Real-Name")
+    site = Site(tmp_path)
+    site.serve()
+    headers = "".join(f"{name}: x\r\n" for name in names)
+    with listening(site.app) as port:
+        request = f"POST /delta_sync/hold HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n".encode()
+        assert code_of(exchange(port, request)) == 200
     site.end()
 
 

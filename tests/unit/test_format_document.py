@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.regenerate import DIRECTORY, TREE
-from vllm_delta_sync.chain.checks import object_limit
+from tests.golden.regenerate import DIRECTORY, SIGNED, TREE
+from vllm_delta_sync.chain.checks import PLAUSIBLE_RANKS, document_limit, object_limit
+from vllm_delta_sync.chain.newest import BAD_DOCUMENTS, BAD_IN_A_ROW
 from vllm_delta_sync.errors import error_kinds
+from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.delta import FEATURES
 from vllm_delta_sync.wire.documents import (
+    KEYS_KEY,
     Anchor,
     Claim,
     FoldedRange,
@@ -57,6 +60,16 @@ def test_limits() -> None:
 def test_largest_object() -> None:
     table = TensorTable([TensorSpec("a", "BF16", (1000,)), TensorSpec("b", "F32", (10,))])
     assert object_limit(table) == 2 * table.full_bytes + 4096 * 2 + 1_048_576
+
+
+def test_largest_document() -> None:
+    table = TensorTable([TensorSpec("a", "BF16", (2**30,)), TensorSpec("é", "F32", (10,))])
+    assert document_limit(table) == 1_048_576 + (2 * 1 + 64) + (2 * 2 + 64) + 256 * (2 + 2 + 4096)
+    many = TensorTable([TensorSpec(f"{number:06d}", "U8", (1,)) for number in range(70_000)])
+    assert document_limit(many) == 1_048_576 + 70_000 * (2 * 6 + 64) + 256 * 65_536
+    for part in ("Σ (2 · bytes of the tensor's name + 64)", "256 · objects", f"+ {PLAUSIBLE_RANKS:,})"):
+        assert part in section("Limits")
+    assert f"more than {BAD_IN_A_ROW} that follow each other, or more than {BAD_DOCUMENTS} times" in section("Limits")
 
 
 def test_dtypes() -> None:
@@ -113,5 +126,8 @@ def test_keys() -> None:
     assert beside == {key.split("/")[0] for key in keys if "/" in key or key == "retention.json"} - {
         "versions",
         "objects",
+        "keys",
     }
+    assert (SIGNED / KEYS_KEY).is_file()
+    assert f"`{CHANGES_PREFIX}<s>.json`" in section("Keys and commit order")
     assert [anchor_key(5), fold_key(0, 4)] == ["anchors/0000000005.json", "folds/0000000000-0000000004.json"]

@@ -4,15 +4,24 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.chains import Chain
+from tests.chains import Chain, Server
 from tests.trusted import Trusted
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.loader import Loaded
+from vllm_delta_sync.engine.rebuild import newest
+from vllm_delta_sync.engine.witness import Witness
+from vllm_delta_sync.errors import FormatError
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.canonical import dump_canonical
 from vllm_delta_sync.wire.documents import KeyEntry
+from vllm_delta_sync.wire.state import ModelState
 
 
 def unsigned(world: Trusted) -> None:
@@ -188,3 +197,71 @@ def test_object_swapped_for_another_of_its_size(tmp_path: Path, restarted: bool)
     world.refused("digest")
     path.write_bytes(true)
     world.serves(4)
+
+
+def test_run_json_signed_anew_is_refused(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    path = world.folder / keys.RUN_KEY
+    true = path.read_bytes()
+    again = keys.RunInfo.from_bytes(dump_canonical({**json.loads(true), "note": "x", "signature": None}))
+    path.write_bytes(world.trainer.signed(again).to_bytes())
+    assert "run.json" in world.refused("fork").message
+    path.write_bytes(true)
+    world.chain.grow(1)
+    world.serves(4)
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["version", "key file"])
+def test_faster_neighbour_is_no_replay(tmp_path: Path, rotated: bool) -> None:
+    """A version, or a list of keys, that comes while this server looks is seen first by another one on its machine."""
+    world = Trusted(tmp_path)
+    world.serves(3)
+    other = Server(world.chain, world.chain.bits[0], 1, **world.settings)
+    other.receiver.advance()
+
+    def overtake(run: Any) -> None:
+        look = run.reachable_head
+
+        def overtaken() -> Any:
+            found = look()
+            if rotated:
+                world.chain.key_file(len(world.chain.manifests), [])
+            world.chain.grow(1)
+            other.receiver.advance()
+            return found
+
+        run.reachable_head = overtaken
+
+    run = world.receiver.history.run
+    overtake(run)
+    world.receiver.advance()
+    assert (world.receiver.served_version, other.receiver.served_version) == (3, 4)
+    del run.reachable_head
+    world.serves(4)
+    settings = Settings(bucket=world.chain.url, **world.settings)
+    cold = open_run(world.chain.url, settings.keyring())
+    overtake(cold)
+    assert newest(cold, witness=Witness(settings, settings.keyring(), writes=False)).version == 4
+
+
+def test_fault_that_is_over_does_not_refuse_what_was_loaded(tmp_path: Path) -> None:
+    """The manifest of what the loader left behind cannot be read while the weights are proven."""
+    world = Trusted(tmp_path)
+    world.chain = chain = Chain(tmp_path, "by reference", base=True, keyring=world.trainer)
+    chain.grow(3)
+    world.server = Server(chain, chain.bits[2], 1, **world.settings)
+    weights = ((spec.name, chain.bits[2][tensor].copy()) for tensor, spec in enumerate(chain.table))
+    state = ModelState(chain.table, weights)
+    fingerprints = tuple(value.hex() for value in state.fingerprints)
+    loaded = Loaded(chain.run, chain.url, 2, chain.manifests[2].digest, fingerprints)
+    world.server.models[0].delta_sync_loaded = loaded
+    path = world.folder / keys.version_key(2)
+    true = path.read_bytes()
+    path.write_bytes(b"{}")
+    for _ in range(2):
+        with pytest.raises(FormatError):
+            world.receiver.advance()
+        assert world.receiver.status()["state"] != "refused"
+    path.write_bytes(true)
+    world.serves(3)

@@ -162,7 +162,7 @@ def test_each_kind_has_a_name_of_its_own() -> None:
 def test_a_document_of_one_kind_is_not_taken_for_another() -> None:
     """All fields of a claim and of a tag in one: it is well formed as both, and signed as one."""
     fields = {
-        "format_version": 1, "requires": [], "run": RUN, "version": 3, "manifest": "1" * 64, "epoch": 1,
+        "format_version": 1, "requires": [], "run": RUN, "name": "a", "version": 3, "manifest": "1" * 64, "epoch": 1,
         "writer": "2" * 32, "milestone": False, "branch": None, "created_at": TIME,
     }  # fmt: skip
     keys = RunKeys(ring(None, TRAINER), RUN)

@@ -283,6 +283,22 @@ def test_mark_never_goes_back(tmp_path: Path) -> None:
     assert (tmp_path / "state").stat().st_mode & 0o77 == 0
 
 
+def test_mark_keeps_whom_it_was_told_to_be_revoked(tmp_path: Path) -> None:
+    file = MarkFile(tmp_path, "file:///run")
+    file.raise_to(Mark("r", 1, 5, "five"))
+    kept = json.loads(file.path.read_bytes())
+    assert kept.pop("revoked") == []
+    file.path.write_bytes(json.dumps(kept).encode())
+    assert file.load() == Mark("r", 1, 5, "five")
+    file.raise_to(Mark("r", 1, 4, "four", revoked=("b",)))
+    file.raise_to(Mark("r", 1, 6, "six", revoked=("a",)))
+    assert file.load() == Mark("r", 1, 6, "six", revoked=("a", "b"))
+    for wrong in ("a", [1], None):
+        file.path.write_bytes(json.dumps({**kept, "revoked": wrong}).encode())
+        with pytest.raises(SettingsError, match="does not say"):
+            file.load()
+
+
 def test_ancestors_are_read_once(tmp_path: Path) -> None:
     world = Trusted(tmp_path)
     world.chain.grow(20)

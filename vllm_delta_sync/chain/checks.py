@@ -11,9 +11,11 @@ from vllm_delta_sync.errors import (
     DigestError,
     FingerprintError,
     FormatError,
+    LimitError,
     NotFoundError,
     TensorMismatchError,
 )
+from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.anchor import read_anchor
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.changes import Changes, Full
@@ -21,14 +23,39 @@ from vllm_delta_sync.wire.container import Buffer, aligned
 from vllm_delta_sync.wire.delta import DeltaContext, decode
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import Document, Manifest, ObjectRef
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorTable
+
+PLAUSIBLE_RANKS = 4096
+"""Ranks of one trainer, each of which may write an object of its own."""
 
 
 def object_limit(table: TensorTable) -> int:
     """Bytes that an object of this model may have: twice the model plus headers; a larger one makes no sense."""
     return 2 * table.full_bytes + 4096 * len(table) + (1 << 20)
+
+
+def document_limit(table: TensorTable) -> int:
+    """Bytes that a manifest, an anchor's or a folded range's document of this model may have.
+
+    That is room for a fingerprint of each tensor, and for as many objects as writers of it could have a use for: a
+    shard for each tensor, one object for each GiB, and one for each of ``PLAUSIBLE_RANKS``.
+    """
+    objects = min(limits.MAX_OBJECTS_PER_VERSION, len(table) + (table.full_bytes >> 30) + PLAUSIBLE_RANKS)
+    # A quote or backslash of a name takes two bytes.
+    names = sum(2 * len(spec.name.encode()) + 64 for spec in table)
+    return min(limits.MAX_JSON_BYTES, (1 << 20) + names + 256 * objects)
+
+
+def check_document_size(document: Document, limit: int, what: str) -> None:
+    """Raise LimitError if a document that is about to be written is larger than ``document_limit``."""
+    size = len(document.to_bytes())
+    if size > limit:
+        raise LimitError(
+            f"{what} would have {size} bytes, and readers of this model take {limit} (document_limit): list fewer, "
+            "larger objects (shard_bytes)"
+        )
 
 
 def check_object(ref: ObjectRef, data: bytes) -> None:

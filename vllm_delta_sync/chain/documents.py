@@ -11,8 +11,11 @@ from vllm_delta_sync.chain.checks import (
     check_object,
     check_tensor_fingerprints,
     decode_objects,
+    document_limit,
     object_limit,
 )
+from vllm_delta_sync.chain.glance import GLANCE_BYTES, check_glance
+from vllm_delta_sync.chain.newest import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -34,8 +37,6 @@ from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.wire.table import TensorTable
 
 TAG_PREFIX = "tag:"
-BAD_IN_A_ROW = 64
-"""Manifests that are passed over. Who has gone on behind more of them has moved HEAD.json there."""
 _Side = TypeVar("_Side", Anchor, Claim, FoldedRange, Lease, Retention, Tag)
 
 
@@ -46,7 +47,7 @@ class RunDocuments:
     one of them, or one that they list in keys.json, has signed it.
 
     Attributes:
-        bucket: where it lies. info: run.json. table: tensors.json.
+        bucket: where it lies. info: run.json. table: tensors.json. document_limit: see ``checks.document_limit``.
         keyring: see there; whoever writes beside the chain signs with it. authentic: its checks in this run.
         pointer: HEAD.json as it was read last; None if it was not, or may not be believed.
     """
@@ -72,6 +73,7 @@ class RunDocuments:
                 f"{keys.RUN_KEY}: total {self.info.total} or full_bytes {self.info.full_bytes} contradicts "
                 f"{keys.TABLE_KEY}"
             )
+        self.document_limit = document_limit(self.table)
 
     def is_current(self) -> bool:
         """Whether run.json is still the one this object was opened from; False if another run took its place.
@@ -90,10 +92,11 @@ class RunDocuments:
         """
         check_limit("version", version, limits.MAX_VERSION, "MAX_VERSION")
         key = keys.version_key(version)
-        return self._parsed(version, self.bucket.get(key, max_bytes=limits.MAX_JSON_BYTES))
+        return self._parsed(version, self.bucket.get(key, max_bytes=self.document_limit))
 
     def _parsed(self, version: int, data: bytes) -> Manifest:
         key = keys.version_key(version)
+        self._glance(Manifest.KIND, data, key)
         manifest = Manifest.from_bytes(data, key)
         if manifest.run != self.info.run or manifest.version != version:
             raise ChainError(
@@ -104,6 +107,13 @@ class RunDocuments:
         check_tensor_fingerprints(manifest, self.table)
         self.authentic.manifest(manifest, key)
         return manifest
+
+    def _glance(self, kind: str, data: bytes, key: str) -> None:
+        """Refuse a large document that cannot be good before anything is parsed."""
+        if self.keyring.checks and len(data) > GLANCE_BYTES:
+            file = self.authentic.keys.file
+            listed = frozenset(entry.key for entry in file.keys) if file is not None else frozenset()
+            check_glance(data, kind, self.keyring, self.keyring.trusted | listed, key)
 
     def head(self) -> Manifest:
         """The newest committed manifest. HEAD.json may lag, so what follows it is probed.
@@ -139,20 +149,23 @@ class RunDocuments:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            before = self._newest_before(end, error)
+            before = newest_before(self._listed(), self.document_limit, self.manifest, end, error)
             # Somebody may have gone on behind a damaged manifest without coming to HEAD any more.
             found, _ = self._probe(before)
-            return (found, None) if found.version > end else (before, error)
+            if found.version > end:
+                return found, None
+            return found if found.version < end else before, error
         return self._probe(manifest)
 
     def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:
-        """What follows ``newest``."""
+        """What follows ``newest``. Bad manifests that follow each other are read up to a number and a size in all."""
         bad: DeltaSyncError | None = None
         version, digest = newest.version, newest.digest
+        left = spare = BAD_DOCUMENTS * self.document_limit
         while version - newest.version < BAD_IN_A_ROW:
             version += 1
             try:
-                data = self.bucket.get(keys.version_key(version), max_bytes=limits.MAX_JSON_BYTES)
+                data = self.bucket.get(keys.version_key(version), max_bytes=self.document_limit)
             except NotFoundError:
                 return newest, bad
             except LimitError as error:
@@ -160,9 +173,11 @@ class RunDocuments:
             try:
                 following = self._parsed(version, data)
                 check_follows(newest, following, digest)
-                newest, bad = following, None
+                newest, bad, left = following, None, spare
             except DeltaSyncError as error:
-                bad = bad or error
+                bad, left = bad or error, left - len(data)
+                if left <= 0:
+                    break
             digest = sha256(data).hexdigest()
         return newest, bad
 
@@ -187,25 +202,14 @@ class RunDocuments:
             )
         return manifest
 
-    def _newest_before(self, end: int, reason: DeltaSyncError) -> Manifest:
-        """The newest good manifest of a version below ``end``; raises ``reason`` if there is none.
-
-        From a listing, because a damaged HEAD.json may name a version far beyond those that exist.
-        """
-        for version in reversed(self.versions()):
-            if version < end:
-                try:
-                    return self.manifest(version)
-                except StoreError:
-                    raise
-                except DeltaSyncError:
-                    continue
-        raise reason
-
     def versions(self) -> list[int]:
         """Numbers of all versions that have a manifest, good or not, ascending: one listing."""
+        return list(self._listed())
+
+    def _listed(self) -> dict[int, int]:
+        """Version → size in bytes of its manifest."""
         listed = self.bucket.list(keys.VERSIONS_PREFIX)
-        return [number for item in listed if (number := keys.version_of_key(item.key)) is not None]
+        return {number: item.bytes for item in listed if (number := keys.version_of_key(item.key)) is not None}
 
     def log(self) -> Iterator[Manifest]:
         """Manifests from version 0 to the head, each proven to follow its parent.
@@ -278,6 +282,8 @@ class RunDocuments:
             tag = self._side(Tag, key, limits.MAX_SIDE_BYTES)
         except NotFoundError as error:
             raise NotFoundError(f"run {self.info.run} has no tag {name!r}") from error
+        if tag.name != name:
+            raise ChainError(f"{key} is tag {tag.name!r}: it was copied there, and names nothing")
         self.authentic.side(tag, tag.version, key)
         return tag
 
@@ -298,7 +304,7 @@ class RunDocuments:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or contradicts itself or the table.
         """
         key = side.anchor_key(version)
-        anchor = self._side(Anchor, key, limits.MAX_JSON_BYTES)
+        anchor = self._side(Anchor, key, self.document_limit)
         if anchor.version != version:
             raise ChainError(f"{key} is of version {anchor.version}")
         self.authentic.side(anchor, version, key)
@@ -312,7 +318,7 @@ class RunDocuments:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or of other versions.
         """
         key = side.fold_key(first, last)
-        folded = self._side(FoldedRange, key, limits.MAX_JSON_BYTES)
+        folded = self._side(FoldedRange, key, self.document_limit)
         if (folded.first, folded.last) != (first, last):
             raise ChainError(f"{key} leads from version {folded.first} to {folded.last}")
         self.authentic.side(folded, last, key)
@@ -369,7 +375,10 @@ class RunDocuments:
         return source
 
     def _side(self, kind: type[_Side], key: str, max_bytes: int) -> _Side:
-        document = kind.from_bytes(self.bucket.get(key, max_bytes=max_bytes), key)
+        data = self.bucket.get(key, max_bytes=max_bytes)
+        if kind in (Anchor, FoldedRange):
+            self._glance(kind.KIND, data, key)
+        document = kind.from_bytes(data, key)
         if document.run != self.info.run:
             raise ChainError(f"{key} belongs to run {document.run}, this is {self.info.run}")
         return document

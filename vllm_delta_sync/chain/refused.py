@@ -3,7 +3,6 @@
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, SignatureError, StoreError
 from vllm_delta_sync.trust.keyring import check_signature
-from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.manifest import Manifest, version_key
 
 
@@ -21,7 +20,7 @@ def refused_manifest(run: RunDocuments, version: int) -> Manifest | None:
         return None
     key = version_key(version)
     try:
-        manifest = Manifest.from_bytes(run.bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
+        manifest = Manifest.from_bytes(run.bucket.get(key, max_bytes=run.document_limit), key)
         check_signature(manifest.signature, manifest.signed_bytes(), key)
     except StoreError:
         raise

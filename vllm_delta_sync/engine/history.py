@@ -4,7 +4,7 @@ from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.engine.legs import Place
 from vllm_delta_sync.engine.lineage import Point, line
 from vllm_delta_sync.engine.witness import Witness
-from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, StoreError
+from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, SignatureError, StoreError
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest
@@ -45,7 +45,8 @@ class History:
         return self._run is None or not self._run.is_current()
 
     def open(self) -> Run:
-        """Open the run at the URL, whichever it is now. Errors as ``open_run`` and ``Witness.admit``."""
+        """Open the run at the URL, whichever it is now. Errors as ``open_run``, ``Witness.recall`` and ``admit``."""
+        self.witness.recall()
         run = open_run(self._url, self.keyring)
         self.witness.admit(run)
         self._run = run
@@ -61,12 +62,19 @@ class History:
             served: the version served, from which it must descend.
 
         Raises:
-            ReplayError, ForkError: see ``Witness.accept``; ``head`` is as before. Else as ``Run.reachable_head``.
+            ReplayError, ForkError: see ``Witness.accept``; ``head`` is as before. Else as ``Witness.recall`` and
+                ``Run.reachable_head``.
         """
+        self.witness.recall()
         try:
             head, stopped_by = self.run.reachable_head()
         except NotFoundError as error:
+            self.witness.admit(self.run)
             raise self.witness.missed(error) from error
+        except DeltaSyncError:
+            # What was learnt of keys counts all the same.
+            self.witness.admit(self.run)
+            raise
         self.expired = self.witness.expiry(self.run, stopped_by)
         self.witness.accept(self.run, head, stopped_by, served)
         self.head, self._stopped_by = head, stopped_by
@@ -75,6 +83,10 @@ class History:
     def check_fresh(self) -> None:
         """Raise if no new version is to be taken, because HEAD.json has run out; see ``Witness.check_fresh``."""
         self.witness.check_fresh(self.run, self._stopped_by, self.expired)
+
+    def fallen(self, held: Manifest) -> SignatureError | None:
+        """What is wrong with a version that was believed when it was taken; see ``Witness.fallen``."""
+        return self.witness.fallen(self.run, held)
 
     def check_ours(self, manifest: Manifest) -> None:
         """Raise ForkError unless the head descends from a version; reads manifests between, with trusted keys only."""

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,8 +37,11 @@ BODY_SECONDS = 10.0
 """Longest that a client may take to send a body."""
 READING = ("GET", "HEAD")
 """Every other method counts as one that changes state."""
-PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "true-client-ip", "cf-connecting-ip")
-PROXY_PREFIX = "x-forwarded-"
+PROXY_HEADERS = re.compile(
+    r"via|(?:x-)?(?:original-)?forwarded(?:-[\w-]*)?|x-envoy-[\w-]*"
+    r"|(?:[\w-]*-)?(?:real|client|connecting|originating|remote|proxyuser)-?(?:ip|ipv6|addr|address|host)"
+)
+"""Names of headers that proxies add, with hyphens for underscores; no client of ours sends any of them."""
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 STATUS_CODES: tuple[tuple[type[DeltaSyncError], int], ...] = (
@@ -51,6 +55,8 @@ STATUS_CODES: tuple[tuple[type[DeltaSyncError], int], ...] = (
 )
 REFUSED_DATA = 422
 """Any other error of ours: the bucket's data was refused."""
+# Whole, so that nothing stands in it that somebody could take for the host instead.
+_HOST = re.compile(r"(?:(?P<name>[a-z0-9.-]{1,253})|\[(?P<address>[0-9a-f:.]{2,45})\])(?::[0-9]{1,5})?", re.ASCII)
 # So that a name from a bucket is harmless even in a page that puts our JSON into its own text as it is.
 _ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\x7f"})
 
@@ -163,7 +169,7 @@ def refusal(request: Request) -> AdminRefused | None:
     if not _is_loopback(request.client.host if request.client else ""):
         return AdminRefused(f"no admin token is set, so only this machine may call this; {mend}")
     # A proxy on this machine makes everybody local. HTTP/1.0 is what one speaks that says nothing of itself.
-    proxied = any(name in PROXY_HEADERS or name.startswith(PROXY_PREFIX) for name in request.headers)
+    proxied = any(PROXY_HEADERS.fullmatch(name.lower().replace("_", "-")) for name in request.headers)
     if proxied or request.scope.get("http_version") == "1.0":
         return AdminRefused(f"no admin token is set, and this request came through a proxy; {mend}")
     hosts = request.headers.getlist("host")
@@ -225,11 +231,5 @@ def _is_loopback(host: str) -> bool:
 
 
 def _names_loopback(host: str) -> bool:
-    name = host.strip().lower()
-    if name.startswith("["):
-        name, closed, port = name[1:].partition("]")
-        if not closed or (port and not port.startswith(":")):
-            return False
-    else:
-        name = name.partition(":")[0]
-    return name == "localhost" or _is_loopback(name)
+    found = _HOST.fullmatch(host.strip(" \t").lower())
+    return found is not None and (found["name"] == "localhost" or _is_loopback(found["address"] or found["name"]))

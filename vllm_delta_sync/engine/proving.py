@@ -45,6 +45,7 @@ class Prover:
         self._history = history
         self._ranks = ranks
         self._refuse = refuse
+        self._unread: DeltaSyncError | None = None
 
     def prove(self) -> Place | None:
         """Trace and hash the engine's weights, and recognize them; the ranks are told what they hold.
@@ -55,9 +56,11 @@ class Prover:
         Raises:
             ModelError: the model cannot be patched exactly. ChainError: the weights are no version, and nothing
             that the run is made of may replace them. NotFoundError: the run that this one branches from is not there.
-            StoreError: the store failed.
+            StoreError: the store failed. DeltaSyncError: whether they are the version that ranks believe to hold cannot
+                be told, as that cannot be read; it may later.
         """
         self._board.set(state="proving")
+        self._unread = None
         held = self._gather()
         first, base = self._history.base()
         noted = held.noted
@@ -127,6 +130,7 @@ class Prover:
             raise
         except DeltaSyncError as error:
             logger.warning("ranks hold version %d of run %s, of which: %s", noted.version, noted.run, error.message)
+            self._unread = error
             return None
         right = sum(noted.fingerprints, Fingerprint()) == place.manifest.model_fingerprint
         if not right or len(noted.fingerprints) != len(run.table) or held.different(noted.fingerprints):
@@ -153,6 +157,9 @@ class Prover:
         root = origins[-1].run.manifest(0) if origins else first
         if root.kind == "anchor":
             return
+        if self._unread is not None:
+            # What is refused stays so; and the bucket may heal.
+            raise self._unread
         unlike = ChainError(
             f"this server's weights are not the run's base: {len(different)} of {len(table)} "
             f"tensors differ, first {table[different[0]].name!r}. Start vLLM from the checkpoint the run refers to "

@@ -36,6 +36,8 @@ def newest(run: Run, quarantined: bool = False, witness: Witness | None = None) 
         NotFoundError: nothing is published yet, or all of it is quarantined. ReplayError, ForkError, ExpiredError: see
             ``Witness``. DeltaSyncError: no version is good, or the store failed.
     """
+    if witness is not None:
+        witness.recall()
     try:
         manifest, error = run.reachable_head()
     except NotFoundError as missing:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from vllm_delta_sync.chain.documents import TAG_PREFIX
 from vllm_delta_sync.config import HEAD, Settings
 from vllm_delta_sync.engine.history import History
+from vllm_delta_sync.engine.leaving import Leaving
 from vllm_delta_sync.engine.legs import Place
 from vllm_delta_sync.engine.mover import Mover, not_served
 from vllm_delta_sync.engine.proving import Prover
@@ -61,6 +62,7 @@ class Receiver:
         self._skipped = -1
         self._ranks = Ranks(port, stage_seconds)
         self._mover = Mover(port, settings, self.board, self.history, self.ways, self._ranks)
+        self._leaving = Leaving(settings, self.board, self.history, self._mover)
         self._prover = Prover(settings, self.board, self.history, self._ranks, self._mover.distrust)
 
     @property
@@ -95,9 +97,7 @@ class Receiver:
             DeltaSyncError: the first thing that failed; what is served then is ``served_version``.
         """
         stopped_by = self._look()
-        if self._mover.damaged is not None:
-            with self._failing():
-                self._repair(self._mover.damaged)
+        self._restore()
         if version is not None:
             self._check_asked(version)
         elif self.board.holding and self.served_version is not None:
@@ -138,6 +138,18 @@ class Receiver:
         served = self.board.served
         return None if served is None else Place(self.history.run, served)
 
+    def _restore(self) -> bool:
+        """Put right weights that somebody changed, or that may not be believed any more; whether it was done."""
+        with self._failing():
+            self._leaving.leave()
+            if self._mover.damaged is None:
+                return False
+            try:
+                self._repair(self._mover.damaged)
+            except DeltaSyncError as error:
+                raise self._leaving.hopeless(error) from error
+        return True
+
     def _repair(self, damaged: Manifest) -> None:
         """Make the weights what they were; the head, if what they were is kept no more."""
         goal = self.board.goal
@@ -157,9 +169,7 @@ class Receiver:
     def mend(self) -> None:
         """Bring weights that somebody changed back to the version served before, held or not; see ``can_repair``."""
         self._look()
-        if self._mover.damaged is not None:
-            with self._failing():
-                self._repair(self._mover.damaged)
+        if self._restore():
             self.board.rest(error=None)
 
     def _look(self) -> DeltaSyncError | None:
@@ -167,8 +177,11 @@ class Receiver:
         try:
             return self._refresh()
         except DeltaSyncError as error:
-            self.fail(error)
-            raise
+            told = self._leaving.blocked(error)
+            self.fail(told)
+            if told is error:
+                raise
+            raise told from error
 
     def rollback(self, version: int) -> None:
         """Go back to a version in the undo log, in the time of one commit and without the bucket; then hold.

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm_delta_sync.errors import (
     ForkError,
     NotFoundError,
     ReplayError,
+    SignatureError,
     StoreError,
 )
 from vllm_delta_sync.trust import Keyring
@@ -65,44 +65,79 @@ class Witness:
                 self._file.prepare()
             self._remember()
 
+    def recall(self) -> None:
+        """A look begins: what it finds is judged by what servers of this machine have seen up to now.
+
+        Not by what they see while it lasts: they may be faster, and it is no older state that it finds then.
+
+        Raises:
+            StoreError, SettingsError: what was seen before cannot be read.
+        """
+        mark = self._remember()
+        if mark is not None and self._run is not None:
+            self._run.authentic.keys.distrust(mark.revoked)
+
     def admit(self, run: Run) -> None:
         """A run was opened.
 
         Raises:
-            ChainError: it is another than was seen before. ReplayError: its ``keys.json`` is older. StoreError,
-                SettingsError: what was seen before cannot be read.
+            ChainError: it is another than was seen before. ForkError: it is the same, and its ``run.json`` another.
+            ReplayError: its ``keys.json`` is older. SignatureError: that is signed by a key that was revoked before.
         """
         if self._file is None:
             return
-        mark = self._remember()
+        mark, before = self._mark, self._run
         if mark is not None:
             if run.info.run != mark.run:
                 raise ChainError(
                     f"run {run.info.run} lies at {run.bucket.url!r} now, and run {mark.run} was seen there before: "
                     f"refused. {self._mend('the run was begun anew')}"
                 )
-            run.authentic.keys.take(run.authentic.keys.file, mark.keys)
+            run.authentic.keys.take(run.authentic.keys.file, mark.keys, mark.revoked)
+        if before is not None and before is not run and before.info.run == run.info.run:
+            if before.info.digest != run.info.digest:
+                raise ForkError(
+                    f"run.json of run {run.info.run} at {run.bucket.url!r} has SHA-256 {run.info.digest} now, and had "
+                    f"{before.info.digest}: a run's never changes. Put the former back, or start the server again if "
+                    "this one is right"
+                )
+            known = before.authentic.keys
+            run.authentic.keys.take(
+                run.authentic.keys.file, 0 if known.file is None else known.file.sequence, known.revoked
+            )
+        if mark is not None:
             self._forget_revoked(run, mark)
         self._run = run
+        if self._mark is not None:
+            # Kept even where none of the versions turns out to be any good.
+            self._raise_to(_with_keys(self._mark, run))
+
+    def fallen(self, run: Run, held: Manifest) -> SignatureError | None:
+        """What is wrong with a version that was believed when it was taken; None if it still may be."""
+        if self._file is None or not _is_fallen(run, held.version, held.digest, _signer(held)):
+            return None
+        return SignatureError(
+            f"version {held.version}, which was served, is signed by key {short(_signer(held))}, whose word does not "
+            "hold for it any more"
+        )
 
     def _forget_revoked(self, run: Run, mark: Mark) -> None:
-        """Go back to a key's last word, if what was seen last is beyond that and the key was revoked since.
+        """Go back to a key's last word, if what was seen last is not part of that.
 
         Otherwise whoever stole a key could show one version, take it away, and so keep honest ones out for ever.
         """
         file = run.authentic.keys.file
         entry = None if file is None else file.entry(mark.key)
-        if file is None or entry is None or not entry.revoked:
-            return
-        if entry.last is not None and mark.version <= entry.last.version:
+        if file is None or entry is None or not _is_fallen(run, mark.version, mark.manifest, mark.key):
             return
         version = 0 if entry.last is None else entry.last.version
         last = run.manifest(version)
         if entry.last is not None and last.digest != entry.last.manifest:
             raise ForkError(f"version {version} is {last.digest}, and keys.json names {entry.last.manifest}")
-        lower = Mark(mark.run, max(mark.keys, file.sequence), version, last.digest, _signer(last))
+        lower = Mark(mark.run, mark.keys, version, last.digest, _signer(last))
+        lower = lower.knowing(file.sequence, mark.revoked)
         logger.warning(
-            "version %d, seen before, was signed by key %s, which was revoked: forgotten, back to version %d",
+            "version %d, seen before, was signed by key %s, whose word holds no more: forgotten, back to version %d",
             mark.version, short(mark.key), version,
         )  # fmt: skip
         if self._file is not None and self._writes:
@@ -115,7 +150,8 @@ class Witness:
         """A head was found: refuse it, or raise the mark to it.
 
         Args:
-            stopped_by: what is wrong with the version after it. served: the version served, if it is of this run.
+            stopped_by: what is wrong with the version after it. served: the version served, if it is of this run;
+                the head need not descend from it if it is ``fallen``.
 
         Raises:
             ReplayError: the head is older than what was seen. ForkError: it does not descend from that.
@@ -128,13 +164,11 @@ class Witness:
         mark = self._mark
         if mark is not None:
             self._check(run, head, (mark.version, mark.manifest), stopped_by)
-        if served is not None and served.digest not in self._proven:
+        if served is not None and served.digest not in self._proven and self.fallen(run, served) is None:
             self._check(run, head, (served.version, served.digest), stopped_by)
             self._proven[served.digest] = None
             self._proven = dict.fromkeys(list(self._proven)[-PROVEN:])
-        file = run.authentic.keys.file
-        sequence = 0 if file is None else file.sequence
-        self._raise_to(Mark(run.info.run, sequence, head.version, head.digest, _signer(head)))
+        self._raise_to(_with_keys(Mark(run.info.run, 0, head.version, head.digest, _signer(head)), run))
 
     def missed(self, error: NotFoundError) -> DeltaSyncError:
         """What it means that a run shows no version at all."""
@@ -221,13 +255,14 @@ class Witness:
         mark = self._mark
         if kept is not None and (mark is None or kept.run == mark.run):
             newest = kept if mark is None or kept.version > mark.version else mark
-            self._mark = replace(newest, keys=max(kept.keys, newest.keys))
+            newest = newest.knowing(kept.keys, kept.revoked)
+            self._mark = newest if mark is None else newest.knowing(mark.keys, mark.revoked)
         return self._mark
 
     def _raise_to(self, mark: Mark) -> None:
         known = self._mark
         if known is not None:
-            mark = replace(mark, keys=max(mark.keys, known.keys))
+            mark = mark.knowing(known.keys, known.revoked)
         if self._file is None or (known == mark and self._kept):
             return
         if self._writes:
@@ -249,6 +284,32 @@ class Witness:
 
 def _signer(manifest: Manifest) -> str:
     return "" if manifest.signature is None else manifest.signature.key
+
+
+def _with_keys(mark: Mark, run: Run) -> Mark:
+    """A mark, with which list of keys was seen, and whom it revokes."""
+    file = run.authentic.keys.file
+    return mark.knowing(0 if file is None else file.sequence, run.authentic.keys.revoked)
+
+
+def _is_fallen(run: Run, version: int, digest: str, key: str) -> bool:
+    """Whether a manifest that was believed is none of those for which its key's word still holds.
+
+    Raises:
+        StoreError: the store failed. Where it cannot be told for another reason it is not.
+    """
+    file = run.authentic.keys.file
+    entry = None if file is None else file.entry(key)
+    if entry is None or entry.last is None:
+        return entry is not None and entry.revoked
+    if version > entry.last.version:
+        return True
+    try:
+        return run.authentic.ancestor(entry.last.version, entry.last.manifest, version) != digest
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return False
 
 
 def _is_past(moment: str | None) -> bool:

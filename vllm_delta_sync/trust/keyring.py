@@ -103,6 +103,7 @@ class RunKeys:
 
     Attributes:
         file: newest ``keys.json`` that was accepted; None if the run has none.
+        revoked: trusted keys that any of them revoked.
     """
 
     def __init__(self, keyring: Keyring, run: str) -> None:
@@ -110,15 +111,17 @@ class RunKeys:
         self._run = run
         self._lock = threading.Lock()
         self.file: KeyFile | None = None
+        self.revoked: frozenset[str] = frozenset()
 
-    def take(self, file: KeyFile | None, at_least: int = 0) -> None:
+    def take(self, file: KeyFile | None, at_least: int = 0, revoked: Iterable[str] = ()) -> None:
         """Take note of ``keys.json`` as it is now.
 
         Args:
             file: None if there is none. at_least: sequence that was seen before, in another life.
+            revoked: trusted keys that were revoked then.
 
         Raises:
-            SignatureError: not signed by a trusted key, or by one that it revokes itself.
+            SignatureError: not signed by a trusted key, or by one that it revokes itself, or that was revoked before.
             ChainError: of another run. ReplayError: older than what was seen.
         """
         if file is not None:
@@ -135,20 +138,30 @@ class RunKeys:
             if entry is not None and entry.revoked:
                 raise SignatureError(f"keys.json is signed by key {short(key)}, which it revokes; sign it with another")
         with self._lock:
-            before = None if file is None or self.file is None else self.file.entry(key)
-            if before is not None and before.revoked:
+            known = max(at_least, 0 if self.file is None else self.file.sequence)
+            gone = self.revoked.union(revoked)
+            if file is not None and key in gone:
+                seen = at_least if file is self.file else known
                 raise SignatureError(
                     f"keys.json is signed by key {short(key)}, which was revoked before: put back the one of sequence "
-                    f"{0 if self.file is None else self.file.sequence}, and take the key out of trusted_keys"
+                    f"{seen}, and take the key out of trusted_keys"
                 )
-            known = max(at_least, 0 if self.file is None else self.file.sequence)
             sequence = 0 if file is None else file.sequence
             if sequence < known:
                 raise ReplayError(
                     f"keys.json has sequence {sequence}, and {known} was seen before: an older list of keys was put "
                     "back; restore the newest one"
                 )
+            listed = [] if file is None else file.keys
+            self.revoked = gone.union(
+                entry.key for entry in listed if entry.revoked and entry.key in self._keyring.trusted
+            )
             self.file = file
+
+    def distrust(self, revoked: Iterable[str]) -> None:
+        """Take note of trusted keys that were revoked, as somebody else has seen."""
+        with self._lock:
+            self.revoked = self.revoked.union(revoked)
 
     def allowed(self) -> frozenset[str]:
         """Keys that are in use now."""

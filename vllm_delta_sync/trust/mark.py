@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -13,6 +13,7 @@ from typing import Any
 from vllm_delta_sync.errors import ChainError, ForkError, SettingsError, StoreError
 
 _FIELDS = {"run": str, "keys": int, "version": int, "manifest": str, "key": str}
+_REVOKED = "revoked"
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Mark:
 
     Attributes:
         key: who signed the manifest; if that key is revoked, what it made somebody believe is forgotten.
+        revoked: trusted keys that another trusted key revoked, ascending: no list of keys that they sign is believed.
     """
 
     run: str
@@ -28,6 +30,11 @@ class Mark:
     version: int
     manifest: str
     key: str = ""
+    revoked: tuple[str, ...] = ()
+
+    def knowing(self, keys: int, revoked: Iterable[str]) -> "Mark":
+        """The mark, with what else was seen of lists of keys."""
+        return replace(self, keys=max(self.keys, keys), revoked=tuple(sorted({*self.revoked, *revoked})))
 
 
 class MarkFile:
@@ -89,10 +96,10 @@ class MarkFile:
                 kept = self.load()
                 if kept is not None:
                     self._check_same(kept, mark)
-                    if kept.version >= mark.version and kept.keys >= mark.keys:
+                    newest = mark if mark.version > kept.version else kept
+                    mark = newest.knowing(mark.keys, mark.revoked).knowing(kept.keys, kept.revoked)
+                    if mark == kept:
                         return
-                    newest = mark if mark.version >= kept.version else kept
-                    mark = replace(newest, keys=max(kept.keys, mark.keys))
                 self._write(mark)
         except OSError as error:
             raise StoreError(
@@ -146,11 +153,15 @@ class MarkFile:
             )
 
     def _parsed(self, value: Any) -> Mark:
-        if not isinstance(value, dict) or value.keys() != _FIELDS.keys():
+        if not isinstance(value, dict):
             raise self._damaged()
-        if any(type(value[name]) is not kind for name, kind in _FIELDS.items()):
+        # Not there in files of before it was kept.
+        revoked = value.pop(_REVOKED, [])
+        if not isinstance(revoked, list) or any(type(key) is not str for key in revoked):
             raise self._damaged()
-        return Mark(**value)
+        if value.keys() != _FIELDS.keys() or any(type(value[name]) is not kind for name, kind in _FIELDS.items()):
+            raise self._damaged()
+        return Mark(**value, revoked=tuple(revoked))
 
     def _damaged(self) -> SettingsError:
         return SettingsError(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from vllm_delta_sync.bucket.calls import has_object
+from vllm_delta_sync.chain.checks import check_document_size
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.lazy import file_digest, scratch_folder
 from vllm_delta_sync.chain.read import restore
@@ -70,6 +71,7 @@ def make_anchor(
         declared = {spec.name: value.hex() for spec, value in zip(state.table, state.fingerprints, strict=True)}
         document = run.keyring.signed(Anchor.of(target, declared, refs))
         key = side.anchor_key(version)
+        check_document_size(document, run.document_limit, key)
         try:
             run.bucket.put(key, document.to_bytes(), if_absent=not replace)
         except ConflictError:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_delta_sync.chain.checks import check_document_size
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.lazy import declared, open_step, scratch_folder
 from vllm_delta_sync.chain.plan import Planner, Step
@@ -222,6 +223,7 @@ class _Fold:
         document = self.run.keyring.signed(document)
         bucket = self.run.bucket
         key = side.fold_key(first.version, last.version)
+        check_document_size(document, self.run.document_limit, key)
         put_objects(bucket, result.written)
         try:
             bucket.put(key, document.to_bytes(), if_absent=not replace)
