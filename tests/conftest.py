@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file's tests stay together, for the sake of their fixtures; tests that start engines take turns."""
     if not config.pluginmanager.hasplugin("xdist"):
