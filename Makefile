@@ -4,13 +4,12 @@
 # TORCH    the torch to install. pip's own settings choose where from: point PIP_EXTRA_INDEX_URL or
 #          PIP_FIND_LINKS at CPU builds to be spared the CUDA libraries.
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
-# PYTEST_FLAGS how the tests are shared out over processes; empty for one after the other
+# PYTEST_FLAGS more arguments for pytest
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BENCH_FLAGS ?=
-# Tests that start an engine take turns in one process, beside the others in the second.
-PYTEST_FLAGS ?= -n 2 --dist loadgroup
+PYTEST_FLAGS ?=
 SETUPTOOLS := setuptools==84.2.1
 
 BIN := .venv/bin
@@ -51,14 +50,23 @@ $(STAMP): $(INPUTS)
 	@touch $@
 endif
 
+# The tests that start engines mostly wait: they run beside the others, and what they say is shown at the end.
+define both
+said=$$(mktemp); $(BIN)/python -m pytest $(PYTEST_FLAGS) -p no:cacheprovider -m "e2e $(1)" >"$$said" 2>&1 & engines=$$!; \
+	trap 'kill "$$engines" 2>/dev/null; rm -f "$$said"' EXIT; status=0; \
+	echo "make: tests that start vLLM run beside these" >&2; \
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not e2e $(1)" || status=$$?; \
+	wait "$$engines" || status=$$?; cat "$$said"; exit "$$status"
+endef
+
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
 	$(BIN)/python -m examples.demo
 
 test: lint ## lint, types, import directions, and the tests, real vLLM servers included
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
+	@$(call both,and not slow)
 
 test-full: lint ## the same, and the tests that take many minutes
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@$(call both,)
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
