@@ -19,6 +19,7 @@ from vllm_delta_sync.errors import (
     DeltaSyncError,
     FormatError,
     NotFoundError,
+    SignatureError,
     StoreError,
     UnsupportedError,
 )
@@ -113,7 +114,8 @@ def _check_link(run: Run, manifest: Manifest) -> None:
         raise ChainError(f"version {manifest.version} does not follow version {before} as that is stored")
     try:
         parent = run.manifest(before)
-    except FormatError:
+    except (FormatError, SignatureError):
+        # Damaged, or of a key that was revoked since: who has gone on behind it has named it as it is stored.
         return
     check_follows(parent, manifest)
 

@@ -18,6 +18,7 @@ _NAMES = (
 # and bare "key" is one of ours in many a message.
 _KEYS = (
     r"[\w-]{0,40}?(?:[_-]key|(?-i:[a-z0-9]Key))(?<!signing_key)(?<!notice_key)(?<!server_key)(?<!public_key)"
+    r"(?<!signing-key)(?<!notice-key)(?<!server-key)"
     r"(?<!public-key)(?<!trusted_key)(?<!PublicKey)"
 )
 # A key with a slash in it looks like a path, and a password may hold an @: the last @ of the word ends both.

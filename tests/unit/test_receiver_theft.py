@@ -8,12 +8,16 @@ import pytest
 
 from tests.chains import Chain
 from tests.trusted import Trusted, keyring_at
+from trainer_side.claims import find_end
+from trainer_side.standing import check_end
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.rebuild import newest
 from vllm_delta_sync.engine.witness import Witness
 from vllm_delta_sync.errors import DeltaSyncError, SignatureError
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.upkeep.keys import change_keys
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.canonical import dump_canonical
 from vllm_delta_sync.wire.documents import KeyEntry, LastWord
@@ -205,3 +209,49 @@ def test_revoked_root_does_not_take_it_back(tmp_path: Path, how: str) -> None:
     world.list_it(world.chain)
     world.chain.grow(1)
     world.serves(4)
+
+
+def test_however_many_versions_a_thief_has_made_the_last_honest_one_is_found(tmp_path: Path) -> None:
+    """More than the bad ones that a look passes over otherwise."""
+    world = Theft(tmp_path, undo_bytes=0)
+    world.serves(3)
+    world.chain.grow(70)
+    world.serves(73)
+    keyring = Keyring.load([tmp_path / "trainer.key.pub", tmp_path / "second.key.pub"], tmp_path / "second.key")
+    changed = change_keys(world.chain.bucket, keyring, revoke=[world.trainer.public or ""], version=3)
+    assert changed.head == 3
+    with pytest.raises(SignatureError, match="revoked after version 3"):
+        world.receiver.advance()
+    world.server.holds(world.chain.bits[3])
+    found = find_end(open_run(world.chain.url, keyring))
+    assert (found.version, None if found.manifest is None else found.manifest.version) == (73, 3)
+    check_end(open_run(world.chain.url, keyring), found)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_last_word_that_falls_itself_leads_to_the_one_before(tmp_path: Path, restarted: bool) -> None:
+    """Key a signs 4 and 5, key b signs 6; b is revoked after 5, then a after 3, and the server has missed both."""
+    world = Trusted(tmp_path)
+    world.serves(3)
+    a, b = keyring_at(tmp_path / "a.key"), keyring_at(tmp_path / "b.key")
+    listed = [KeyEntry(key=ring.public or "") for ring in (a, b)]
+    world.chain.key_file(1, listed)
+    for ring, versions in ((a, 2), (b, 1)):
+        world.chain.keyring = ring
+        world.chain.grow(versions)
+    world.serves(6)
+    world.receiver.hold()
+    world.chain.keyring = world.trainer
+    words = [LastWord(version=version, manifest=world.chain.manifests[version].digest) for version in (3, 5)]
+    world.chain.key_file(
+        3, [KeyEntry(key=entry.key, last=word, revoked=True) for entry, word in zip(listed, words, strict=True)]
+    )
+    world.chain.head(3)
+    if restarted:
+        world.start()
+    world.receiver.release()
+    with pytest.raises(SignatureError, match="revoked after version 3"):
+        world.receiver.advance()
+    world.server.holds(world.chain.bits[3])
+    mark = world.receiver.status()["trust"]["mark"]
+    assert (mark["version"], mark["manifest"]) == (3, words[0].manifest)

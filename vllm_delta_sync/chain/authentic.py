@@ -5,9 +5,9 @@ from hashlib import sha256
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.calls import in_parallel
-from vllm_delta_sync.errors import ChainError, ForkError, NotFoundError, SignatureError
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, ForkError, NotFoundError, SignatureError
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.keyring import RunKeys
+from vllm_delta_sync.trust.keyring import RunKeys, check_signature
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import KEYS_KEY, KeyFile
 from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo, version_key
@@ -83,6 +83,19 @@ class Authentic:
             raise SignatureError(
                 f"{what} is signed by a key that is no longer in use, and is not what keys.json says it had written"
             )
+
+    def gave_up(self, data: bytes, what: str) -> bool:
+        """Whether a manifest, as it is stored, is one of a key that ``keys.json`` has retired or revoked."""
+        file = self.keys.file
+        if not self._checks or file is None:
+            return False
+        try:
+            manifest = Manifest.from_bytes(data, what)
+            check_signature(manifest.signature, manifest.signed_bytes(), what)
+        except DeltaSyncError:
+            return False
+        entry = None if manifest.signature is None else file.entry(manifest.signature.key)
+        return entry is not None and (entry.revoked or entry.last is not None)
 
     def descends(self, younger: Manifest, older: Manifest) -> None:
         """Raise unless one manifest comes from another of this run; see ``ancestor``. Nothing without trusted keys."""

@@ -149,7 +149,7 @@ class RunDocuments:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            before = newest_before(self._listed(), self.document_limit, self.manifest, end, error)
+            before = self._newest_before(end, error)
             # Somebody may have gone on behind a damaged manifest without coming to HEAD any more.
             found, _ = self._probe(before)
             if found.version > end:
@@ -157,12 +157,33 @@ class RunDocuments:
             return found if found.version < end else before, error
         return self._probe(manifest)
 
+    def _newest_before(self, end: int, error: DeltaSyncError) -> Manifest:
+        """See ``newest_before``. However many versions a key had made that was revoked, its last word is found."""
+        try:
+            return newest_before(self._listed(), self.document_limit, self.manifest, end, error)
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            for last in self.authentic.keys.last_words():
+                try:
+                    manifest = self.manifest(last.version) if last.version < end else None
+                except StoreError:
+                    raise
+                except DeltaSyncError:
+                    continue
+                if manifest is not None and manifest.digest == last.manifest:
+                    return manifest
+            raise
+
     def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:
-        """What follows ``newest``. Bad manifests that follow each other are read up to a number and a size in all."""
+        """What follows ``newest``. Bad manifests that follow each other are read up to a number and a size in all.
+
+        Those of a key that was retired or revoked do not count: nobody but its holder can make them.
+        """
         bad: DeltaSyncError | None = None
-        version, digest = newest.version, newest.digest
+        version, digest, passed = newest.version, newest.digest, 0
         left = spare = BAD_DOCUMENTS * self.document_limit
-        while version - newest.version < BAD_IN_A_ROW:
+        while passed < BAD_IN_A_ROW:
             version += 1
             try:
                 data = self.bucket.get(keys.version_key(version), max_bytes=self.document_limit)
@@ -173,9 +194,11 @@ class RunDocuments:
             try:
                 following = self._parsed(version, data)
                 check_follows(newest, following, digest)
-                newest, bad, left = following, None, spare
+                newest, bad, left, passed = following, None, spare, 0
             except DeltaSyncError as error:
-                bad, left = bad or error, left - len(data)
+                bad = bad or error
+                if not self.authentic.gave_up(data, keys.version_key(version)):
+                    left, passed = left - len(data), passed + 1
                 if left <= 0:
                     break
             digest = sha256(data).hexdigest()

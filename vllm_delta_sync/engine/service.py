@@ -11,7 +11,7 @@ from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.keeper import LeaseKeeper
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.transaction import EnginePort
-from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError
+from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError, SignatureError
 from vllm_delta_sync.notice import Notice, NoticeSubscriber
 from vllm_delta_sync.notice.curve import client_keys
 
@@ -124,7 +124,9 @@ class ReceiverService:
         if not self._failures:
             return self._settings.poll_seconds
         # A repair reads the whole model.
-        longest = LONGEST_REPAIR_SECONDS if self.receiver.can_repair else LONGEST_RETRY_SECONDS
+        error = self.receiver.board.error
+        reads = self.receiver.can_repair and (error is None or error["kind"] != SignatureError.kind)
+        longest = LONGEST_REPAIR_SECONDS if reads else LONGEST_RETRY_SECONDS
         return float(min(longest, self._settings.poll_seconds * 2 ** min(self._failures - 1, 10)))
 
     def _look_after(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.refused import refused_manifest
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.errors import (
     ChainError,
@@ -21,6 +22,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import short
 from vllm_delta_sync.trust.mark import Mark, MarkFile
+from vllm_delta_sync.wire.documents import KeyEntry, KeyFile
 from vllm_delta_sync.wire.manifest import Head, Manifest
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
@@ -130,10 +132,8 @@ class Witness:
         entry = None if file is None else file.entry(mark.key)
         if file is None or entry is None or not _is_fallen(run, mark.version, mark.manifest, mark.key):
             return
-        version = 0 if entry.last is None else entry.last.version
-        last = run.manifest(version)
-        if entry.last is not None and last.digest != entry.last.manifest:
-            raise ForkError(f"version {version} is {last.digest}, and keys.json names {entry.last.manifest}")
+        last = _last_believed(run, file, entry)
+        version = last.version
         lower = Mark(mark.run, mark.keys, version, last.digest, _signer(last))
         lower = lower.knowing(file.sequence, mark.revoked)
         logger.warning(
@@ -280,6 +280,24 @@ class Witness:
         if now - self._said.get(kind, -REPEAT_SECONDS) >= REPEAT_SECONDS:
             self._said[kind] = now
             logger.warning("%s: %s", error.kind, error.message)
+
+
+def _last_believed(run: Run, file: KeyFile, entry: KeyEntry) -> Manifest:
+    """The last word of a key; or of the one that had signed that, if it holds no more either, and so on."""
+    while True:
+        version = 0 if entry.last is None else entry.last.version
+        try:
+            last = run.manifest(version)
+        except SignatureError:
+            given_up = refused_manifest(run, version)
+            before = None if given_up is None else file.entry(_signer(given_up))
+            if before is None or (before.last is not None and before.last.version >= version) or version == 0:
+                raise
+            entry = before
+            continue
+        if entry.last is not None and last.digest != entry.last.manifest:
+            raise ForkError(f"version {version} is {last.digest}, and keys.json names {entry.last.manifest}")
+        return last
 
 
 def _signer(manifest: Manifest) -> str:

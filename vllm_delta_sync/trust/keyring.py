@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from vllm_delta_sync.errors import ChainError, ReplayError, SettingsError, SignatureError
 from vllm_delta_sync.trust.keys import load_private, load_public, public_hex
-from vllm_delta_sync.wire.documents import KeyEntry, KeyFile
+from vllm_delta_sync.wire.documents import KeyEntry, KeyFile, LastWord
 from vllm_delta_sync.wire.manifest import Document, RunInfo, Signature, signed_form
 
 _Doc = TypeVar("_Doc", bound=Document)
@@ -144,7 +144,8 @@ class RunKeys:
                 seen = at_least if file is self.file else known
                 raise SignatureError(
                     f"keys.json is signed by key {short(key)}, which was revoked before: put back the one of sequence "
-                    f"{seen}, and take the key out of trusted_keys"
+                    f"{seen}, and take the key out of trusted_keys; or, if a thief had revoked it, remove what the "
+                    "servers have seen (state_dir)"
                 )
             sequence = 0 if file is None else file.sequence
             if sequence < known:
@@ -168,6 +169,11 @@ class RunKeys:
         listed = {} if self.file is None else {entry.key: entry for entry in self.file.keys}
         keys = self._keyring.trusted | listed.keys()
         return frozenset(key for key in keys if _in_use(listed.get(key)))
+
+    def last_words(self) -> list[LastWord]:
+        """Of keys that were retired or revoked, the newest first."""
+        entries = [] if self.file is None else self.file.keys
+        return sorted((entry.last for entry in entries if entry.last), key=lambda last: -last.version)
 
     def check_info(self, info: RunInfo) -> None:
         """Raise SignatureError unless run.json is vouched for, by its signature or by ``keys.json``."""
