@@ -86,7 +86,7 @@ def test_in_what_errors_say(field: str, reader: Reader, written: Written) -> Non
     """Programs log errors as they are. ``refused`` looks at how long they are, and at each character of them."""
     for text in NAMES.values():
         forgery = forge(written.folder, lambda fields, text=text: FIELDS[field](fields, text))  # type: ignore[misc]
-        reader.refused("head", written.folder, kind=("format", "unsupported", "chain", "tensor"))
+        reader.refused("head", written.folder, kind=("format", "limit", "unsupported", "chain", "tensor"))
         forgery.remove()
 
 

@@ -98,7 +98,7 @@ def test_a_branch_of_a_run_elsewhere(name: str, reader: Reader, tmp_path: Path) 
     (tmp_path / "run" / "HEAD.json").unlink()
     source = {"run": "ab" * 16, "version": 0, "manifest": "cd" * 32}
     edit(tmp_path / "run", "versions/0000000000.json", lambda value: value["base"].update(source))
-    reader.refused("tensors", tmp_path / "run", kind=("not_found", "usage", "store"))
+    reader.refused("tensors", tmp_path / "run", kind=("not_found", "usage", "store", "chain"))
 
 
 def test_a_checkpoint_that_is_pipes(reader: Reader, tmp_path: Path) -> None:

@@ -186,7 +186,12 @@ def test_signals_end_it_cleanly(number: signal.Signals, code: int) -> None:
         "--subscribers",
         LOOPBACK,
     ]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Whoever runs the tests in the background has interrupts ignored, which children inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert running.stdout is not None
     assert running.stdout.readline().startswith("publishers tcp://127.0.0.1:")
     running.send_signal(number)
