@@ -50,13 +50,14 @@ $(STAMP): $(INPUTS)
 	@touch $@
 endif
 
-# The tests that start engines mostly wait: they run beside the others, and what they say is shown at the end.
+# The tests that start engines mostly wait, so the others run beside them; what those say is shown at the end. Engines are
+# in front, where Ctrl-C ends them in order.
 define both
-said=$$(mktemp); $(BIN)/python -m pytest $(PYTEST_FLAGS) -p no:cacheprovider -m "e2e $(1)" >"$$said" 2>&1 & engines=$$!; \
-	trap 'kill "$$engines" 2>/dev/null; rm -f "$$said"' EXIT; status=0; \
-	echo "make: tests that start vLLM run beside these" >&2; \
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not e2e $(1)" || status=$$?; \
-	wait "$$engines" || status=$$?; cat "$$said"; exit "$$status"
+said=$$(mktemp); echo "make: the tests without vLLM run beside these, and are shown at the end" >&2; \
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not e2e $(1)" >"$$said" 2>&1 & others=$$!; \
+	trap 'kill "$$others" 2>/dev/null || true; rm -f "$$said"' EXIT; status=0; \
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -p no:cacheprovider -m "e2e $(1)" || status=$$?; \
+	wait "$$others" || status=$$?; cat "$$said"; exit "$$status"
 endef
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
