@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks.rows import Row, parse, row, write
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber, curve
 from vllm_delta_sync.trust import Keyring, keys
+from vllm_delta_sync.trust.key_files import PUBLIC_SUFFIX
 
 BENCH = "notice"
 RUN = "0" * 32
@@ -58,7 +59,7 @@ class Key:
     @classmethod
     def make(cls, path: Path) -> "Key":
         curve.generate(path)
-        return cls(path, path.with_name(path.name + curve.PUBLIC_SUFFIX))
+        return cls(path, path.with_name(path.name + PUBLIC_SUFFIX))
 
 
 def announce(pipe: Connection, address: str, own: Path | None, others: Path | None, signing_key: Path | None) -> None:

@@ -84,18 +84,18 @@ class Authentic:
                 f"{what} is signed by a key that is no longer in use, and is not what keys.json says it had written"
             )
 
-    def gave_up(self, data: bytes, what: str) -> bool:
-        """Whether a manifest, as it is stored, is one of a key that ``keys.json`` has retired or revoked."""
+    def gave_up(self, data: bytes, what: str) -> Manifest | None:
+        """A manifest, as it is stored, if its signature is that of a key which ``keys.json`` has retired or revoked."""
         file = self.keys.file
         if not self._checks or file is None:
-            return False
+            return None
         try:
             manifest = Manifest.from_bytes(data, what)
             check_signature(manifest.signature, manifest.signed_bytes(), what)
         except DeltaSyncError:
-            return False
+            return None
         entry = None if manifest.signature is None else file.entry(manifest.signature.key)
-        return entry is not None and (entry.revoked or entry.last is not None)
+        return manifest if entry is not None and (entry.revoked or entry.last is not None) else None
 
     def descends(self, younger: Manifest, older: Manifest) -> None:
         """Raise unless one manifest comes from another of this run; see ``ancestor``. Nothing without trusted keys."""

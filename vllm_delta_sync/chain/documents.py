@@ -149,31 +149,14 @@ class RunDocuments:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            before = self._newest_before(end, error)
+            words = self.authentic.keys.last_words()
+            before = newest_before(self._listed(), self.document_limit, self.manifest, end, error, words)
             # Somebody may have gone on behind a damaged manifest without coming to HEAD any more.
             found, _ = self._probe(before)
             if found.version > end:
                 return found, None
             return found if found.version < end else before, error
         return self._probe(manifest)
-
-    def _newest_before(self, end: int, error: DeltaSyncError) -> Manifest:
-        """See ``newest_before``. However many versions a key had made that was revoked, its last word is found."""
-        try:
-            return newest_before(self._listed(), self.document_limit, self.manifest, end, error)
-        except StoreError:
-            raise
-        except DeltaSyncError:
-            for last in self.authentic.keys.last_words():
-                try:
-                    manifest = self.manifest(last.version) if last.version < end else None
-                except StoreError:
-                    raise
-                except DeltaSyncError:
-                    continue
-                if manifest is not None and manifest.digest == last.manifest:
-                    return manifest
-            raise
 
     def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:
         """What follows ``newest``. Bad manifests that follow each other are read up to a number and a size in all.
@@ -197,7 +180,7 @@ class RunDocuments:
                 newest, bad, left, passed = following, None, spare, 0
             except DeltaSyncError as error:
                 bad = bad or error
-                if not self.authentic.gave_up(data, keys.version_key(version)):
+                if self.authentic.gave_up(data, keys.version_key(version)) is None:
                     left, passed = left - len(data), passed + 1
                 if left <= 0:
                     break

@@ -1,8 +1,9 @@
 """The newest good version of a run whose HEAD.json does not say it, from a listing that may hold anything."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
+from vllm_delta_sync.wire.documents import LastWord
 from vllm_delta_sync.wire.manifest import Manifest
 
 BAD_IN_A_ROW = 64
@@ -12,7 +13,12 @@ BAD_DOCUMENTS = 4
 
 
 def newest_before(
-    sizes: Mapping[int, int], limit: int, read: Callable[[int], Manifest], end: int, reason: DeltaSyncError
+    sizes: Mapping[int, int],
+    limit: int,
+    read: Callable[[int], Manifest],
+    end: int,
+    reason: DeltaSyncError,
+    last_words: Iterable[LastWord] = (),
 ) -> Manifest:
     """The newest good manifest of a version below ``end``, of those that are looked at.
 
@@ -26,6 +32,8 @@ def newest_before(
         limit: bytes that a manifest may have. Where bad ones have used up ``BAD_DOCUMENTS`` times that, those that
             are larger than what is left are passed over unread; a good one among them follows the one returned.
         read: gives the manifest of a version, or raises.
+        last_words: of keys that were revoked, the newest first: looked at where nothing else is good, so that the last
+            honest version is found however many a thief has made.
 
     Raises:
         StoreError: the store failed. DeltaSyncError: ``reason``, if none is good.
@@ -43,6 +51,15 @@ def newest_before(
                 raise
             except DeltaSyncError:
                 left -= sizes[version]
+    for word in last_words:
+        try:
+            manifest = read(word.version) if word.version < end else None
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            continue
+        if manifest is not None and manifest.digest == word.manifest:
+            return manifest
     raise reason
 
 

@@ -1,8 +1,7 @@
 """Versions that were signed by a key whose word does not hold for them any more, as they lie in the bucket."""
 
 from vllm_delta_sync.chain.documents import RunDocuments
-from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, SignatureError, StoreError
-from vllm_delta_sync.trust.keyring import check_signature
+from vllm_delta_sync.errors import DeltaSyncError, SignatureError, StoreError
 from vllm_delta_sync.wire.manifest import Manifest, version_key
 
 
@@ -15,19 +14,14 @@ def refused_manifest(run: RunDocuments, version: int) -> Manifest | None:
     Raises:
         StoreError: the store failed.
     """
-    file = run.authentic.keys.file
-    if file is None:
-        return None
     key = version_key(version)
     try:
-        manifest = Manifest.from_bytes(run.bucket.get(key, max_bytes=run.document_limit), key)
-        check_signature(manifest.signature, manifest.signed_bytes(), key)
+        manifest = run.authentic.gave_up(run.bucket.get(key, max_bytes=run.document_limit), key)
     except StoreError:
         raise
-    except (DeltaSyncError, NotFoundError):
+    except DeltaSyncError:
         return None
-    entry = None if manifest.signature is None else file.entry(manifest.signature.key)
-    if entry is None or (entry.last is None and not entry.revoked):
+    if manifest is None:
         return None
     if (manifest.run, manifest.version) != (run.info.run, version):
         return None

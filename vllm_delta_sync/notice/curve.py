@@ -4,8 +4,6 @@ Key pairs lie in pyzmq's certificate files. An allow-list is a directory of publ
 """
 
 import asyncio
-import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import error as struct_error
@@ -14,10 +12,10 @@ import zmq
 from zmq.auth import Authenticator, load_certificate
 from zmq.utils import z85
 
-from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
+from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.notice.sockets import Context, Quiet, Socket
+from vllm_delta_sync.trust.key_files import PUBLIC_SUFFIX, check_private, write_pair
 
-PUBLIC_SUFFIX = ".pub"
 SUFFIXES = (PUBLIC_SUFFIX, ".key")
 """What a public certificate's name in a directory ends with: ours and pyzmq's."""
 MAX_CERTIFICATE_BYTES = 16 * 1024
@@ -49,21 +47,7 @@ def generate(path: Path) -> str:
     head = f'metadata\ncurve\n    public-key = "{public.decode()}"\n'
     hidden = f'# ZeroMQ CURVE secret certificate: show it to nobody\n\n{head}    secret-key = "{secret.decode()}"\n'
     shown = f"# ZeroMQ CURVE public certificate: for the allow-lists of others\n\n{head}"
-    made: list[Path] = []
-    try:
-        for place, text, mode in ((path, hidden, 0o600), (path.with_name(path.name + PUBLIC_SUFFIX), shown, 0o644)):
-            handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            made.append(place)
-            with os.fdopen(handle, "w", encoding="ascii") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-    except OSError as error:
-        for place in made:
-            place.unlink(missing_ok=True)
-        if isinstance(error, FileExistsError):
-            raise ConflictError(f"{error.filename} is there already; give another path, or remove it first") from error
-        raise StoreError(f"the key cannot be written to {str(path)!r}: {error.strerror}") from error
+    write_pair(path, hidden.encode(), shown.encode())
     return public.decode()
 
 
@@ -75,8 +59,7 @@ def load_secret(path: Path, what: str = "notice_key") -> KeyPair:
     """
     _check_curve()
     public, secret = _load(path, what)
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SettingsError(f"{what} {str(path)!r} can be read by other users; chmod 600 it")
+    check_private(path, what)
     if secret is None:
         raise SettingsError(f"{what} {str(path)!r} is a public certificate; give the secret one, or {KEYGEN}")
     if zmq.curve_public(secret) != public:

@@ -1,7 +1,5 @@
 """Ed25519 key pairs in PEM files, as openssl and ssh-keygen write them too (PKCS #8 and SubjectPublicKeyInfo)."""
 
-import os
-import stat
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -15,9 +13,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
-from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
+from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.trust.key_files import PUBLIC_SUFFIX, check_private, write_pair
 
-PUBLIC_SUFFIX = ".pub"
 MAX_KEY_BYTES = 16_384
 
 
@@ -30,24 +28,9 @@ def generate(path: Path) -> str:
     Raises:
         ConflictError: one of the files is there already; neither is touched. StoreError: they cannot be written.
     """
-    public_path = path.with_name(path.name + PUBLIC_SUFFIX)
     private = Ed25519PrivateKey.generate()
     secret = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    made: list[Path] = []
-    try:
-        for place, content, mode in ((path, secret, 0o600), (public_path, _public_pem(private), 0o644)):
-            handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            made.append(place)
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-    except OSError as error:
-        for place in made:
-            place.unlink(missing_ok=True)
-        if isinstance(error, FileExistsError):
-            raise ConflictError(f"{error.filename} is there already; give another path, or remove it first") from error
-        raise StoreError(f"the key cannot be written to {str(path)!r}: {error.strerror}") from error
+    write_pair(path, secret, _public_pem(private))
     return public_hex(private.public_key())
 
 
@@ -58,8 +41,7 @@ def load_private(path: Path) -> Ed25519PrivateKey:
         SettingsError: the file cannot be read, is not such a key, or can be read by others.
     """
     data = _read(path, "signing key")
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SettingsError(f"signing key {str(path)!r} can be read by other users; chmod 600 it")
+    check_private(path, "signing key")
     try:
         key = load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
