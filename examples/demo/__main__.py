@@ -22,7 +22,7 @@ from vllm_delta_sync.errors import DeltaSyncError
 DESCRIPTION = """\
 Reinforcement learning with a real vLLM server on this machine's CPU. A trainer teaches a toy model to write
 words backwards; the answers it learns from come from `vllm serve`, which follows the trainer's weights through
-a directory: after every optimizer step only the changed weights are published, and the running server takes
+a bucket: after every optimizer step only the changed weights are published, and the running server takes
 them over between two of its steps. At the end the demo proves that the server holds the trainer's weights bit
 for bit, and answers exactly like a vLLM that loaded them afresh.
 """
@@ -52,12 +52,16 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument(
         "--max-seconds",
         type=float,
-        default=540.0,
-        help="stop training in time to end within this many seconds, proof included (default 540)",
+        default=1200.0,
+        help="stop training in time to end within this many seconds, proof included (default 1200)",
     )
     parser.add_argument("--port", type=_positive, default=None, help="of the server (default: any free one)")
     parser.add_argument(
-        "--bucket", default=None, help="run URL to publish to, which must be unused (default OUT/bucket)"
+        "--bucket",
+        default="dir",
+        metavar="dir|hf|s3|URL",
+        help="where to publish: dir (OUT/bucket), hf (the real Hub client against a Hub on loopback), s3 (an S3 server "
+        "on loopback), or the URL of an unused run (default dir)",
     )
     values = parser.parse_args(arguments)
     return Options(values.steps, values.out, values.seed, values.max_seconds, values.port, values.bucket)

@@ -18,6 +18,7 @@ from examples.demo.record import Record
 from examples.demo.rollouts import Completion, ServerClient, ServerError
 from examples.demo.screen import Screen
 from examples.demo.settings import MODEL_NAME, Cores, TrainerSettings
+from examples.demo.store import KINDS, running_store
 from examples.demo.verdict import (
     Verdict,
     comparison_words,
@@ -38,14 +39,14 @@ LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Options:
-    """Command line of the demo; ``port`` None: any free one, ``bucket`` None: a directory under ``out``."""
+    """Command line of the demo; ``port`` None: any free one, ``bucket``: one of ``store.KINDS``, or a URL."""
 
     steps: int
     out: Path
     seed: int
     max_seconds: float
     port: int | None
-    bucket: str | None
+    bucket: str
 
 
 class Demo:
@@ -58,7 +59,7 @@ class Demo:
         self._output = output
         self._screen = screen
         self._cores = Cores.share_out()
-        self._bucket = options.bucket or str(output.bucket)
+        self._bucket = options.bucket
         self._children: list[Child] = []
         self._start = time.monotonic()
 
@@ -74,14 +75,16 @@ class Demo:
             DemoError: a process did not start, died or went silent; the message shows the end of its log.
             ServerError: a server refused or vanished at the end.
         """
-        settings = TrainerSettings(
-            out=str(self._output.path),
-            bucket=self._bucket,
-            steps=self._options.steps,
-            seed=self._options.seed,
-            cores=self._cores.trainer,
-        )
         with ExitStack() as children:
+            if self._bucket in KINDS:
+                self._bucket = children.enter_context(running_store(self._bucket, self._output.bucket))
+            settings = TrainerSettings(
+                out=str(self._output.path),
+                bucket=self._bucket,
+                steps=self._options.steps,
+                seed=self._options.seed,
+                cores=self._cores.trainer,
+            )
             try:
                 self._run(children, settings)
             finally:

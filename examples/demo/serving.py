@@ -25,26 +25,27 @@ SERVE_ARGUMENTS = (
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without settings that would reach into the demo's servers."""
-    return {
+    kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("DELTA_SYNC_") and name != "VLLM_PLUGINS"
     }
+    # No word to the network, except where the run lies in a Hub.
+    return {"HF_HUB_OFFLINE": "1"} | kept
 
 
 def trainer_environment() -> dict[str, str]:
     """The trainer's threads sleep while they wait for each other: spinning collapses where cores are busy."""
-    return clean_environment() | {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    return clean_environment() | {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def server_environment(core: int) -> dict[str, str]:
-    """Environment of both servers: one pinned computing thread, a small cache, and no word to the network."""
+    """Environment of both servers: one pinned computing thread, a small cache."""
     return clean_environment() | {
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_SECONDS,
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
 
 

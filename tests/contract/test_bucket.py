@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores import Kind
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.bucket.base import MAX_KEY_BYTES, MAX_KEY_PART_BYTES
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
@@ -19,6 +20,8 @@ BAD_KEYS = [
     "a/../b",
     "./a",
     "a/.",
+    "...",
+    "a../b",
     "a b",
     "a\\b",
     "a\0b",
@@ -31,7 +34,6 @@ BAD_KEYS = [
 ]
 GOOD_KEYS = [
     "a",
-    "...",
     ".hidden",
     "-",
     "HEAD.json",
@@ -52,7 +54,9 @@ def test_what_was_put_is_what_comes_back(bucket: Bucket, tmp_path: Path, data: b
     info = bucket.stat("some/key")
     assert (info.key, info.bytes) == ("some/key", len(data))
     assert before - 5 < info.modified < time.time() + 5
-    assert list(bucket.list()) == [info]
+    (listed,) = bucket.list()
+    assert (listed.key, listed.bytes) == (info.key, info.bytes)
+    assert abs(listed.modified - info.modified) < 1
 
 
 def test_put_streams_a_file(bucket: Bucket, tmp_path: Path) -> None:
@@ -194,15 +198,25 @@ def test_list_ascends_by_key_across_folders(bucket: Bucket) -> None:
     assert all(info.bytes == len(info.key) for info in bucket.list())
 
 
-def test_a_key_is_not_a_folder_too(bucket: Bucket) -> None:
+def test_a_key_that_is_a_folder_too_is_refused_or_held(bucket: Bucket, kind: Kind) -> None:
     bucket.put("a", b"x")
-    with pytest.raises(UsageError):
-        bucket.put("a/b", b"y")
-    bucket.put("b/c", b"x")
-    for if_absent in (False, True):
+    bucket.put("b/c", b"z")
+    if kind.refuses_folder_keys:
         with pytest.raises(UsageError):
-            bucket.put("b", b"y", if_absent=if_absent)
-    assert [info.key for info in bucket.list()] == ["a", "b/c"]
+            bucket.put("a/b", b"y")
+        for if_absent in (False, True):
+            with pytest.raises(UsageError):
+                bucket.put("b", b"y", if_absent=if_absent)
+        assert [info.key for info in bucket.list()] == ["a", "b/c"]
+    else:
+        bucket.put("a/b", b"y")
+        bucket.put("b", b"w", if_absent=True)
+        assert [info.key for info in bucket.list()] == ["a", "a/b", "b", "b/c"]
+        assert [bucket.get(key) for key in ("a", "a/b", "b", "b/c")] == [b"x", b"y", b"w", b"z"]
+
+
+def test_it_says_whether_creation_is_exclusive(bucket: Bucket, kind: Kind) -> None:
+    assert bucket.exclusive == kind.exclusive
 
 
 def test_get_file_replaces_or_leaves_the_target(bucket: Bucket, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_full_disk(disk: str, tmp_path: Path) -> None:
     place.mkdir()
     prefix = [*inside, str(place)] if inside else []
     command = [*prefix, sys.executable, "-c", FILL, str(place / "bucket"), str(limit)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.startswith("store cannot write key 'objects/large' of file://")
@@ -313,8 +313,10 @@ def test_escapes_mean_something_in_urls_only(tmp_path: Path) -> None:
     [
         ("", "names nothing"),
         ("a\0b", "names nothing"),
-        ("s3://bucket/prefix", "unknown scheme 's3'; understood: a path, or file:///absolute/path"),
-        ("hf://buckets/a/b", "unknown scheme 'hf'"),
+        ("ftp://host/path", "unknown scheme 'ftp'; understood: a path, file:///absolute/path, hf://"),
+        ("s3://", "names no bucket: write s3://bucket/run"),
+        ("s3://bucket/a//b", "has a path that cannot be used"),
+        ("s3://key:secret@bucket/run", "give credentials in the environment"),
         ("file:relative", "no absolute path"),
         ("file:/one/slash", "no absolute path"),
         ("file://", "no absolute path"),

@@ -1,6 +1,7 @@
 """Any sequence of calls leaves a bucket as it would leave a dict."""
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.contract.conftest import PLACES
+from tests.contract.conftest import reachable
+from tests.stores import STORES
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 
@@ -16,18 +18,19 @@ KEYS = st.sampled_from(["a/x", "a/y", "a-x", "a.x", "b/x/deep", "b/x/deeper", "H
 DATA = st.binary(max_size=40)
 
 
-@pytest.mark.parametrize("place", sorted(PLACES))
+@pytest.mark.parametrize("place", sorted(STORES))
 def test_a_bucket_is_a_sorted_dict(place: str) -> None:
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            self.folder = tempfile.TemporaryDirectory()
-            self.bucket = open_bucket(PLACES[place](Path(self.folder.name)))
+            self.stack = ExitStack()
+            folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+            store = self.stack.enter_context(reachable(place, folder))
+            self.bucket = self.stack.enter_context(open_bucket(store.url))
             self.model: dict[str, bytes] = {}
 
         def teardown(self) -> None:
-            self.bucket.close()
-            self.folder.cleanup()
+            self.stack.close()
 
         @rule(key=KEYS, data=DATA)
         def put(self, key: str, data: bytes) -> None:

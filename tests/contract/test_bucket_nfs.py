@@ -4,8 +4,8 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -97,7 +97,7 @@ def test_an_object_replaced_while_it_is_read_is_read_from_the_beginning(
     class Forgotten:
         """A file whose server forgets it after the first piece."""
 
-        def __init__(self, file: IO[bytes]) -> None:
+        def __init__(self, file: BufferedIOBase) -> None:
             self._file = file
 
         def __enter__(self) -> "Forgotten":
@@ -106,12 +106,12 @@ def test_an_object_replaced_while_it_is_read_is_read_from_the_beginning(
         def __exit__(self, *rest: object) -> None:
             self._file.close()
 
-        def read(self, size: int) -> bytes:
-            taken.append(size)
+        def readinto(self, buffer: memoryview) -> int:
+            taken.append(len(buffer))
             if len(taken) == 2:
                 LocalBucket(root).put("key", b"new " * 2_000_000)
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-            return self._file.read(size)
+            return self._file.readinto(buffer)
 
     def opened(path: object, mode: str = "r") -> object:
         file = real(path, mode)  # type: ignore[call-overload]

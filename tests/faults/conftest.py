@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.hooks import Hooked, Trainer
+from tests.hub_buckets import hub as hub
+from tests.hub_buckets import hub_server as hub_server
 
 
 @pytest.fixture

@@ -148,14 +148,14 @@ def test_call_while_a_version_is_under_way_is_skipped_or_waits(bucket: Hooked, t
     def block(key: str) -> None:
         if key.startswith("objects/"):
             reached.set()
-            assert gate.wait(30)
+            assert gate.wait(120)
 
     with Publisher(trainer.live, bucket) as publisher:
         bucket.before = block
         trainer.step()
         first_weights = trainer.copy()
         first = publisher.publish(step=1)
-        assert reached.wait(30)
+        assert reached.wait(120)
         trainer.step()
         skipped = publisher.publish(step=2)
         assert (skipped.version, skipped.kind, skipped.payload_bytes) == (None, "skipped", 0)
@@ -180,7 +180,7 @@ def test_skipped_call_still_drains_what_it_was_handed(bucket: Hooked, trainer: T
             drained.append(name)
 
     with Publisher(trainer.live, bucket) as publisher:
-        bucket.before = lambda key: assert_true(gate.wait(30))
+        bucket.before = lambda key: assert_true(gate.wait(120))
         publisher.publish(step=1)
         assert publisher.publish(step=2, weights=weights()).version is None
         assert drained == list(trainer.live)

@@ -328,7 +328,7 @@ def test_object_that_reads_back_otherwise_is_never_committed(spoiled: Spoiled, t
         spoiled.prefix, spoiled.times = "objects/", 1
         trainer.step()
         publisher.publish(step=1)
-        with pytest.raises(PublishError, match="reads back with SHA-256"):
+        with pytest.raises(PublishError, match="reads back with another SHA-256"):
             publisher.flush()
         assert open_run(spoiled.url).head().version == 0
         publisher.publish(step=2)

@@ -7,6 +7,7 @@ A bucket holds immutable-looking blobs under keys. Every implementation keeps th
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ class ObjectInfo:
     """What ``stat`` and ``list`` say of an object.
 
     ``bytes`` is its size; ``modified`` is when it was last put, in seconds since the epoch by the store's
-    clock.
+    clock, to the second: of one object some stores say milliseconds in a listing and none otherwise.
     """
 
     key: str
@@ -38,9 +39,10 @@ class ObjectInfo:
 class Bucket(ABC):
     """A flat namespace of objects.
 
-    **Keys** are ``part(/part)*`` of ``[A-Za-z0-9._-]``, no part ``.`` or ``..``, each part at most 255
+    **Keys** are ``part(/part)*`` of ``[A-Za-z0-9._-]``, no part ``.`` and none that ends in
+    ``..`` (the Hub takes none), each part at most 255
     bytes, 512 in all. No key may be a folder of another (``a`` beside ``a/b``): some stores cannot hold
-    both.
+    both, and refuse the second one with UsageError; others do not notice.
 
     **Atomic.** A reader sees an object whole, old or new, or not at all; a writer that dies leaves nothing
     visible.
@@ -52,18 +54,29 @@ class Bucket(ABC):
 
     **Create-if-absent.** Of any number of writers racing with ``if_absent=True`` for one key exactly one
     returns; the others raise ConflictError. After a StoreError the object may or may not be there: a caller
-    that tries again has to expect its own object, by reading it back on ConflictError.
+    that tries again has to expect its own object, by reading it back on ConflictError. A store that cannot promise
+    that says so in ``exclusive``; none but a directory promises it for more than 64 MB, which go up in parts.
 
     **Threads and processes.** Any number may use the same bucket, and threads the same instance, without
     locks.
 
     **Errors** of every method: UsageError for a key that is not well-formed; StoreError when the store
     cannot be reached, is full, or refuses; the message names key, place and mend. Nothing else escapes,
-    except what the methods list themselves.
+    except what the methods list themselves. Of StoreError, AccessError is for credentials that are refused, and
+    UnavailableError for what is worth trying again at once.
+
+    **Flow.** Bytes are told to ``flow.moved`` as they come and go, in the thread of the call.
     """
 
     url: str
     """What ``open_bucket`` takes to open the same bucket again. Holds no credentials: it is shown and written down."""
+
+    exclusive: bool = True
+    """Whether create-if-absent holds. Otherwise the key is looked up before and read back after the write, so two
+    writers at one moment may both be told that they were first, and who comes last is the one that stays."""
+
+    overwrite_seconds: float = 0.0
+    """How far apart overwrites of one key have to be; the store refuses more of them as too many requests."""
 
     @abstractmethod
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
@@ -130,6 +143,11 @@ class Bucket(ABC):
     def delete(self, key: str) -> None:
         """Remove an object; done when there is none."""
 
+    @contextmanager
+    def transfer(self, key: str) -> Iterator[None]:
+        """Calls of ``get_range`` within the block fetch one large object together, and are shown as one thing."""
+        yield
+
     def close(self) -> None:
         """Give back connections and threads; safe to call twice. No other method may be called afterwards."""
         return None
@@ -192,7 +210,9 @@ def check_size(key: str, size: int, max_bytes: int | None) -> None:
 
 
 def _check_part(part: str, key: str) -> None:
-    if not _PART.fullmatch(part) or part in (".", ".."):
-        raise UsageError(f"key {key!r} has the part {part!r}; parts are of A-Z a-z 0-9 . _ - and never '.' or '..'")
+    if not _PART.fullmatch(part) or part == "." or part.endswith(".."):
+        raise UsageError(
+            f"key {key!r} has the part {part!r}; parts are of A-Z a-z 0-9 . _ - and are not '.' nor end in '..'"
+        )
     if len(part) > MAX_KEY_PART_BYTES:
         raise UsageError(f"key {key[:80]!r}… has a part of {len(part)} characters; {MAX_KEY_PART_BYTES} are allowed")

@@ -16,8 +16,9 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from vllm_delta_sync.bucket.base import (
     MAX_KEY_BYTES,
@@ -29,6 +30,7 @@ from vllm_delta_sync.bucket.base import (
     check_size,
 )
 from vllm_delta_sync.bucket.confined import open_folder, refuse_link
+from vllm_delta_sync.bucket.flow import moved
 from vllm_delta_sync.bucket.nfs import StagedFile, again, is_silly
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 
@@ -36,7 +38,7 @@ STAGING = "~staging"
 """Not a valid part of a key, so that no object can ever be in its way."""
 STALE_STAGING_SECONDS = 24 * 3600.0
 """A staging file untouched for so long belongs to a writer that died."""
-COPY_BYTES = 4 * 1024 * 1024
+COPY_BYTES = 1024 * 1024
 _Result = TypeVar("_Result")
 
 # Without O_NONBLOCK somebody's named pipe would hold a reader for ever.
@@ -87,7 +89,7 @@ class LocalBucket(Bucket):
                 self._discard(staged)
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        def read(file: IO[bytes], info: ObjectInfo) -> bytes:
+        def read(file: BufferedIOBase, info: ObjectInfo) -> bytes:
             check_size(key, info.bytes, max_bytes)
             try:
                 data = file.read(info.bytes)
@@ -97,14 +99,17 @@ class LocalBucket(Bucket):
                 ) from error
             if len(data) != info.bytes:
                 raise OSError(errno.EIO, f"{len(data)} of {info.bytes} bytes came")
+            moved(len(data))
             return data
 
         return self._read_object(key, read)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        def read(file: IO[bytes], info: ObjectInfo) -> bytes:
+        def read(file: BufferedIOBase, info: ObjectInfo) -> bytes:
             file.seek(min(start, info.bytes))
-            return file.read(max(0, min(length, info.bytes - start)))
+            data = file.read(max(0, min(length, info.bytes - start)))
+            moved(len(data))
+            return data
 
         check_range(key, start, length)
         return self._read_object(key, read)
@@ -112,12 +117,12 @@ class LocalBucket(Bucket):
     def get_file(self, key: str, path: Path) -> None:
         part = path.with_name(f".{secrets.token_hex(8)}.part")
 
-        def read(file: IO[bytes], info: ObjectInfo) -> None:
+        def read(file: BufferedIOBase, info: ObjectInfo) -> None:
             copy.seek(0)
             copy.truncate()
-            while chunk := file.read(COPY_BYTES):
+            for block in _blocks(file):
                 try:
-                    copy.write(chunk)
+                    copy.write(block)
                 except OSError as error:
                     raise self._no_copy(key, path, error) from error
 
@@ -210,7 +215,7 @@ class LocalBucket(Bucket):
     def _conflict(self, key: str) -> ConflictError:
         return ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
 
-    def _stage(self, data: bytes | IO[bytes]) -> StagedFile:
+    def _stage(self, data: bytes | BufferedIOBase) -> StagedFile:
         """Write ``data`` durably where no reader sees it."""
         name = f"{os.getpid()}-{secrets.token_hex(8)}"
         with open_folder(self._root, [STAGING], create=True) as staging:
@@ -219,10 +224,12 @@ class LocalBucket(Bucket):
                 with open(os.open(name, _CREATE, 0o666, dir_fd=staging), "wb") as file:
                     if isinstance(data, bytes):
                         file.write(data)
+                        moved(len(data))
                     else:
                         if data.seekable():
                             data.seek(0)
-                        _copy(data, file)
+                        for block in _blocks(data):
+                            file.write(block)
                     file.flush()
                     os.fsync(file.fileno())
                     staged, now = StagedFile.of(name, file.fileno()), os.fstat(file.fileno()).st_mtime
@@ -258,7 +265,7 @@ class LocalBucket(Bucket):
 
     # Reading
 
-    def _read_object(self, key: str, read: Callable[[IO[bytes], ObjectInfo], _Result]) -> _Result:
+    def _read_object(self, key: str, read: Callable[[BufferedIOBase, ObjectInfo], _Result]) -> _Result:
         """Open an object and read it; from the beginning if it is replaced meanwhile and its server forgets it."""
         folders, name = _split(key)
 
@@ -374,16 +381,19 @@ def _failure(action: str, error: OSError) -> str:
     return f"cannot {action}: {error.strerror or error}; {mend}"
 
 
-def _open_source(key: str, path: Path) -> IO[bytes]:
+def _open_source(key: str, path: Path) -> BufferedIOBase:
     try:
         return open(path, "rb")
     except OSError as error:
         raise UsageError(f"cannot read {path} to put it under key {key!r}: {error.strerror}; check the path") from error
 
 
-def _copy(source: IO[bytes], target: IO[bytes]) -> None:
-    while chunk := source.read(COPY_BYTES):
-        target.write(chunk)
+def _blocks(source: BufferedIOBase) -> Iterator[memoryview]:
+    """What is left to read, in views of one buffer: each holds until the next is asked for."""
+    buffer = memoryview(bytearray(COPY_BYTES))
+    while count := source.readinto(buffer):
+        moved(count)
+        yield buffer[:count]
 
 
 def _unlink(path: str | Path, folder: int | None = None) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from vllm_delta_sync import __version__
 from vllm_delta_sync.cli import broker as cli_broker
 from vllm_delta_sync.cli import compact as cli_compact
+from vllm_delta_sync.cli import doctor as cli_doctor
 from vllm_delta_sync.cli import keys as cli_keys
 from vllm_delta_sync.cli import repair as cli_repair
 from vllm_delta_sync.cli import retention as cli_retention
@@ -48,11 +49,11 @@ examples:
   delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
   delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
 """
-MODULES = (cli_verify, cli_repair, cli_retention, cli_compact, cli_keys, cli_broker)
+MODULES = (cli_verify, cli_repair, cli_retention, cli_compact, cli_keys, cli_doctor, cli_broker)
 """Further subcommands: each has ``add`` and ``COMMANDS``."""
 # Settings that `serve` takes as flags: field, metavar, help. Values are checked where settings are.
 SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
-    ("bucket", "URL", "run to follow: file:///path/run or a plain path"),
+    ("bucket", "URL", "run to follow: hf://buckets/NAMESPACE/BUCKET/run, s3://bucket/run, … or a path"),
     ("notice", "ADDRESS", "the publisher's notices, tcp://host:port; without it the bucket is polled"),
     ("trusted_keys", "FILES", "public key files, separated by commas: what they have not signed is refused"),
     ("state_dir", "DIR", "where what was seen of the run is kept across restarts; goes with --trusted-keys"),
@@ -68,6 +69,13 @@ SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("rescan_bytes", "BYTES", "weights to compare beside each staging, all in turn; 0: none"),
     ("cache_dir", "DIR", "where the ranks of a node share what they fetch"),
     ("cache_bytes", "BYTES", "how much may lie there"),
+    ("mirror", "URL", "copy or HTTP cache in front of the bucket, from which objects are taken if they are right"),
+    ("store_endpoint", "URL", "address of an S3-compatible store, another Hub or an emulator"),
+    ("store_deadline", "SECONDS", "when one try of a request to the store is given up"),
+    ("store_connections", "N", "requests that one process has in flight to the store"),
+    ("store_download_limit", "BYTES", "bytes per second that one process takes from the store"),
+    ("store_upload_limit", "BYTES", "bytes per second that one process sends to the store"),
+    ("store_progress", "MODE", "what shows long transfers: auto, bar, log or off"),
     ("receiver_id", "NAME", "tell retention under this name what is served; without it nothing is written"),
     ("admin_token_file", "PATH", "file with the token that state-changing routes then ask for"),
     ("target", "VERSION", "what to serve: head, a version's number, or tag:NAME, followed as the tag moves forward"),

@@ -9,6 +9,7 @@ from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.trust import Keyring
 
 if TYPE_CHECKING:
+    from vllm_delta_sync.bucket import StoreOptions
     from vllm_delta_sync.chain import Run
 
 BUCKET_VARIABLE = "DELTA_SYNC_BUCKET"
@@ -79,6 +80,13 @@ def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
     return Keyring.load(trusted, signing)
 
 
+def without_mirror() -> "StoreOptions":
+    """What the environment says of stores; what looks after a bucket must not be shown the one in front of it."""
+    from vllm_delta_sync.bucket.options import options_from
+
+    return options_from().model_copy(update={"mirror": None})
+
+
 def opened(options: argparse.Namespace, writes: bool = False) -> "Run":
     """The run that is meant, checked with the keys that are meant.
 
@@ -92,7 +100,7 @@ def opened(options: argparse.Namespace, writes: bool = False) -> "Run":
     from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.upkeep.key_list import check_signer
 
-    run = open_run(bucket_url(options), keyring_of(options, writes))
+    run = open_run(bucket_url(options), keyring_of(options, writes), without_mirror())
     if writes:
         check_signer(run)
     return run

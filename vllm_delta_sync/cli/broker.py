@@ -52,6 +52,8 @@ def _broker(options: argparse.Namespace) -> Answer:
         options.publishers, options.subscribers, options.key, options.allowed_publishers, options.allowed_subscribers
     )
     before = signal.signal(signal.SIGTERM, lambda number, frame: broker.stop())
+    # Handlers run between two steps of Python: a signal that came just before the poll would wait for the next notice.
+    woken = signal.set_wakeup_fd(broker.wakeup, warn_on_full_buffer=False)
     try:
         bound = {"publishers": broker.publishers, "subscribers": broker.subscribers, "curve": options.key is not None}
         if options.json:
@@ -61,6 +63,7 @@ def _broker(options: argparse.Namespace) -> Answer:
             print(f"publishers {broker.publishers}, subscribers {broker.subscribers}, {keys}", flush=True)
         broker.run()
     finally:
+        signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGTERM, before)
         broker.close()
         logging.info("passed %d notices on, dropped %d messages", broker.passed, broker.dropped)

@@ -1,6 +1,12 @@
 """``delta-sync compact``: arguments and output; what it does is in ``compaction``."""
 
 import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, add_trust, opened
@@ -10,13 +16,19 @@ EXAMPLES = """\
 A folded range is one object in the place of 4, 16, 64 … versions, so that a server that is n versions behind reads
 O(log n) objects. An anchor is a full snapshot, so that nobody has to replay what lies before it. Both are made from
 what is in the bucket (an anchor also from the base), on any machine, beside a running publisher. Ended at any moment
-(Ctrl-C) the run stays whole; the next call goes on from there.
+the run stays whole; the next call goes on from there. Ctrl-C ends it with temporary files removed, twice at once.
+
+Folded ranges are of codec packed, which is read fast, forwards and backwards. --codec context makes them smaller, for
+slow links and archives; they are read more slowly, and forwards only, since it takes the weights before them. Writing
+them, and folding versions that are of codec context, takes those weights too: the base has to be at hand. Ranges that
+are there stay as they are.
 
 examples:
   delta-sync compact --bucket /data/runs/a --dry-run
   delta-sync compact --bucket /data/runs/a
   delta-sync compact --bucket /data/runs/a --anchor head --base /models/qwen3
   delta-sync compact --bucket /data/runs/a --no-folds --anchor tag:best --json
+  delta-sync compact --bucket /data/archive/a --codec context --base /models/qwen3
   delta-sync compact --bucket /data/runs/a --signing-key trainer.key   (where the run is signed)
 """
 
@@ -34,6 +46,12 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_trust(parser, signing=True)
     parser.add_argument("--anchor", metavar="N|head|tag:NAME", help="also make the anchor of this version")
     parser.add_argument("--no-folds", action="store_true", help="make no folded ranges")
+    parser.add_argument(
+        "--codec",
+        choices=("packed", "context"),
+        default="packed",
+        help="of the folded ranges that are made; context is smaller and read forwards only; default: packed",
+    )
     parser.add_argument("--scratch", metavar="DIR", help="folder for temporary files; default: the system's")
     parser.add_argument("--dry-run", action="store_true", help="only say what is missing")
     add_json(parser)
@@ -54,15 +72,18 @@ def _compact(options: argparse.Namespace) -> Answer:
         bar[0].update(done, what)
 
     try:
-        report = compact(
-            run,
-            options.base,
-            folds=not options.no_folds,
-            anchor=anchor,
-            dry_run=options.dry_run,
-            scratch=options.scratch,
-            progress=tell,
-        )
+        with _stopping() as stop:
+            report = compact(
+                run,
+                options.base,
+                folds=not options.no_folds,
+                anchor=anchor,
+                dry_run=options.dry_run,
+                scratch=options.scratch,
+                progress=tell,
+                stop=stop,
+                codec=options.codec,
+            )
     finally:
         for drawn in bar:
             drawn.close()
@@ -78,6 +99,37 @@ def _compact(options: argparse.Namespace) -> Answer:
         "seconds": round(report.seconds, 3),
     }
     return document, lambda: _print(document)
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks to stop where nothing is half done; wherever it may strike, a store's client and the removal of
+    temporary files among it, only the second one does. Whoever has told this process to ignore it is obeyed.
+
+    Raises:
+        KeyboardInterrupt: it was asked to stop, and has.
+    """
+    from vllm_delta_sync.upkeep.compaction_scratch import StoppedError, never
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield never
+        return
+    asked = threading.Event()
+
+    def ask(_number: int, _frame: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        # A write of Python's own could have been interrupted by this very call.
+        os.write(sys.stderr.fileno(), b"\ncompact ends as soon as nothing is half done; Ctrl-C again ends it at once\n")
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    except StoppedError as error:
+        raise KeyboardInterrupt from error
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wanted(text: str | None) -> int | str | None:

@@ -5,7 +5,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, bucket_url, keyring_of
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    Command,
+    add_bucket,
+    add_json,
+    add_trust,
+    bucket_url,
+    keyring_of,
+    without_mirror,
+)
 from vllm_delta_sync.errors import UsageError
 
 KEYGEN_EXAMPLES = """\
@@ -102,7 +111,7 @@ def _keys(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.upkeep.key_list import list_keys
 
-    run = open_run(bucket_url(options), keyring_of(options, signs=False))
+    run = open_run(bucket_url(options), keyring_of(options, signs=False), without_mirror())
     found = list_keys(run)
     document: dict[str, Any] = {
         "run": run.info.run,
@@ -154,7 +163,7 @@ def _change(options: argparse.Namespace) -> Answer:
 
     if options.version is not None and not (options.retire or options.revoke):
         raise UsageError("--version goes with --retire or --revoke")
-    bucket = open_bucket(bucket_url(options))
+    bucket = open_bucket(bucket_url(options), without_mirror())
     change = change_keys(
         bucket,
         keyring_of(options),

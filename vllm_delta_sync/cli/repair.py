@@ -12,6 +12,7 @@ from vllm_delta_sync.cli.arguments import (
     add_trust,
     bucket_url,
     keyring_of,
+    without_mirror,
 )
 from vllm_delta_sync.cli.text import Progress, clean, print_fields
 from vllm_delta_sync.cli.verify import show
@@ -52,7 +53,7 @@ def _repair(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.upkeep.retention_record import ranges
     from vllm_delta_sync.wire import manifest as keys
 
-    bucket = open_bucket(bucket_url(options))
+    bucket = open_bucket(bucket_url(options), without_mirror())
     bar = Progress(sum(1 for _ in bucket.list(keys.VERSIONS_PREFIX)), "versions")
     try:
         report = repair(

@@ -62,6 +62,7 @@ def _verify(options: argparse.Namespace) -> Answer:
         "signed_by": report.signed,
         "signatures_checked": report.checked,
         "refused": report.refused,
+        "undecoded": report.undecoded,
         "notes": report.notes,
     }
     if options.all:

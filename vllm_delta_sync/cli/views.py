@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.parts import Outline, needs_weights, outline
 from vllm_delta_sync.cli.text import percent, print_columns, print_fields, shape, size, times
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.trust.keyring import short
@@ -165,7 +166,12 @@ def version_document(run: Run, version: int) -> Document:
     if version > head:
         raise NotFoundError(f"version {version} is not published; the newest is {head}")
     manifest = run.manifest(version)
-    changes = run.changes(manifest)
+    if needs_weights(manifest):
+        # Without the weights before it nobody can tell how far elements moved.
+        found = outline(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
+        tensors = [_changed_row(run, tensor, found) for tensor in sorted(found.counts)]
+    else:
+        tensors = _changed_tensors(run, run.changes(manifest))
     return {
         **_summary(run, manifest),
         "run": manifest.run,
@@ -175,17 +181,26 @@ def version_document(run: Run, version: int) -> Document:
         "requires": manifest.requires,
         "base": manifest.base.location if manifest.base else None,
         "objects": [ref.model_dump() for ref in manifest.objects],
-        "tensors": _changed_tensors(run, changes),
+        "tensors": tensors,
     }
+
+
+def _changed_row(run: Run, tensor: int, found: Outline) -> Document:
+    how = "full" if tensor in found.full else "sparse"
+    return {**_row(run, tensor, how), "changed": found.counts[tensor]}
+
+
+def _row(run: Run, tensor: int, how: str) -> Document:
+    spec = run.table[tensor]
+    row = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "sent": how, "changed": 0}
+    return {**row, "total": spec.numel, "bytes": spec.nbytes, "one_ulp": None}
 
 
 def _changed_tensors(run: Run, changes: Changes) -> list[Document]:
     rows: dict[int, Document] = {}
 
     def row_of(tensor: int, how: str) -> Document:
-        spec = run.table[tensor]
-        empty = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "sent": how, "changed": 0}
-        return rows.setdefault(tensor, {**empty, "total": spec.numel, "bytes": spec.nbytes, "one_ulp": None})
+        return rows.setdefault(tensor, _row(run, tensor, how))
 
     for group in changes.sparse:
         for tensor, positions, data in group.tensors():

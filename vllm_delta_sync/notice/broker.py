@@ -4,7 +4,6 @@ It believes nothing and knows nothing of runs: a topic and a short message go in
 came last on a topic is kept, and given to whoever subscribes.
 """
 
-import logging
 from pathlib import Path
 
 import zmq
@@ -27,8 +26,9 @@ from vllm_delta_sync.notice.sockets import (
     open_socket,
     reason,
 )
+from vllm_delta_sync.redaction import guarded_logger
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 MAX_TOPICS = 1024
 MAX_TURN = 256
@@ -44,6 +44,7 @@ class Broker:
     Attributes:
         publishers, subscribers: the addresses as bound.
         passed: messages passed on. dropped: messages that were no notices by their form.
+        wakeup: file descriptor for ``signal.set_wakeup_fd``, so that no signal waits for ``run``'s poll.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Broker:
         lists = _keys(key, allowed_publishers, allowed_subscribers, self._quiet)
         self._context = zmq.Context()
         self._wake = Wake()
+        self.wakeup = self._wake.sender
         self._gate: curve.Gate | None = None
         self._watches: list[Watch] = []
         self._sources = open_socket(self._context, zmq.XSUB, MAX_FRAME_BYTES)

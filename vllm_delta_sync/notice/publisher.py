@@ -1,6 +1,5 @@
 """The trainer's end of notices."""
 
-import logging
 import threading
 import time
 from collections import deque
@@ -26,9 +25,10 @@ from vllm_delta_sync.notice.sockets import (
     open_socket,
     reason,
 )
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 CONNECT_PREFIX = "connect:"
 DOMAIN = "subscribers"

@@ -65,17 +65,17 @@ class Quiet:
 
 
 class Wake:
-    """Ends another thread's poll. ``fd`` is what to poll."""
+    """Ends another thread's poll. ``fd`` is what to poll, whatever is written to ``sender`` ends it."""
 
     def __init__(self) -> None:
-        self.fd, self._sender = os.pipe()
+        self.fd, self.sender = os.pipe()
         os.set_blocking(self.fd, False)
-        os.set_blocking(self._sender, False)
+        os.set_blocking(self.sender, False)
 
     def set(self) -> None:
         """From any thread, and from signal handlers."""
         try:
-            os.write(self._sender, b"!")
+            os.write(self.sender, b"!")
         except BlockingIOError:
             pass
 
@@ -89,7 +89,7 @@ class Wake:
 
     def close(self) -> None:
         os.close(self.fd)
-        os.close(self._sender)
+        os.close(self.sender)
 
 
 class Watch:

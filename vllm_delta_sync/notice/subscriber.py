@@ -11,6 +11,7 @@ from vllm_delta_sync.errors import FormatError, NoticeError
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import Believer, Message, Notice, parse
 from vllm_delta_sync.notice.sockets import MAX_FRAME_BYTES, Link, Quiet, check_port, open_socket, reason
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring
 
 MAX_DRAIN = 1000
@@ -56,7 +57,7 @@ class NoticeSubscriber:
         try:
             if keys is not None:
                 curve.as_client(self._socket, *keys)
-            self._link = Link(self._socket, address, Quiet(log or logging.getLogger(__name__)))
+            self._link = Link(self._socket, address, Quiet(log or guarded_logger(__name__)))
         except BaseException:
             self._socket.close(linger=0)
             self._context.term()

@@ -1,0 +1,232 @@
+"""Faults on order, and a record of what was asked: the outermost layer of the loopback Hub."""
+
+import asyncio
+import re
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+CONTROL = "/_"
+"""Paths that steer the server: never at fault, never recorded."""
+
+KINDS = ("status", "stall", "cut", "flip", "drop", "lose")
+RECORDED = 100_000
+STALL_STEP_SECONDS = 0.05
+
+
+@dataclass
+class Rule:
+    """One fault.
+
+    Attributes:
+        kind: ``status``: answer with ``code`` and do nothing. ``stall``: wait ``seconds`` before the request is
+            served, or with ``at`` before that byte of the answer. ``cut``: close the connection within the body.
+            ``flip``: change one byte of the body. ``drop``: close the connection, the request is not served.
+            ``lose``: serve the request, then close the connection without the answer.
+        path: pattern that a part of the path must match. method: pattern that the whole method must match.
+        times: how often; None: for ever. after: requests that match and are let through first.
+        at: place in the body, in bytes; None: its middle. upload: ``cut`` and ``flip`` in the request's body.
+        headers: of an answer of kind ``status``.
+    """
+
+    kind: str
+    path: str = ""
+    method: str = ".*"
+    times: int | None = 1
+    after: int = 0
+    code: int = 503
+    seconds: float = 0.0
+    at: int | None = None
+    upload: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"fault kind {self.kind!r} is not one of {', '.join(KINDS)}")
+
+
+class CutError(Exception):
+    """The connection was closed on purpose."""
+
+
+class Faults:
+    """ASGI layer around the server's routes. Rules and record may be used from any thread."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._lock = threading.Lock()
+        self.rules: list[Rule] = []
+        self.record: deque[dict[str, Any]] = deque(maxlen=RECORDED)
+
+    def add(self, **rule: Any) -> None:
+        """Raises TypeError, ValueError: no rule."""
+        with self._lock:
+            self.rules.append(Rule(**rule))
+
+    def clear(self, path: str | None = None) -> None:
+        """No faults any more, or none by this pattern; stalls end."""
+        with self._lock:
+            self.rules = [rule for rule in self.rules if path is not None and rule.path != path]
+
+    def pending(self) -> list[dict[str, Any]]:
+        with self._lock:
+            return [asdict(rule) for rule in self.rules]
+
+    def requests(self) -> list[dict[str, Any]]:
+        with self._lock:
+            return [dict(entry) for entry in self.record]
+
+    def forget(self) -> None:
+        with self._lock:
+            self.record.clear()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(CONTROL):
+            await self._app(scope, receive, send)
+            return
+        rule, entry = self._begin(scope)
+        exchange = _Exchange(scope, receive, send, rule, entry, self)
+        try:
+            await exchange.run(self._app)
+        except Exception:
+            # The closed connection surfaces as whatever the layers between make of it.
+            if not exchange.closed:
+                raise
+
+    def _begin(self, scope: Scope) -> tuple[Rule | None, dict[str, Any]]:
+        headers = dict(scope["headers"])
+        entry = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "query": scope["query_string"].decode(),
+            "range": headers.get(b"range", b"").decode() or None,
+            "status": None,
+            "sent": 0,
+            "fault": None,
+        }
+        with self._lock:
+            self.record.append(entry)
+            for rule in self.rules:
+                if not (re.search(rule.path, scope["path"]) and re.fullmatch(rule.method, scope["method"])):
+                    continue
+                if rule.times == 0:
+                    continue
+                if rule.after:
+                    rule.after -= 1
+                    continue
+                if rule.times is not None:
+                    rule.times -= 1
+                entry["fault"] = rule.kind
+                return rule, entry
+        return None, entry
+
+
+class _Exchange:
+    """One request and its answer, perhaps with a fault."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, rule: Rule | None, entry: dict[str, Any], faults: Faults
+    ) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._rule, self._entry, self._faults = rule, entry, faults
+        self._kind = rule.kind if rule else None
+        self._sent = self._taken = 0
+        self._turn: int | None = None
+        self.closed = False
+
+    async def run(self, app: ASGIApp) -> None:
+        rule = self._rule
+        if rule is not None and rule.kind == "status":
+            await self._answer(rule)
+        elif rule is not None and rule.kind == "drop":
+            self._close()
+        else:
+            if rule is not None and rule.kind == "stall" and rule.at is None:
+                await self._wait(rule)
+            await app(self._scope, self.receive, self.send)
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        rule = self._rule
+        if rule is None or not rule.upload or message["type"] != "http.request":
+            return message
+        if self._turn is None:
+            self._turn = _place(rule, dict(self._scope["headers"]))
+        body = message.get("body", b"")
+        if self._taken <= self._turn < self._taken + len(body):
+            if rule.kind == "cut":
+                self._close()
+            if rule.kind == "flip":
+                message = {**message, "body": _flipped(body, self._turn - self._taken)}
+        self._taken += len(body)
+        return message
+
+    async def send(self, message: Message) -> None:
+        rule = self._rule
+        if self.closed or (rule is not None and rule.kind == "lose"):
+            self._close()
+        if message["type"] == "http.response.start":
+            self._entry["status"] = message["status"]
+            if rule is not None and not rule.upload and (rule.kind != "stall" or rule.at is not None):
+                self._turn = _place(rule, dict(message["headers"]))
+        elif rule is not None and not rule.upload and self._turn is not None:
+            message = await self._spoil(rule, message, self._turn)
+        size = len(message.get("body", b""))
+        self._sent += size
+        self._entry["sent"] = self._sent
+        await self._send(message)
+
+    async def _spoil(self, rule: Rule, message: Message, turn: int) -> Message:
+        body = message.get("body", b"")
+        here = turn - self._sent
+        if not 0 <= here < len(body):
+            return message
+        if rule.kind == "flip":
+            return {**message, "body": _flipped(body, here)}
+        if rule.kind in ("cut", "stall"):
+            if here:
+                await self._send({"type": "http.response.body", "body": bytes(body[:here]), "more_body": True})
+                self._sent += here
+            if rule.kind == "cut":
+                self._close(after_flush=True)
+            await self._wait(rule)
+            return {**message, "body": body[here:]}
+        return message
+
+    async def _answer(self, rule: Rule) -> None:
+        body = b'{"error":"fault on order"}'
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **rule.headers}
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        self._entry["status"] = rule.code
+        await self._send({"type": "http.response.start", "status": rule.code, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body if self._scope["method"] != "HEAD" else b""})
+
+    async def _wait(self, rule: Rule) -> None:
+        until = time.monotonic() + rule.seconds
+        while time.monotonic() < until and rule in self._faults.rules:
+            await asyncio.sleep(STALL_STEP_SECONDS)
+
+    def _close(self, after_flush: bool = False) -> None:
+        # uvicorn hands out the bound method of the object that owns the connection; ASGI itself cannot close one.
+        exchange = self._send.__self__  # type: ignore[attr-defined]
+        if after_flush:
+            exchange.transport.close()
+        else:
+            exchange.transport.abort()
+        exchange.disconnected = self.closed = True
+        raise CutError
+
+
+def _place(rule: Rule, headers: dict[bytes, bytes]) -> int:
+    """The byte of a body at which a fault strikes."""
+    if rule.at is not None:
+        return rule.at
+    return int(headers.get(b"content-length", b"0")) // 2
+
+
+def _flipped(body: bytes, at: int) -> bytes:
+    return bytes(body[:at]) + bytes([body[at] ^ 0x01]) + bytes(body[at + 1 :])

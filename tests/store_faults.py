@@ -1,0 +1,240 @@
+"""Buckets that fail, hang, or report, for the tests of what is put around stores."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from pydantic import PrivateAttr
+
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
+from vllm_delta_sync.bucket.deadline import DeadlineBucket
+from vllm_delta_sync.bucket.flow import moved
+from vllm_delta_sync.bucket.limited import LimitedBucket
+from vllm_delta_sync.bucket.metered import MeteredBucket, Metrics
+from vllm_delta_sync.bucket.progress import ProgressBucket
+from vllm_delta_sync.bucket.retrying import RetryingBucket
+from vllm_delta_sync.bucket.wrapper import WrappedBucket, size_of
+from vllm_delta_sync.errors import DeltaSyncError, UnavailableError
+
+_Result = TypeVar("_Result")
+GATE_SECONDS = 600.0
+
+
+def dressed(bucket: Bucket, options: StoreOptions, metrics: Metrics) -> Bucket:
+    """A store with all its wrappers, in the order in which they are worn."""
+    tried = RetryingBucket(
+        LimitedBucket(DeadlineBucket(MeteredBucket(bucket, metrics), options), options), options, metrics
+    )
+    return ProgressBucket(tried, options.store_progress)
+
+
+class FlakyBucket(WrappedBucket):
+    """Breaks off at random, before or after what was asked for has happened, but never ``most`` times in a row."""
+
+    def __init__(self, inner: Bucket, chance: random.Random, share: float = 0.5, most: int = 4) -> None:
+        super().__init__(inner)
+        self.failures = 0
+        self._chance = chance
+        self._share = share
+        self._most = most
+        self._row = 0
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._around(lambda: self._inner.put(key, data, if_absent=if_absent), size_of(data))
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        return self._around(lambda: self._inner.get(key, max_bytes=max_bytes))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._around(lambda: self._inner.get_range(key, start, length))
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._around(lambda: self._inner.get_file(key, path))
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._around(lambda: self._inner.stat(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for item in self._inner.list(prefix):
+            self._fail_at_times()
+            yield item
+        self._fail_at_times()
+
+    def delete(self, key: str) -> None:
+        self._around(lambda: self._inner.delete(key))
+
+    def _around(self, call: Callable[[], _Result], size: int = 0) -> _Result:
+        self._fail_at_times()
+        moved(size)
+        result = call()
+        self._fail_at_times()
+        return result
+
+    def _fail_at_times(self) -> None:
+        if self._row + 1 < self._most and self._chance.random() < self._share:
+            self._row += 1
+            self.failures += 1
+            raise UnavailableError("the connection was cut; check the network")
+        self._row = 0
+
+
+class PlannedBucket(WrappedBucket):
+    """Does what each of the plans says, one for each call of put, get and delete; then what was asked for."""
+
+    def __init__(self, inner: Bucket, *plans: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self.plans = list(plans)
+        self.tries = 0
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._next()
+        self._inner.put(key, data, if_absent=if_absent)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        self._next()
+        return self._inner.get(key, max_bytes=max_bytes)
+
+    def delete(self, key: str) -> None:
+        self._next()
+        self._inner.delete(key)
+
+    def _next(self) -> None:
+        self.tries += 1
+        if self.plans:
+            self.plans.pop(0)()
+
+
+def fail(error: DeltaSyncError) -> Callable[[], None]:
+    def plan() -> None:
+        raise error
+
+    return plan
+
+
+CUT = fail(UnavailableError("the connection was cut; check the network"))
+
+
+class GatedBucket(WrappedBucket):
+    """The calls in ``gates`` say that they have begun, and hang until they are let go. Once each."""
+
+    def __init__(self, inner: Bucket, *calls: str) -> None:
+        super().__init__(inner)
+        self.gates = {call: threading.Event() for call in calls}
+        self.begun = {call: threading.Event() for call in calls}
+        self.ended = {call: threading.Event() for call in calls}
+        self.log: list[tuple[Any, ...]] = []
+        self._fresh = set(calls)
+        self.before: Callable[[], None] = lambda: None
+        self.after: Callable[[], None] = lambda: None
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._through("put", key, lambda: self._inner.put(key, data, if_absent=if_absent))
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        return self._through("get", key, lambda: self._inner.get(key, max_bytes=max_bytes))
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._through("get_file", key, lambda: self._inner.get_file(key, path))
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._through("stat", key, lambda: self._inner.stat(key))
+
+    def delete(self, key: str) -> None:
+        self._through("delete", key, lambda: self._inner.delete(key))
+
+    def _through(self, name: str, key: str, call: Callable[[], _Result]) -> _Result:
+        self.log.append((name, key))
+        if name not in self._fresh:
+            return call()
+        self._fresh.remove(name)
+        try:
+            self.before()
+            self.begun[name].set()
+            if not self.gates[name].wait(GATE_SECONDS):
+                raise UnavailableError("nobody opened the gate")
+            self.after()
+            return call()
+        finally:
+            self.ended[name].set()
+
+    def let_go(self, name: str) -> None:
+        self.gates[name].set()
+
+
+class Impatience(StoreOptions):
+    """Calls have a minute, and a tenth of a second while the event says that one hangs."""
+
+    store_deadline: float = 60.0
+    _hangs: threading.Event = PrivateAttr(default_factory=threading.Event)
+
+    @classmethod
+    def while_set(cls, hangs: threading.Event) -> Self:
+        options = cls(store_progress="off")
+        options._hangs = hangs
+        return options
+
+    def allowance(self, size: int) -> float:
+        return super().allowance(size) - (self.store_deadline - 0.1 if self._hangs.is_set() else 0)
+
+
+class SwallowingBucket(WrappedBucket):
+    """Takes what is put, at once, and forgets it."""
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        return None
+
+
+def silently(call: Callable[[], _Result]) -> _Result:
+    """What a call says of its bytes goes to nobody."""
+    return Context().run(call)
+
+
+class SilentBucket(WrappedBucket):
+    """A store that says nothing of the bytes that move."""
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        silently(lambda: self._inner.put(key, data, if_absent=if_absent))
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        return silently(lambda: self._inner.get(key, max_bytes=max_bytes))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return silently(lambda: self._inner.get_range(key, start, length))
+
+    def get_file(self, key: str, path: Path) -> None:
+        silently(lambda: self._inner.get_file(key, path))
+
+
+class ReportingBucket(WrappedBucket):
+    """Tells of bytes in pieces as they move, and stops at ``pause`` on the way if that is given."""
+
+    def __init__(self, inner: Bucket, piece: int, pause: Callable[[int], None] = lambda done: None) -> None:
+        super().__init__(SilentBucket(inner))
+        self._piece = piece
+        self._pause = pause
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._report(size_of(data))
+        self._inner.put(key, data, if_absent=if_absent)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        data = self._inner.get(key, max_bytes=max_bytes)
+        self._report(len(data))
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        data = self._inner.get_range(key, start, length)
+        self._report(len(data))
+        return data
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._inner.get_file(key, path)
+        self._report(size_of(path))
+
+    def _report(self, size: int) -> None:
+        for start in range(0, size, self._piece):
+            moved(min(self._piece, size - start))
+            self._pause(min(start + self._piece, size))
