@@ -1,6 +1,5 @@
-"""The bits of the newest published version, on the host: what the next version is diffed against."""
+"""The bits of the newest published version: what the next version is diffed against."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
@@ -8,37 +7,29 @@ from typing import Self
 import numpy as np
 import torch
 
+from trainer_side.detection_held import Held, HostHeld, Place, placed
+from trainer_side.detection_live import host_bits
 from trainer_side.fitting import check_fits, own_spec, target_names
 from trainer_side.naming import LiveTensors, check_plain, pairs
 from vllm_delta_sync.checkpoint import Checkpoint
 from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchError
-from vllm_delta_sync.torch_bits import TORCH_DTYPES, bits_of
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorTable
 
-logger = logging.getLogger(__name__)
-
-
-def host_bits(tensor: torch.Tensor, dtype: str) -> Bits:
-    """Bit patterns of ``tensor`` rounded to ``dtype``, to nearest even.
-
-    Args:
-        tensor: of any shape, layout of strides, and device.
-        dtype: safetensors name of the served dtype.
-
-    Returns:
-        (numel,) in row-major order. Shares memory with ``tensor`` where nothing had to be converted or
-        copied: read it, never write it.
-    """
-    return bits_of(tensor.detach().to(TORCH_DTYPES[dtype]).contiguous().cpu())
+logger = guarded_logger(__name__)
 
 
 class Baseline:
-    """Bits per tensor of the run, host memory: as many bytes as the model has in the served dtypes.
+    """Bits per tensor of the run: as many bytes as the model has in the served dtypes.
+
+    They are in host memory (pinned where the live tensor is on a CUDA device), or by ``place`` on the device of the
+    live tensor, where each goes when it is compared first.
 
     Attributes:
+        place: where bits lie whose live tensor is on a device; a tensor on the host is compared on the host.
         table: the run's tensors.
         feeds: live tensor name (aliases included) → ids of the tensors that get its values.
         fingerprints: per tensor id, of the newest durable version; empty before ``scan`` or ``take``.
@@ -47,12 +38,13 @@ class Baseline:
 
     def __init__(self, table: TensorTable, names: Mapping[str, list[str]], checkpoint: Checkpoint | None) -> None:
         """No tensor has values yet, except those of the checkpoint; see ``captured`` and ``of_run``."""
+        self.place: Place = "host"
         self.table = table
         self.feeds = {name: tuple(table.index(target) for target in targets) for name, targets in names.items()}
         self.first_difference: str | None = None
         self.fingerprints: list[Fingerprint] = []
         self._checkpoint = checkpoint
-        self._bits: list[Bits | None] = [None] * len(table)
+        self._held: list[Held | None] = [None] * len(table)
         self._turn = 0
 
     @classmethod
@@ -104,12 +96,23 @@ class Baseline:
         baseline._warn_of_kept("run")
         return baseline
 
+    def hold(self, tensor: int, device: torch.device) -> Held:
+        """Bits of a tensor id, placed to be compared with a live tensor on ``device``; read from a base once.
+
+        Raises:
+            TensorMismatchError: nothing gave them. ModelError: the device's memory is full.
+        """
+        held = self._held[tensor] or HostHeld(np.array(self.peek(tensor)))
+        held = self._held[tensor] = placed(held, self.table[tensor].name, device, self.place)
+        return held
+
+    def held(self, tensor: int) -> Held:
+        """Bits of a tensor id where they are; read from a base once."""
+        return self._held[tensor] or self.hold(tensor, torch.device("cpu"))
+
     def bits(self, tensor: int) -> Bits:
-        """Writable (numel,) bits of a tensor id; if the model did not give them, read from the base once."""
-        bits = self._bits[tensor]
-        if bits is None:
-            bits = self._bits[tensor] = np.array(self.peek(tensor))
-        return bits
+        """(numel,) bits of a tensor id in host memory; the baseline itself if it lies there, else a copy."""
+        return self.held(tensor).read()
 
     def peek(self, tensor: int) -> Bits:
         """The same bits, read only, without keeping those of the base in memory.
@@ -117,9 +120,9 @@ class Baseline:
         Raises:
             TensorMismatchError: neither the model nor a base gave them.
         """
-        bits = self._bits[tensor]
-        if bits is not None:
-            return bits
+        held = self._held[tensor]
+        if held is not None:
+            return held.read()
         if self._checkpoint is None:
             raise TensorMismatchError(f"tensor {self.table[tensor].name!r} has no values")
         return self._checkpoint.bits(self.table[tensor].name)
@@ -143,11 +146,11 @@ class Baseline:
         reached = sum(fingerprints, Fingerprint())
         if reached != expected:
             raise FingerprintError(f"weights have fingerprint {reached.hex()}, the manifest says {expected.hex()}")
-        for tensor, bits in enumerate(self._bits):
-            if bits is None:
-                self._bits[tensor] = _own(state.bits[tensor])
+        for tensor, held in enumerate(self._held):
+            if held is None:
+                self._held[tensor] = HostHeld(_own(state.bits[tensor]))
             else:
-                np.copyto(bits, state.bits[tensor])
+                held.write(state.bits[tensor])
         self.fingerprints = fingerprints
         self._checkpoint = None
 
@@ -163,7 +166,7 @@ class Baseline:
             if fingerprint_tensor(spec.name, state.bits[tensor]) != self.fingerprints[tensor]:
                 raise FingerprintError(f"tensor {spec.name!r} in the bucket is not the one that was published")
         for tensor in wanted:
-            np.copyto(self.bits(tensor), state.bits[tensor])
+            self.held(tensor).write(state.bits[tensor])
 
     def share(self, limit: int) -> list[int]:
         """The next tensors in turn, up to the one with which they have ``limit`` bytes, each at most once."""
@@ -181,13 +184,13 @@ class Baseline:
         Args:
             changes: tensor id → what an open patch has added to its fingerprint.
         """
-        held = [tensor for tensor in tensors if self._bits[tensor] is not None]
+        held = [tensor for tensor in tensors if self._held[tensor] is not None]
         nothing = Fingerprint()
         return [i for i in held if self._measure(i) != self.fingerprints[i] + changes.get(i, nothing)]
 
     def overwritten(self) -> list[str]:
         """Names of the tensors that are read from a checkpoint whose bits are no longer those that were published."""
-        lent = [tensor for tensor, bits in enumerate(self._bits) if bits is None]
+        lent = [tensor for tensor, held in enumerate(self._held) if held is None]
         return [self.table[i].name for i in lent if self._measure(i) != self.fingerprints[i]]
 
     def tensors(self, table: TensorTable | None = None) -> Iterator[tuple[str, Bits]]:
@@ -201,19 +204,19 @@ class Baseline:
         Raises:
             TensorMismatchError: tied tensors differ, or the model is not the one it was.
         """
-        captured: list[Bits | None] = [None] * len(self.table)
+        captured: list[HostHeld | None] = [None] * len(self.table)
         for name, tensor in live.read():
             for target in self.feeds[name]:
                 spec = self.table[target]
                 bits = host_bits(tensor, spec.dtype)
                 held = captured[target]
                 if held is None:
-                    captured[target] = np.array(bits)
-                elif not np.array_equal(held, bits):
+                    captured[target] = HostHeld(bits)
+                elif not np.array_equal(held.bits, bits):
                     raise TensorMismatchError(
                         f"tensor {name!r} is tied to {spec.name!r} but has other values; yield it once, or untie it"
                     )
-        self._bits = captured
+        self._held = [*captured]
         if rest is not None:
             self._checkpoint = rest
 
@@ -231,42 +234,30 @@ class Baseline:
             )  # fmt: skip
 
     def _compare(self, base: Checkpoint) -> None:
-        for spec, bits in zip(self.table, self._bits, strict=True):
-            if bits is not None and not np.array_equal(bits, base.bits(spec.name)):
+        for spec, held in zip(self.table, self._held, strict=True):
+            if held is not None and not np.array_equal(held.read(), base.bits(spec.name)):
                 self.first_difference = spec.name
                 return
 
     def _measure(self, tensor: int) -> Fingerprint:
         return fingerprint_tensor(self.table[tensor].name, self.peek(tensor))
 
-    def current(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, Bits]]:
-        """Turn (live name, tensor) into (live name, tensor id, bits in the served dtype), one at a time.
-
-        The bits are a private copy, good until the next are asked for.
+    def current(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Turn (live name, tensor) into (live name, tensor id, detached tensor), one at a time.
 
         Raises:
             TensorMismatchError: a name that the run has not, a second time, or another shape or kind of dtype.
             ModelError: a tensor that cannot be read, see ``check_plain``. UsageError: not pairs.
         """
         seen: set[str] = set()
-        scratch = np.empty(0, np.uint8)
         for name, value in pairs(tensors):
             if name in seen:
                 raise TensorMismatchError(f"tensor {name!r} is yielded twice; each name must occur once")
             seen.add(name)
             tensor = check_plain(name, value)
-            targets = self.feeds.get(name) or (self.table.index(name),)
-            for target in targets:
+            for target in self.feeds.get(name) or (self.table.index(name),):
                 check_fits(name, tensor, self.table[target])
-                bits = host_bits(tensor, self.table[target].dtype)
-                if bits.ctypes.data == tensor.data_ptr():
-                    # Comparing reads more than once, and a trainer in another thread may write meanwhile.
-                    if scratch.size < bits.nbytes:
-                        scratch = np.empty(bits.nbytes, np.uint8)
-                    private = scratch[: bits.nbytes].view(bits.dtype)
-                    np.copyto(private, bits)
-                    bits = private
-                yield name, target, bits
+                yield name, target, tensor
 
 
 def _own(bits: Bits) -> Bits:

@@ -5,38 +5,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from trainer_side.baseline import Baseline
-from vllm_delta_sync.errors import PublishError
-from vllm_delta_sync.wire.bits import Bits, Positions, order_masks, revert_distances
+from trainer_side.choice import full_is_smaller
+from trainer_side.detection import Detector
+from trainer_side.detection_notes import Extracted
+from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.wire.bits import Bits, revert_distances
+from vllm_delta_sync.wire.blocks import BLOCK_ELEMENTS
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.delta import Codec
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
-from vllm_delta_sync.wire.packed import BLOCK_ELEMENTS
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
-
-SAMPLE_WINDOWS = 16
-SAMPLE_WINDOW_ELEMENTS = 16_384
-# Entropy is what an ideal coder reaches; a real one needs a little more.
-ENTROPY_MARGIN = 1.05
+from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 
 @dataclass
 class _Moved:
-    """Changed elements of one tensor: positions (n,) ascending and ULP distances new − old (n,)."""
+    """What changed in one tensor, and whether it is sent in full."""
 
     tensor: int
-    positions: Positions
-    distances: Bits
-
-
-@dataclass
-class _Replaced:
-    """A tensor that is sent in full; ``saved`` are its bits of before."""
-
-    tensor: int
-    saved: Bits
+    found: Extracted
+    full: bool = False
 
 
 class Patch:
@@ -50,12 +40,12 @@ class Patch:
         fingerprints: tensor id → fingerprint after minus before.
     """
 
-    def __init__(self, baseline: Baseline, codec: Codec, compression: Compression) -> None:
+    def __init__(self, baseline: Baseline, codec: Codec, compression: Compression, detector: Detector) -> None:
         self._baseline = baseline
         self._codec = codec
         self._compression = compression
+        self._detector = detector
         self._moved: list[_Moved] = []
-        self._replaced: list[_Replaced] = []
         self._lock = threading.Lock()
         self._settled = False
         self.changed = 0
@@ -71,44 +61,41 @@ class Patch:
         """Fingerprint of the model after the patch minus before."""
         return sum(self.fingerprints.values(), Fingerprint())
 
-    def add(self, tensor: int, new: Bits) -> int:
-        """Diff one tensor and bring the baseline up to ``new``.
+    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Diff (live name, tensor) pairs, one after another.
+
+        Raises:
+            TensorMismatchError: tied tensors differ. Else as ``Baseline.current``; ``revert`` is up to the caller.
+        """
+        owners: dict[int, str] = {}
+        for name, tensor, live in self._baseline.current(tensors):
+            changed = self.add(tensor, live)
+            if owners.setdefault(tensor, name) != name and changed:
+                raise TensorMismatchError(
+                    f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published"
+                )
+
+    def add(self, tensor: int, live: torch.Tensor) -> int:
+        """Diff one tensor and bring the baseline up to it.
 
         Args:
-            tensor: id. new: (numel,) bits in the served dtype, which nobody else changes; not kept.
+            tensor: id. live: of its shape, on any device; not kept.
 
         Returns:
             Number of changed elements.
-
-        Raises:
-            PublishError: ``new`` changed meanwhile; ``revert`` puts the baseline back all the same.
         """
-        from vllm_delta_sync.wire import kernels
-
-        spec, old = self._baseline.table[tensor], self._baseline.bits(tensor)
-        changed = int(kernels.count_different(old, new))
+        spec = self._baseline.table[tensor]
+        held = self._baseline.hold(tensor, live.device)
+        moved = _Moved(tensor, Extracted(spec.element))
+        self._moved.append(moved)
+        change = self._detector.collect(spec, held, live, moved.found)
+        changed = moved.found.size
         if not changed:
+            self._moved.pop()
             return 0
-        if self._full_is_smaller(spec, changed, old, new):
-            saved = old.copy()
-            self._replaced.append(_Replaced(tensor, saved))
-            np.copyto(old, new)
-            change = fingerprint_tensor(spec.name, old) - fingerprint_tensor(spec.name, saved)
-        else:
-            # Zeros stand for "element 0 moved by nothing" until the kernel has filled them.
-            moved = _Moved(tensor, np.zeros(changed, np.int64), np.zeros(changed, spec.element.uint))
-            self._moved.append(moved)
-            seed = np.uint64(tensor_seed(spec.name))
-            masks = order_masks(spec.element)
-            low, high, found = kernels.diff_into(old, new, *masks, seed, moved.positions, moved.distances)
-            if found != changed:
-                # Not the zeros behind what was found: element 0 may be among that, and is put back only once.
-                moved.positions, moved.distances = moved.positions[:found], moved.distances[:found]
-                raise PublishError(
-                    f"tensor {spec.name!r} changed while it was compared ({changed} differences, then {found}); "
-                    "nothing is published: hold the weights still and publish again"
-                )
-            change = Fingerprint(int(low), int(high))
+        moved.full = full_is_smaller(
+            spec, moved.found, self._codec, self._compression, lambda: self._baseline.peek(tensor)
+        )
         self.fingerprints[tensor] = change
         self.changed += changed
         return changed
@@ -125,7 +112,6 @@ class Patch:
             ]
             self._settled = True
             self._moved.clear()
-            self._replaced.clear()
 
     def revert(self) -> None:
         """Put the baseline back, unless that is done or the patch is settled.
@@ -135,46 +121,42 @@ class Patch:
         with self._lock:
             if self._settled:
                 return
-            for moved in self._moved:
-                element = self._baseline.table[moved.tensor].element
-                revert_distances(element, self._baseline.bits(moved.tensor), moved.positions, moved.distances)
-            for replaced in self._replaced:
-                np.copyto(self._baseline.bits(replaced.tensor), replaced.saved)
+            # An interrupted caller has left its helpers at work.
+            self._detector.settle()
+            for moved in reversed(self._moved):
+                moved.found.revert(self._baseline.held(moved.tensor))
             self._settled = True
             self._moved.clear()
-            self._replaced.clear()
 
     def pieces(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Bits, Bits]]]]:
-        """Tensor id, and its bits (before, now) in pieces of up to ``most`` elements: at least all that changed."""
+        """Tensor id, and its bits (before, now) in pieces of up to ``most`` elements: those that changed."""
         for moved in self._moved:
             yield moved.tensor, self._pieces_of(moved, most)
-        for replaced in self._replaced:
-            now = self._baseline.bits(replaced.tensor)
-            starts = range(0, now.size, most)
-            yield replaced.tensor, ((replaced.saved[i : i + most], now[i : i + most]) for i in starts)
 
     def _pieces_of(self, moved: _Moved, most: int) -> Iterator[tuple[Bits, Bits]]:
-        element, bits = self._baseline.table[moved.tensor].element, self._baseline.bits(moved.tensor)
-        every = np.arange(min(most, moved.positions.size), dtype=np.int64)
-        for start in range(0, moved.positions.size, most):
-            now = bits[moved.positions[start : start + most]]
-            before = now.copy()
-            revert_distances(element, before, every[: now.size], moved.distances[start : start + most])
-            yield before, now
+        held = self._baseline.held(moved.tensor)
+        for positions, distances in moved.found.pieces():
+            every = np.arange(min(most, positions.size), dtype=np.int64)
+            for start in range(0, positions.size, most):
+                now = held.get(positions[start : start + most])
+                before = now.copy()
+                revert_distances(moved.found.element, before, every[: now.size], distances[start : start + most])
+                yield before, now
 
     def before(self, tensors: Iterable[int]) -> dict[int, Bits]:
         """Copies of the (numel,) bits that tensors which the patch changes had before it."""
         wanted = set(tensors)
-        found = {replaced.tensor: replaced.saved.copy() for replaced in self._replaced if replaced.tensor in wanted}
+        found: dict[int, Bits] = {}
         for moved in self._moved:
             if moved.tensor in wanted:
-                bits = found[moved.tensor] = self._baseline.bits(moved.tensor).copy()
-                revert_distances(self._baseline.table[moved.tensor].element, bits, moved.positions, moved.distances)
+                bits = found[moved.tensor] = np.array(self._baseline.peek(moved.tensor))
+                for positions, distances in moved.found.pieces():
+                    revert_distances(moved.found.element, bits, positions, distances)
         return found
 
     def changes(self) -> Changes:
         """The patch in the wire's terms; valid until it is reverted or the next patch begins."""
-        full = [Full(replaced.tensor, self._baseline.bits(replaced.tensor)) for replaced in self._replaced]
+        full = [Full(moved.tensor, self._baseline.peek(moved.tensor)) for moved in self._moved if moved.full]
         return Changes([self._group(batch) for batch in self._batches()], full, dict(self.fingerprints))
 
     def _batches(self) -> Iterator[list[_Moved]]:
@@ -182,84 +164,35 @@ class Patch:
         table = self._baseline.table
         batch: list[_Moved] = []
         held = 0
-        for moved in sorted(self._moved, key=lambda moved: (table[moved.tensor].dtype, moved.tensor)):
-            full = held + moved.positions.size > BLOCK_ELEMENTS
+        sparse = [moved for moved in self._moved if not moved.full]
+        for moved in sorted(sparse, key=lambda moved: (table[moved.tensor].dtype, moved.tensor)):
+            full = held + moved.found.size > BLOCK_ELEMENTS
             if batch and (full or table[moved.tensor].dtype != table[batch[0].tensor].dtype):
                 yield batch
                 batch, held = [], 0
             batch.append(moved)
-            held += moved.positions.size
+            held += moved.found.size
         if batch:
             yield batch
 
     def _group(self, batch: list[_Moved]) -> Sparse:
-        relative = self._codec == "packed"
-        if len(batch) == 1:
-            positions, distances = batch[0].positions, batch[0].distances
-        else:
-            positions = np.concatenate([moved.positions for moved in batch])
-            distances = np.concatenate([moved.distances for moved in batch])
-        counts = np.array([moved.positions.size for moved in batch], np.int64)
-        data = distances
-        if not relative:
-            data = np.concatenate([self._baseline.bits(moved.tensor)[moved.positions] for moved in batch])
+        relative = self._codec != "raw"
+        counts = np.array([moved.found.size for moved in batch], np.int64)
+        positions = np.empty(counts.sum(), np.int64)
+        distances = np.empty(positions.size, batch[0].found.element.uint)
         start = 0
         for moved, count in zip(batch, counts.tolist(), strict=True):
             # The joined arrays replace the single ones, so that both are held for one batch only.
-            moved.positions, moved.distances = (
-                positions[start : start + count],
-                distances[start : start + count],
-            )
+            moved.found.join_into(positions[start : start + count], distances[start : start + count])
             start += count
+        data = distances
+        if not relative:
+            data = np.concatenate(
+                [
+                    self._baseline.held(moved.tensor).get(positions)
+                    for moved in batch
+                    for positions, _ in moved.found.pieces()
+                ]
+            )
         ids = np.array([moved.tensor for moved in batch], np.uint32)
         return Sparse(self._baseline.table[batch[0].tensor].dtype, ids, counts, positions, data, relative)
-
-    def _full_is_smaller(self, spec: TensorSpec, changed: int, old: Bits, new: Bits) -> bool:
-        width = spec.element.itemsize
-        if self._codec == "raw":
-            index = 4 if spec.numel <= np.iinfo(np.int32).max else 8
-            return changed * (index + width) >= spec.nbytes
-        # A gap byte, the planes of the distance, and eight bytes for each of the few gaps beyond 254.
-        most = changed * (1 + width) + 8 * (spec.numel // 255)
-        if self._compression == "none" or most < spec.nbytes:
-            return most >= spec.nbytes
-        return ENTROPY_MARGIN * changed * _entropy_per_change(spec, old, new) >= spec.nbytes
-
-
-def compile_kernels(table: TensorTable) -> None:
-    """Compile (or load from the cache) what diffing this table runs.
-
-    The first ``publish`` is then as fast as the others. Call it outside the main thread, where no interrupt
-    can hit the compiler.
-    """
-    from vllm_delta_sync.wire import kernels
-
-    positions = np.zeros(1, np.int64)
-    for element in {spec.element.uint: spec.element for spec in table}.values():
-        old, new, distances = (np.full(1, value, element.uint) for value in (0, 1, 0))
-        kernels.count_different(old, new)
-        kernels.diff_into(old, new, *order_masks(element), np.uint64(0), positions, distances)
-
-
-def _entropy_per_change(spec: TensorSpec, old: Bits, new: Bits) -> float:
-    """Estimated bytes per changed element in codec ``packed``, from samples of a densely changed tensor."""
-    from vllm_delta_sync.wire import kernels
-
-    starts = np.linspace(0, max(0, spec.numel - SAMPLE_WINDOW_ELEMENTS), SAMPLE_WINDOWS).astype(np.int64).tolist()
-    before = np.concatenate([old[start : start + SAMPLE_WINDOW_ELEMENTS] for start in starts])
-    after = np.concatenate([new[start : start + SAMPLE_WINDOW_ELEMENTS] for start in starts])
-    changed = int(kernels.count_different(before, after))
-    positions, distances = np.empty(changed, np.int64), np.empty(changed, spec.element.uint)
-    kernels.diff_into(before, after, *order_masks(spec.element), np.uint64(0), positions, distances)
-    signed = distances.view(f"<i{distances.itemsize}")
-    zigzag = ((signed << 1) ^ (signed >> (8 * distances.itemsize - 1))).view(np.uint8).reshape(-1, distances.itemsize)
-    gaps = np.minimum(np.diff(positions, prepend=-1) - 1, 255).astype(np.uint8)
-    return sum(_entropy(plane) for plane in (gaps, *zigzag.T))
-
-
-def _entropy(plane: np.ndarray) -> float:
-    """Bytes per symbol of a memoryless source with these byte frequencies."""
-    if not plane.size:
-        return 0.0
-    share = np.bincount(plane, minlength=256)[np.bincount(plane, minlength=256) > 0] / plane.size
-    return float(-(share * np.log2(share)).sum() / 8)

@@ -3,11 +3,21 @@
 Whoever takes a run over writes claims/<e>.json first, if absent, and only then looks for the head. A writer looks for
 the claim after its own right before each commit. So of the former writer at most one more version can appear, the one
 that it looked for just before the claim; see ``RunWriter.commit``.
+
+Where create-if-absent does not hold (``Bucket.exclusive``), two writers may both be told that they were first. One
+publisher at a time is a rule for people there, and what is done here keeps mistakes from doing harm: a claim and
+run.json are ours only if they read back as ours after a settling time; before and after each commit a writer looks
+whether claim, run.json and its manifests are still its own, and stops if not; and nobody writes over what is another's.
+What remains: a write that the network holds back for longer than the settling time, after its writer's last look, may
+replace another's. That one notices with its next commit at the latest, and stops.
 """
 
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
@@ -18,6 +28,7 @@ from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
     FormatError,
+    LimitError,
     NotFoundError,
     SignatureError,
     StoreError,
@@ -27,7 +38,11 @@ from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Claim, claim_key
 from vllm_delta_sync.wire.manifest import RUN_KEY, Manifest, timestamp, version_key
 
+SETTLING_SECONDS = 2.0
+"""Longer than a write takes to have its effect after the look that it follows, unless something is wrong."""
+
 _READ_BYTES = 1 << 24
+_Read = TypeVar("_Read")
 
 
 @dataclass
@@ -51,9 +66,26 @@ def find_end(run: Run) -> Found:
     """The newest version, however damaged.
 
     Raises:
-        NotFoundError: the run has no version. StoreError: the store failed.
-        UnsupportedError: a later release wrote it.
+        NotFoundError: the run has no version. UnsupportedError: a later release wrote it.
+        StoreError: the store failed, or does not give the same twice.
     """
+    found = _find_end(run)
+    if found.problem is not None:
+        # What is damaged in the store stays so; bytes that flipped on the way do not.
+        found = _find_end(run)
+    for key, same in (
+        (RUN_KEY, run.is_current),
+        (version_key(found.version), lambda: stored_digest(run.bucket, version_key(found.version)) == found.digest),
+    ):
+        if not same():
+            raise StoreError(
+                f"{key} of {run.bucket.url} reads otherwise than a moment ago: it was written over, or the store or "
+                "the network damages what it delivers; start this publisher again"
+            )
+    return found
+
+
+def _find_end(run: Run) -> Found:
     manifest: Manifest | None = None
     try:
         manifest, problem = run.reachable_head()
@@ -120,7 +152,15 @@ def _check_link(run: Run, manifest: Manifest) -> None:
     check_follows(parent, manifest)
 
 
-def claim(run: Run, found: Found) -> int:
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """An epoch that was begun, and the claim of it as it is stored."""
+
+    epoch: int
+    data: bytes
+
+
+def claim(run: Run, found: Found) -> Claimed:
     """Begin the next epoch; from when this returns the former writer commits one more version at most.
 
     Raises:
@@ -139,37 +179,59 @@ def claim(run: Run, found: Found) -> int:
                 created_at=timestamp(),
             )
         )
-        if _created(bucket, claim_key(epoch), document.to_bytes()):
-            return epoch
+        data = document.to_bytes()
+        if _created(bucket, claim_key(epoch), data) and settled(bucket, claim_key(epoch), data):
+            return Claimed(epoch, data)
         epoch += 1
 
 
-def check_fence(bucket: Bucket, info: bytes, epoch: int) -> None:
+def settled(bucket: Bucket, key: str, data: bytes) -> bool:
+    """Whether an object that was created just now is ours to stay. Takes a while where create-if-absent does not hold.
+
+    Raises:
+        StoreError: the store does not tell.
+    """
+    if bucket.exclusive:
+        return True
+    time.sleep(SETTLING_SECONDS)
+    return _reads(bucket, key, data)
+
+
+def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = None) -> None:
     """Raise unless the run is still there and nobody has claimed a later epoch: one small get, and one stat.
 
     Args:
         info: the bytes of the run's ``run.json``.
+        own: those of the claim of ``epoch``, None if it has none. Read again where create-if-absent does not hold.
 
     Raises:
         ConflictError: the run is another writer's, another run, or gone. StoreError: the store does not tell.
     """
     try:
-        present = bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
+        ours = gives(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
     except NotFoundError as error:
         raise ConflictError(f"the run at {bucket.url} was removed; this publisher stops: start a new run") from error
-    if present != info:
+    if not ours:
         raise ConflictError(
             f"another run was started at {bucket.url} in place of this one; this publisher stops: publish to another "
             "run URL"
         )
+    later = claim_key(epoch + 1)
     try:
-        bucket.stat(claim_key(epoch + 1))
+        bucket.stat(later)
     except NotFoundError:
-        return
+        later = claim_key(epoch)
+        if own is None or bucket.exclusive or _reads(bucket, later, own, lost=True):
+            return
     raise ConflictError(
-        f"another publisher has taken over the run at {bucket.url} ({claim_key(epoch + 1)}); this one stops: nothing "
+        f"another publisher has taken over the run at {bucket.url} ({later}); this one stops: nothing "
         "it publishes from now on would be kept"
     )
+
+
+def gives(read: Callable[[], _Read], expected: _Read) -> bool:
+    """Whether a read gives what is expected. If not it is read again: bytes may flip on the way from the store."""
+    return read() == expected or read() == expected
 
 
 def stored_digest(bucket: Bucket, key: str) -> str:
@@ -187,13 +249,23 @@ def stored_digest(bucket: Bucket, key: str) -> str:
         start += len(piece)
 
 
+def _reads(bucket: Bucket, key: str, data: bytes, lost: bool = False) -> bool:
+    """Whether an object has these bytes; ``lost`` if there is none."""
+    try:
+        return gives(lambda: bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)), data)
+    except NotFoundError:
+        return lost
+    except LimitError:
+        return False
+
+
 def _created(bucket: Bucket, key: str, data: bytes) -> bool:
     try:
         bucket.put(key, data, if_absent=True)
     except (ConflictError, StoreError) as error:
         # The answer to a put that went well may have been lost; only our claim has our writer's id.
         try:
-            if bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES) == data:
+            if gives(lambda: bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), data):
                 return True
         except NotFoundError:
             raise error from None

@@ -1,19 +1,18 @@
 """What a publisher does in its background thread: everything that must not be left half done by an interrupt."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from trainer_side import versions
 from trainer_side.changes import Patch
+from trainer_side.encoding import Encoder
 from trainer_side.gatekeeper import Gatekeeper
 from trainer_side.options import Options
 from trainer_side.result import Progress, Stopwatch
 from trainer_side.start import Opened
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.calls import has_object
+from vllm_delta_sync.bucket.calls import has_object, in_parallel
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.errors import (
@@ -25,13 +24,14 @@ from vllm_delta_sync.errors import (
     PublishError,
     StoreError,
 )
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.upkeep.tagging import delete_tag, rebase_epoch, rebase_tag, set_tag
 from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.delta import DeltaContext
 from vllm_delta_sync.wire.documents import TAGS_PREFIX, anchor_key, tag_of_key
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 
 class Committer:
@@ -67,6 +67,7 @@ class Committer:
         self.held = opened.held
         self.stopped: ConflictError | None = None
         self.suspect = False
+        self._encoder = Encoder(opened.baseline, options, opened.writer.link)
         self._gatekeeper = None if options.gate is None else Gatekeeper(options.gate, opened.baseline)
         self._rebased: str | None = None
         self._swept = opened.writer.epoch == 0
@@ -84,7 +85,8 @@ class Committer:
         return self._run
 
     def begin(self) -> None:
-        """Measure the version held for the gate, if there is one; before any patch. Raises StoreError."""
+        """Compile, and measure the version held for the gate, if there is one; before any patch. Raises StoreError."""
+        self._encoder.begin()
         self._admit(self.held, self._reference(self.held))
 
     def work(self, patch: Patch, step: int, progress: Progress, watch: Stopwatch) -> None:
@@ -222,12 +224,7 @@ class Committer:
         return self.held.version
 
     def _put_shards(self) -> list[ObjectRef]:
-        objects = []
-        with TemporaryDirectory(prefix="delta-sync-") as folder:
-            for ref, path in versions.shards(Path(folder), self.baseline, self._options.shard_bytes):
-                self.writer.put_file(ref, path)
-                objects.append(ref)
-        return objects
+        return versions.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
 
     def _check_share(self, patch: Patch, version: int) -> None:
         """Compare a part of the baseline with what was published; the open patch is accounted for.
@@ -266,17 +263,18 @@ class Committer:
             watch.lap()
             changes = patch.changes()
             context = DeltaContext(self.writer.run, version, self.held.version)
-            coding = (self._options.codec, self._options.compression)
-            data = encode(changes, self.baseline.table, *coding, context) if patch.changed else None
+            codec, encoded = self._encoder.encode(changes, context)
+            coding = (codec, self._options.compression)
             progress.seconds["encode"] = watch.lap()
-            objects = [] if data is None else [self.writer.put_object(data)]
+            together = in_parallel if len(encoded) > 1 else map
+            objects = list(together(self.writer.put_object, encoded))
             manifest = versions.delta(
                 self.newest, self.held, step, coding, objects, changes, self.writer.epoch, progress.quarantined
             )
-            progress.payload_bytes = manifest.payload_bytes
+            progress.payload_bytes, progress.codec = manifest.payload_bytes, manifest.codec
             self._commit(self._options.keyring.signed(manifest), patch)
-            if data is not None:
-                self.writer.put_missing(objects[0], data)
+            for ref, data in zip(objects, encoded, strict=True):
+                self.writer.put_missing(ref, data)
         except (ConflictError, UncertainError):
             raise
         except FormerVersionError as error:

@@ -4,7 +4,6 @@ While the version held is sound, a judgement costs O(changed). While it is quara
 sound version are kept as they are there (at most the model once more), and comparing those costs O(tensor).
 """
 
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,12 +14,13 @@ from trainer_side.baseline import Baseline
 from trainer_side.changes import Patch
 from trainer_side.gate import Gate
 from vllm_delta_sync.errors import GateError
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.dtypes import DType
 from vllm_delta_sync.wire.floats import Values, count_nonfinite, has_values, values_of
 from vllm_delta_sync.wire.table import TensorTable
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 PIECE_ELEMENTS = 1 << 16
 """Elements looked at together: what is made of them stays in a processor's cache."""

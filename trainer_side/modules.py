@@ -3,7 +3,6 @@
 All knowledge of transformers is here. It is imported only if the caller's program has imported it.
 """
 
-import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,9 @@ from torch import nn
 from trainer_side.naming import CheckpointTensor, LiveTensors, check_name, check_plain, storage_key
 from trainer_side.tracing import Replay, Route, View, trace
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
+from vllm_delta_sync.redaction import guarded_logger
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 # Wrappers that only add a level to every name, by class name so that none of them has to be imported.
 _WRAPPERS = {

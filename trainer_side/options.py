@@ -1,23 +1,33 @@
 """What a publisher was asked for, checked."""
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
+import torch
+
+from trainer_side.detection_held import Place
 from trainer_side.gate import Gate
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
 from vllm_delta_sync.wire.compression import Compression
-from vllm_delta_sync.wire.delta import CODECS, Codec
+from vllm_delta_sync.wire.delta import Codec
+
+RESCAN_BYTES = 64 * 1024**2
+
+Choice = Literal["auto", "packed", "context", "raw"]
+CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
 @dataclass(frozen=True)
 class Options:
-    """See ``Publisher``; ``codec`` is the one that is used."""
+    """See ``Publisher``."""
 
-    codec: Codec
+    codec: Choice
     compression: Compression
     every: int
     resume: bool
@@ -29,6 +39,14 @@ class Options:
     gate: Gate | None = None
     keyring: Keyring = field(default_factory=Keyring)
     head_seconds: int = HEAD_SECONDS
+    baseline: Place = "host"
+    diff_threads: int = 1
+    receiver_bytes_per_second: float | None = None
+
+    @property
+    def base_codec(self) -> Codec:
+        """The codec that changes are collected for; of relative ones ``auto`` may take another."""
+        return "packed" if self.codec == "auto" else self.codec
 
 
 def checked(
@@ -46,10 +64,14 @@ def checked(
     signing_key: str | Path | None = None,
     trusted_keys: str | Sequence[str | Path] | None = None,
     head_seconds: int = HEAD_SECONDS,
+    baseline: str = "host",
+    diff_threads: int | None = None,
+    receiver_bytes_per_second: float | None = None,
 ) -> Options:
     """Raise UsageError for an option that makes no sense, SettingsError for a key file that holds no such key."""
-    if codec not in ("auto", *CODECS):
-        raise UsageError(f"codec is {codec!r}; give 'auto' or one of {', '.join(map(repr, CODECS))}")
+    chosen = next((name for name in CHOICES if name == codec), None)
+    if chosen is None:
+        raise UsageError(f"codec is {codec!r}; give one of {', '.join(map(repr, CHOICES))}")
     if compression not in ("zstd", "none"):
         raise UsageError(f"compression is {compression!r}; give 'zstd' or 'none'")
     _check_number("every", every, 1, "a number of calls")
@@ -67,8 +89,14 @@ def checked(
         _check_number("anchor_every", anchor_every, 1, "a number of versions, or None")
     if gate is not None and not isinstance(gate, Gate):
         raise UsageError(f"gate is {gate!r}; give a trainer_side.Gate, or None")
+    if baseline not in ("host", "device"):
+        raise UsageError(f"baseline is {baseline!r}; give 'host' or 'device'")
+    if diff_threads is not None:
+        _check_number("diff_threads", diff_threads, 1, "a number of threads, or None")
+    if receiver_bytes_per_second is not None:
+        _check_rate("receiver_bytes_per_second", receiver_bytes_per_second)
     return Options(
-        codec="raw" if codec == "raw" else "packed",
+        codec=chosen,
         compression="zstd" if compression == "zstd" else "none",
         every=every,
         resume=bool(resume),
@@ -80,6 +108,9 @@ def checked(
         gate=gate,
         keyring=Keyring.load(trusted_keys, signing_key),
         head_seconds=head_seconds,
+        baseline="device" if baseline == "device" else "host",
+        diff_threads=torch.get_num_threads() if diff_threads is None else diff_threads,
+        receiver_bytes_per_second=receiver_bytes_per_second,
     )
 
 
@@ -108,3 +139,8 @@ def check_version(version: int) -> int:
 def _check_number(name: str, value: int, least: int, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name} is {value!r}; give {what}, at least {least}")
+
+
+def _check_rate(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{name} is {value!r}; give a number of bytes per second above 0, or None")

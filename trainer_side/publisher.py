@@ -1,6 +1,5 @@
 """Publish a model's weights while it trains: ``Publisher``."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,26 +11,27 @@ import torch
 
 from trainer_side.changes import Patch
 from trainer_side.committer import Committer
+from trainer_side.detection import Detector
+from trainer_side.detection_held import Place
 from trainer_side.gate import Gate
 from trainer_side.naming import ModelLike, live_tensors
-from trainer_side.options import check_step, check_version, checked
+from trainer_side.options import RESCAN_BYTES, check_step, check_version, checked
 from trainer_side.result import Progress, PublishResult, Stopwatch
 from trainer_side.resume import open_or_begin
 from trainer_side.upkeep import Upkeep
 from trainer_side.versions import SHARD_BYTES
 from trainer_side.worker import Worker
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, TensorMismatchError, UsageError
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, UsageError
 from vllm_delta_sync.notice.publisher import try_announcing
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import HEAD_SECONDS
 from vllm_delta_sync.wire.compression import Compression
 
 if TYPE_CHECKING:
     from vllm_delta_sync.wire.documents import Tag
 
-logger = logging.getLogger(__name__)
-
-RESCAN_BYTES = 64 * 1024**2
+logger = guarded_logger(__name__)
 
 
 class Publisher:
@@ -54,7 +54,7 @@ class Publisher:
         bucket: str | Bucket,
         base: str | Path | None = None,
         every: int = 1,
-        codec: Literal["auto", "packed", "raw"] = "auto",
+        codec: Literal["auto", "packed", "context", "raw"] = "auto",
         compression: Compression = "zstd",
         notice: str | None = None,
         *,
@@ -70,6 +70,9 @@ class Publisher:
         signing_key: str | Path | None = None,
         trusted_keys: str | Sequence[str | Path] | None = None,
         head_seconds: int = HEAD_SECONDS,
+        baseline: Place = "host",
+        diff_threads: int | None = None,
+        receiver_bytes_per_second: float | None = None,
     ) -> None:
         """Begin a run with the weights of this moment as version 0, or take over the one that is at the URL.
 
@@ -86,7 +89,9 @@ class Publisher:
                 Otherwise version 0 is a full snapshot. For a run that is there already: where the checkpoint of its
                 version 0 lies, if not at the recorded place; names and dtypes are the run's.
             every: publish at every k-th call only.
-            codec: ``packed`` (``auto``) or ``raw``. compression: ``zstd`` or ``none``.
+            codec: ``packed``: fast. ``context``: smaller, slower, and versions cannot be taken back. ``auto``: one of
+                them for each version, by the speed of uploads; the log says why. ``raw``: values, readable by others.
+            compression: ``zstd`` or ``none``.
             notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` goes to a broker.
             notice_key, notice_allowed: own secret CURVE certificate; public ones of who may listen, or the broker's.
             resume: False refuses a run that is there already.
@@ -95,26 +100,30 @@ class Publisher:
             read_back: read each object and manifest back and compare before a version counts as durable.
             rescan_bytes: at each version, compare so many bytes of the baseline in memory with what was published,
                 tensors in turn; 0 for none.
-            shard_bytes: bytes of tensors in one object of a full snapshot.
+            shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger than that decoded
+                is parted too. Objects of one version go up side by side.
             gate: what versions have to be like, and what becomes of one that is not; None: anything goes.
             signing_key: private key file (``delta-sync keygen``); the whole run is signed from its beginning, or not.
             trusted_keys: public key files, whose word counts in a run that is taken over; None: that of the key.
             head_seconds: how long a signed HEAD.json holds; it is written again before, as long as this lives.
+            baseline: where the bits published last are kept of tensors on a device: in ``host`` memory (pinned, for
+                CUDA), or on the ``device``, where they take as many bytes as the model in the served dtypes.
+            diff_threads: threads that compare large tensors on the host; None: as many as torch computes with.
+            receiver_bytes_per_second: how fast receivers download, for codec ``auto``; None: as uploads go from here.
 
         Raises:
             UsageError: an argument is not understood. SettingsError: a key file cannot be used.
             SignatureError: the run that is there is not signed by who is trusted, or by nobody, or the key may not.
-            ModelError, TensorMismatchError: a tensor cannot be published, or does not fit into the run that is
-                there; the message names it.
+            ModelError, TensorMismatchError: a tensor, which is named, cannot be published, or does not fit the run.
             NotFoundError, FormatError: the base cannot be read.
             ConflictError: there is a part of a run at the URL; or a run, and ``resume`` is False.
-            StoreError: the store failed. PublishError: and nobody knows whether version 0 was written; the URL
-                stays claimed.
+            StoreError: the store failed. PublishError: so that version 0 may have been written; the URL stays claimed.
         """
         self._options = checked(
             codec, compression, every=every, resume=resume, read_back=read_back, rescan_bytes=rescan_bytes,
             anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
             signing_key=signing_key, trusted_keys=trusted_keys, head_seconds=head_seconds,
+            baseline=baseline, diff_threads=diff_threads, receiver_bytes_per_second=receiver_bytes_per_second,
         )  # fmt: skip
         self._lock = threading.Lock()
         self._calls = 0
@@ -136,6 +145,8 @@ class Publisher:
                 undo.callback(self._notice.close)
             opened, place = open_or_begin(self._bucket, self._live, base, self._options, self._background.call)
             self._table = opened.baseline.table
+            self._detector = Detector(self._options.diff_threads)
+            undo.callback(self._detector.close)
             self._upkeep = Upkeep(self._bucket, place, self._options, opened.writer)
             undo.callback(self._upkeep.close)
             self._committer = Committer(self._bucket, opened, place, self._options, self._upkeep.offer)
@@ -213,8 +224,7 @@ class Publisher:
         """Build the next version on an older one instead of the newest; numbers go on as before.
 
         Waits until everything published is durable, and reads the version back from the bucket. Until the next
-        publish nothing is seen of it from outside but a tag that keeps the version. Back to the newest version undoes
-        it.
+        publish only a tag that keeps the version is seen of it from outside. Back to the newest version undoes it.
 
         Raises:
             NotFoundError: there is no such version. UsageError: it is no number, or the publisher is closed.
@@ -300,6 +310,7 @@ class Publisher:
                 last.callback(self._committer.writer.leave_head)
                 last.callback(self._committer.release)
                 last.callback(self._upkeep.close)
+                last.callback(self._detector.close)
                 last.callback(self._background.close)
                 self._finish_previous()
 
@@ -341,21 +352,11 @@ class Publisher:
 
     def _diff(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> Patch:
         options = self._options
-        patch = self._patch = Patch(self._committer.baseline, options.codec, options.compression)
-        owners: dict[int, str] = {}
-        complete = False
-        try:
-            source = self._live.read() if weights is None else weights
-            for name, tensor, bits in self._committer.baseline.current(source):
-                changed = patch.add(tensor, bits)
-                if owners.setdefault(tensor, name) != name and changed:
-                    raise TensorMismatchError(
-                        f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published"
-                    )
-            complete = True
-        finally:
-            if not complete:
-                self._background.call(patch.revert)
+        patch = self._patch = Patch(self._committer.baseline, options.base_codec, options.compression, self._detector)
+        with ExitStack() as undo:
+            undo.callback(self._background.call, patch.revert)
+            patch.add_all(self._live.read() if weights is None else weights)
+            undo.pop_all()
         return patch
 
     def _settled(self) -> None:

@@ -14,7 +14,8 @@ class Progress(Job):
     """One version on its way to the store, shared by the publisher, its background thread and the result.
 
     Attributes:
-        seconds: durations so far. payload_bytes: of the objects. quarantined: why the gate let it pass only so.
+        seconds: durations so far. payload_bytes, codec: of the objects; 0 and None if there are none.
+        quarantined: why the gate let it pass only so.
         delivered: whether the failure, if it is one, has been raised to the caller.
     """
 
@@ -22,6 +23,7 @@ class Progress(Job):
         super().__init__()
         self.seconds: dict[str, float] = {}
         self.payload_bytes = 0
+        self.codec: str | None = None
         self.quarantined: tuple[str, ...] = ()
         self.delivered = False
 
@@ -116,6 +118,18 @@ class PublishResult:
             return 0
         self._progress.wait()
         return self._progress.payload_bytes
+
+    @property
+    def codec(self) -> str | None:
+        """Codec of the version's objects, None if it has none; waits until it is durable.
+
+        Raises:
+            PublishError, ConflictError: it could not be made durable.
+        """
+        if self._progress is None:
+            return None
+        self._progress.wait()
+        return self._progress.codec
 
     @property
     def quarantined(self) -> tuple[str, ...]:

@@ -4,16 +4,15 @@ Order: whether the model fits, claim, head, weights. Whatever ends this early le
 writer of before and is otherwise without effect.
 """
 
-import logging
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from trainer_side import versions
 from trainer_side.baseline import Baseline
-from trainer_side.changes import compile_kernels
-from trainer_side.claims import Found, claim, find_end
+from trainer_side.claims import Claimed, Found, claim, find_end
+from trainer_side.detection import compile_kernels
+from trainer_side.encoding import Before
 from trainer_side.gatekeeper import judge_whole
 from trainer_side.naming import LiveTensors
 from trainer_side.options import Options
@@ -34,11 +33,12 @@ from vllm_delta_sync.errors import (
     SignatureError,
     TensorMismatchError,
 )
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import Manifest
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMismatchError)
 """What says that data in the bucket is bad. A store that fails says nothing about its data."""
@@ -85,9 +85,11 @@ def open_or_begin(
 
 
 def _prepare(baseline: Baseline, options: Options, call: Call) -> None:
+    baseline.place = options.baseline
     call(lambda: compile_kernels(baseline.table))
     # The codec's own check of the table, now rather than at the first version.
-    encode(Changes(), baseline.table, options.codec, options.compression, DeltaContext("", 1, 0))
+    none, nothing = DeltaContext("", 1, 0), Changes()
+    encode(nothing, baseline.table, options.base_codec, options.compression, none, Before(baseline, nothing))
 
 
 class Takeover:
@@ -113,7 +115,7 @@ class Takeover:
     ) -> None:
         self._bucket, self._live, self._base, self._options, self._call = bucket, live, base, options, call
         self._run = open_vouched(bucket, options.keyring)
-        self._epoch = 0
+        self._claimed = Claimed(0, b"")
         self.baseline = Baseline.of_run(live, self._run.table)
 
     def publishable(self) -> Opened:
@@ -132,7 +134,7 @@ class Takeover:
 
         def take() -> None:
             # Before the claim: a publisher that may not go on stops nobody who may.
-            self._epoch = claim(self._run, self._end())
+            self._claimed = claim(self._run, self._end())
             found = self._end()
             try:
                 done.append(self._restored(found))
@@ -167,12 +169,13 @@ class Takeover:
         writer = self._writer(head)
         writer.point_head()
         logger.info(
-            "run %s goes on from version %d, step %d, in epoch %d", writer.run, head.version, head.step, self._epoch
+            "run %s goes on from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
         )
         return Opened(self.baseline, writer, head)
 
     def _writer(self, newest: Manifest | None) -> RunWriter:
-        writer = RunWriter(self._bucket, self._run.info, self._epoch, self._options, self._run.document_limit)
+        claimed, limit = self._claimed, self._run.document_limit
+        writer = RunWriter(self._bucket, self._run.info, claimed.epoch, self._options, limit, claimed.data)
         if newest is not None:
             writer.adopt(newest)
         return writer
@@ -203,15 +206,11 @@ class Takeover:
         self.baseline.scan()
         reasons = judge_whole(self._options.gate, self.baseline)
         writer = self._writer(None)
-        objects: list[ObjectRef] = []
-        with TemporaryDirectory(prefix="delta-sync-") as folder:
-            for ref, path in versions.shards(Path(folder), self.baseline, self._options.shard_bytes):
-                writer.put_file(ref, path)
-                objects.append(ref)
+        objects = versions.put_shards(self.baseline, self._options.shard_bytes, writer.put_file)
         for _ in range(_ATTEMPTS):
             place = (found.version + 1, found.digest)
             behind = versions.anchor_behind(
-                writer.run, self.baseline, objects, place, found.manifest, self._epoch, reasons
+                writer.run, self.baseline, objects, place, found.manifest, self._claimed.epoch, reasons
             )
             manifest = self._run.keyring.signed(behind)
             try:
@@ -219,7 +218,7 @@ class Takeover:
             except (ConflictError, FormerVersionError):
                 before, found = found, self._end()
                 theirs = found.manifest if found.problem is None else None
-                if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch):
+                if found.version == before.version or (theirs is not None and theirs.epoch >= self._claimed.epoch):
                     raise
                 # The former writer's last commit came in between.
                 writer = self._writer(None)

@@ -1,20 +1,19 @@
 """The beginning of a run: claim a URL and commit version 0, or give the URL back."""
 
-import logging
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from trainer_side import versions
 from trainer_side.baseline import Baseline
+from trainer_side.claims import settled
 from trainer_side.options import Options
 from trainer_side.writer import RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain.checks import document_limit
 from vllm_delta_sync.checkpoint import ResolvedBase
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, LimitError, NotFoundError
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, LimitError, NotFoundError, StoreError
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, KEYS_KEY
@@ -31,7 +30,7 @@ from vllm_delta_sync.wire.manifest import (
 )
 from vllm_delta_sync.wire.table import TensorTable
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 
 def new_run(table: TensorTable) -> RunInfo:
@@ -108,9 +107,8 @@ def begin(bucket: Bucket, baseline: Baseline, base: ResolvedBase | None, options
         if base is not None and difference is None:
             manifest = keyring.signed(versions.reference(info.run, baseline, base.recorded))
         else:
-            with TemporaryDirectory(prefix="delta-sync-") as folder:
-                shards = versions.shards(Path(folder), baseline, options.shard_bytes)
-                manifest = keyring.signed(versions.anchor(info.run, baseline, start.put_shards(shards)))
+            objects = versions.put_shards(baseline, options.shard_bytes, start.put_shard)
+            manifest = keyring.signed(versions.anchor(info.run, baseline, objects))
         start.commit(manifest)
     writer.announce()
     return Opened(baseline, writer, manifest)
@@ -153,19 +151,16 @@ class Start:
         self._create(RUN_KEY, self._info.to_bytes())
         self._create(TABLE_KEY, self._table.to_bytes())
 
-    def put_shards(self, shards: Iterable[tuple[ObjectRef, Path]]) -> list[ObjectRef]:
-        """Store the objects of version 0; raises StoreError."""
-        refs = []
-        for ref, path in shards:
-            try:
+    def put_shard(self, ref: ObjectRef, path: Path) -> None:
+        """Store an object of version 0, from any thread; raises StoreError."""
+        try:
+            with self._writer.link.upload(ref.bytes):
                 self._bucket.put(ref.key, path, if_absent=True)
-                self._made.keys.append(ref.key)
-            except ConflictError:
-                # Left by an earlier start, perhaps damaged since.
-                self._bucket.put(ref.key, path)
-            self._writer.check_object(ref)
-            refs.append(ref)
-        return refs
+            self._made.keys.append(ref.key)
+        except ConflictError:
+            # Left by an earlier start, perhaps damaged since.
+            self._bucket.put(ref.key, path)
+        self._writer.check_object(ref)
 
     def commit(self, manifest: Manifest) -> None:
         """Commit version 0; raises as ``RunWriter.commit``."""
@@ -201,20 +196,26 @@ class Start:
             # A put whose answer was lost and that the store's client repeats finds its own object. Only run.json
             # proves by its content whose it is: it holds the random id of the run.
             if not self._reads(key, data):
-                del made.maybe[key]
-                raise ConflictError(
-                    f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL"
-                ) from error
+                raise self._lost(key) from error
             if key != RUN_KEY:
                 del made.maybe[key]
                 return
+        if key == RUN_KEY and not settled(self._bucket, key, data):
+            raise self._lost(key)
         made.keys.append(key)
         del made.maybe[key]
+
+    def _lost(self, key: str) -> ConflictError:
+        del self._made.maybe[key]
+        return ConflictError(f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL")
 
     def _take_back(self) -> list[str]:
         """Remove what this start has created; return the keys that may still be there."""
         left: list[str] = []
         made = self._made
+        if not self._bucket.exclusive and RUN_KEY in made.keys and self._is_replaced():
+            # Whoever has written over run.json may use the table and the objects too, which are named by content.
+            return left
         # The claim goes last: as long as it stands nobody else writes here.
         for key in [*reversed(made.maybe), *reversed(made.keys)]:
             try:
@@ -237,6 +238,13 @@ class Start:
         left = self._take_back()
         if left:
             logger.warning("interrupted; %s", self._left(left))
+
+    def _is_replaced(self) -> bool:
+        try:
+            return not self._reads(RUN_KEY, self._info.to_bytes())
+        except StoreError as error:
+            logger.warning("what a failed start has written stays, as %s cannot be read: %s", RUN_KEY, error)
+            return True
 
     def _reads(self, key: str, data: bytes) -> bool:
         try:

@@ -1,6 +1,5 @@
 """Done beside publishing and never in its way: anchors, folded ranges, and a HEAD.json that does not run out."""
 
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -14,9 +13,10 @@ from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.wire.manifest import Manifest
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 THREAD_NAME = "delta-sync-upkeep"
 _POLL_SECONDS = 1.0

@@ -1,11 +1,15 @@
 """Manifests of the three kinds of version, and the files of an anchor."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from hashlib import file_digest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainer_side.baseline import Baseline
+from vllm_delta_sync.bucket.calls import begun, ended
+from vllm_delta_sync.bucket.crew import SLICE_SECONDS
 from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
@@ -19,18 +23,55 @@ SHARD_BYTES = 1024**3
 """Bytes of tensors in one object of an anchor; a larger tensor has an object of its own."""
 
 
-def shards(folder: Path, baseline: Baseline, shard_bytes: int) -> Iterator[tuple[ObjectRef, Path]]:
-    """Write all tensors to files in ``folder``, one after another: each is gone when the next is asked for.
+UPLOADS = 2
+"""Shards on their way at once: while these go up, the next one is written to disk."""
+
+
+def put_shards(baseline: Baseline, shard_bytes: int, put: Callable[[ObjectRef, Path], None]) -> list[ObjectRef]:
+    """Write all tensors to files of a temporary folder, and store them as an anchor's objects.
+
+    Args:
+        put: stores one file; called from other threads, ``UPLOADS`` at once.
 
     Raises:
-        StoreError: the disk is full or not writable.
+        StoreError: the disk is full or not writable. Else whatever ``put`` raises; all have ended then.
     """
-    path = folder / "shard.safetensors"
-    for table in shard_tables(baseline.table, shard_bytes):
-        write_anchor(path, table, baseline.tensors(table))
-        with path.open("rb") as file:
-            digest = file_digest(file, "sha256").hexdigest()
-        yield ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest), path
+    refs: list[ObjectRef] = []
+    going: set[Future[None]] = set()
+    # After an interrupt files are removed under uploads that go on: their threads are given up with the process.
+    with TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True) as folder:
+        try:
+            for number, table in enumerate(shard_tables(baseline.table, shard_bytes)):
+                path = Path(folder) / f"{number}.safetensors"
+                write_anchor(path, table, baseline.tensors(table))
+                with path.open("rb") as file:
+                    digest = file_digest(file, "sha256").hexdigest()
+                refs.append(ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest))
+                going = _ended(going, UPLOADS - 1)
+                going.add(begun(_put_away, put, refs[-1], path))
+            _ended(going, 0)
+        except Exception:  # whatever it is, nothing goes on behind the caller's back; an interrupt waits for nobody
+            for upload in going:
+                ended(upload)
+            raise
+    return refs
+
+
+def _put_away(put: Callable[[ObjectRef, Path], None], ref: ObjectRef, path: Path) -> None:
+    put(ref, path)
+    path.unlink()
+
+
+def _ended(going: set[Future[None]], most: int) -> set[Future[None]]:
+    """Wait until at most so many go on; raises what one of the others has raised."""
+    while True:
+        done = {upload for upload in going if upload.done()}
+        for upload in done:
+            upload.result()
+        going = going - done
+        if len(going) <= most:
+            return going
+        wait(going, SLICE_SECONDS, FIRST_COMPLETED)
 
 
 def reference(run: str, baseline: Baseline, base: Base) -> Manifest:
@@ -147,7 +188,8 @@ def delta(
         base_version=held.version,
         parent=parent.digest,
         breaks=breaks,
-        reversible=changes.reversible,
+        # Codec context is decoded with the bits of before, which is what taking it back would have to come to.
+        reversible=changes.reversible and not (objects and codec == "context"),
         epoch=epoch,
         quarantine=_quarantine(reasons, parent),
         codec=codec if objects else None,

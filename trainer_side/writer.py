@@ -11,7 +11,8 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from trainer_side.claims import check_fence, stored_digest
+from trainer_side.claims import check_fence, gives, stored_digest
+from trainer_side.link import Link
 from trainer_side.options import Options
 from trainer_side.standing import key_refused
 from vllm_delta_sync.bucket import Bucket
@@ -51,7 +52,7 @@ class UncertainError(PublishError):
 
 
 class FormerVersionError(PublishError):
-    """The number was taken by the last commit of the writer whose run this one took over.
+    """The number was taken by the last commit of the writer whose run this one took over, or by an earlier try.
 
     Attributes:
         manifest: that version.
@@ -59,7 +60,8 @@ class FormerVersionError(PublishError):
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(
-            f"version {manifest.version} was committed by the former writer of the run, just before it was stopped"
+            f"version {manifest.version} was committed by the former writer of the run, just before it was stopped, or "
+            "by an earlier try that the store had reported as failed"
         )
         self.manifest = manifest
 
@@ -74,10 +76,11 @@ class RunWriter:
 
     Attributes:
         run: its id, 32 hex digits. epoch: which writer of the run this is.
-        newest: manifest of the newest durable version; None before version 0.
+        newest: manifest of the newest durable version; None before version 0. link: how fast its objects went up.
 
     Args:
         document_limit: bytes that a manifest of the run may have; see ``chain.checks.document_limit``.
+        claim: the claim of ``epoch`` as it is stored; None for the first writer, who has none.
     """
 
     def __init__(
@@ -87,24 +90,24 @@ class RunWriter:
         epoch: int,
         options: Options,
         document_limit: int = limits.MAX_JSON_BYTES,
+        claim: bytes | None = None,
     ) -> None:
         self._document_limit = document_limit
         self._bucket = bucket
         self._info = info.to_bytes()
+        self._claim = claim
         self._options = options
         self._authentic = Authentic(bucket, options.keyring, info)
         self._notice: NoticePublisher | None = None
         self._head_lock = threading.Lock()
         self._pointed: Manifest | None = None
-        self._pointed_at = 0.0
+        self._pointed_at = -math.inf
         self._fenced = False
+        self._tried: set[str] = set()
         self.run = info.run
         self.epoch = epoch
         self.newest: Manifest | None = None
-
-    @property
-    def notice_address(self) -> str | None:
-        return None if self._notice is None else self._notice.address
+        self.link = Link.to(bucket)
 
     def use_notice(self, notice: NoticePublisher) -> None:
         """Announce versions there from now on, the newest one at once; the caller closes it."""
@@ -112,7 +115,7 @@ class RunWriter:
         self._notify()
 
     def put_object(self, data: bytes) -> ObjectRef:
-        """Store a version's object under its digest.
+        """Store a version's object under its digest; from any thread.
 
         Raises:
             StoreError: it was not stored, or reads back otherwise.
@@ -123,8 +126,9 @@ class RunWriter:
         return ref
 
     def put_file(self, ref: ObjectRef, content: bytes | Path) -> None:
-        """Store an object whose reference is known; raises as ``put_object``."""
-        self._bucket.put(ref.key, content)
+        """Store an object whose reference is known, from any thread; raises as ``put_object``."""
+        with self.link.upload(ref.bytes):
+            self._bucket.put(ref.key, content)
         self.check_object(ref)
 
     def check_object(self, ref: ObjectRef) -> None:
@@ -132,11 +136,11 @@ class RunWriter:
         if not self._options.read_back:
             return
         try:
-            found = stored_digest(self._bucket, ref.key)
+            same = gives(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
         except NotFoundError as error:
             raise StoreError(f"object {ref.key} was stored and is not there: check the store") from error
-        if found != ref.sha256:
-            raise StoreError(f"object {ref.key} reads back with SHA-256 {found}: check the store")
+        if not same:
+            raise StoreError(f"object {ref.key} reads back with another SHA-256 than its name: check the store")
 
     def put_missing(self, ref: ObjectRef, data: bytes) -> None:
         """Put a committed version's object again if it was removed before its manifest was there.
@@ -167,8 +171,12 @@ class RunWriter:
         """
         data, key = manifest.to_bytes(), version_key(manifest.version)
         check_document_size(manifest, self._document_limit, key)
+        if not self._bucket.exclusive:
+            self._check_newest()
         # Right before the write: whoever claims after this look finds at most this one version more.
         self.check_fence()
+        # A network may deliver a write long after everybody has given it up.
+        self._tried.add(manifest.digest)
         try:
             self._bucket.put(key, data, if_absent=True)
         except ConflictError as error:
@@ -177,6 +185,8 @@ class RunWriter:
         except StoreError as error:
             if not self.holds(manifest):
                 raise StoreError(error.message) from error
+        if not self._bucket.exclusive:
+            self._look_again(manifest)
         if self._options.read_back:
             self._check_manifest(manifest)
         self.adopt(manifest)
@@ -184,6 +194,7 @@ class RunWriter:
     def adopt(self, manifest: Manifest) -> None:
         """Take note that ``manifest`` is durable."""
         self.newest = manifest
+        self._tried.clear()
 
     def announce(self) -> None:
         """Point HEAD at the newest version and send a notice; a failure only warns."""
@@ -206,7 +217,7 @@ class RunWriter:
         """
         key = version_key(manifest.version)
         try:
-            return self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES) == manifest.to_bytes()
+            return gives(lambda: self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), manifest.to_bytes())
         except NotFoundError:
             return False
         except StoreError as error:
@@ -218,6 +229,8 @@ class RunWriter:
             newest = self.newest
             if newest is None or newest is self._pointed or self._fenced:
                 return
+            if time.monotonic() - self._pointed_at < self._bucket.overwrite_seconds:
+                return  # readers look beyond HEAD, and a later version or the end points it there
             try:
                 self._write_head(newest)
             except DeltaSyncError as error:
@@ -228,10 +241,10 @@ class RunWriter:
 
     def leave_head(self) -> None:
         """Point HEAD at the newest version for the last time; a signed one holds for all its time from now on."""
+        self._pointed_at = -math.inf
         if not self._options.keyring.signs:
             self.point_head()
         elif not self._fenced:
-            self._pointed_at = -math.inf
             self.renew()
 
     def renew(self) -> float | None:
@@ -308,7 +321,7 @@ class RunWriter:
             SignatureError, ReplayError, FormatError: ``keys.json`` may not be believed.
         """
         try:
-            check_fence(self._bucket, self._info, self.epoch)
+            check_fence(self._bucket, self._info, self.epoch, self._claim)
             self._authentic.refresh()
             refused = key_refused(self._authentic.keys, self._options.keyring)
             if refused is not None:
@@ -316,6 +329,33 @@ class RunWriter:
         except ConflictError:
             self._fenced = True
             raise
+
+    # Where create-if-absent does not hold
+
+    def _check_newest(self) -> None:
+        """Raise ConflictError if somebody has written over the version that the next one is to follow."""
+        if self.newest is None:
+            return
+        key = version_key(self.newest.version)
+        try:
+            if gives(lambda: stored_digest(self._bucket, key), self.newest.digest):
+                return
+        except NotFoundError:
+            return  # lost, as it may be anywhere
+        self._fenced = True
+        raise ConflictError(
+            f"{key} of {self._bucket.url} was written over by another publisher; this one stops: let one publisher at "
+            "a time write the run, and start it again"
+        )
+
+    def _look_again(self, manifest: Manifest) -> None:
+        """Raise as ``commit`` unless the manifest that was just written is there and the run is still this writer's."""
+        if not self.holds(manifest):
+            try:
+                raise self._taken(manifest.version)
+            except NotFoundError as error:
+                raise UncertainError(f"{version_key(manifest.version)} was written, and is gone: {error}") from error
+        self.check_fence()
 
     def _taken(self, version: int) -> PublishError | ConflictError:
         """Why a version's number is taken by another manifest."""
@@ -344,7 +384,7 @@ class RunWriter:
 
     def _is_former(self, theirs: Manifest, newest: Manifest) -> bool:
         follows = theirs.version == newest.version + 1 and theirs.parent == newest.digest
-        return theirs.run == self.run and theirs.epoch < self.epoch and follows
+        return theirs.run == self.run and (theirs.epoch < self.epoch or theirs.digest in self._tried) and follows
 
     def _check_manifest(self, manifest: Manifest) -> None:
         """Read the manifest back. Nobody else writes at its key any more, so what is wrong there is put right once."""

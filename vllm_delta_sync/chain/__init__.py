@@ -4,7 +4,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.bucket import StoreOptions, open_bucket
+from vllm_delta_sync.bucket.opening import OpenedBucket
+from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.read import Progress, restore
@@ -21,12 +23,19 @@ Version = int | str | None
 """A version's number, ``tag:NAME``, or None for the head."""
 
 
-def open_run(url: str, keyring: Keyring | None = None) -> "Run":
+def open_run(
+    url: str,
+    keyring: Keyring | None = None,
+    store: StoreOptions | None = None,
+    cache: ObjectCache | None = None,
+) -> "Run":
     """Open a run for reading.
 
     Args:
-        url: run URL, such as ``file:///data/runs/a`` or a plain path.
+        url: run URL, such as ``hf://buckets/me/runs/a``, ``s3://bucket/runs/a`` or a plain path.
         keyring: whose signatures to ask for, such as ``Keyring.load("trainer.pub")``; None: nobody's.
+        store: how to talk to the store; None: what the environment says.
+        cache: what objects are read through; None: each is fetched whenever it is needed.
 
     Raises:
         UsageError: the URL's scheme is not understood.
@@ -34,7 +43,7 @@ def open_run(url: str, keyring: Keyring | None = None) -> "Run":
         FormatError: run.json or tensors.json is malformed.
         SignatureError: the keyring has trusted keys, and none of them stands for the run.
     """
-    return Run(open_bucket(url), keyring)
+    return Run(open_bucket(url, store), keyring, cache)
 
 
 class Run(RunDocuments):
@@ -128,7 +137,10 @@ class Run(RunDocuments):
             NotFoundError: ``base`` is given and not there. StoreError: the store failed.
             DeltaSyncError: without ``findings``, the first thing that does not hold, by version, object and tensor.
         """
-        return verify_run(self, base, progress, findings)
+        # A mirror or cache in front of the bucket would hide what is damaged in there.
+        bucket = self.bucket.origin if isinstance(self.bucket, OpenedBucket) else self.bucket
+        bare = bucket is self.bucket and self.cache is None
+        return verify_run(self if bare else type(self)(bucket, self.keyring), base, progress, findings)
 
 
 def _check_places(places: "Mapping[str, torch.Tensor]", specs: Mapping[str, TensorSpec], strict: bool) -> None:

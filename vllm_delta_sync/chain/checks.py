@@ -2,13 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
 from pathlib import Path
 
 from vllm_delta_sync.checkpoint import names_model
 from vllm_delta_sync.errors import (
     ChainError,
-    DigestError,
     FingerprintError,
     FormatError,
     LimitError,
@@ -23,7 +21,8 @@ from vllm_delta_sync.wire.container import Buffer, aligned
 from vllm_delta_sync.wire.delta import DeltaContext, decode
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.manifest import Document, Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import Document, Manifest
+from vllm_delta_sync.wire.old import Old, OldTensor
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorTable
 
@@ -56,17 +55,6 @@ def check_document_size(document: Document, limit: int, what: str) -> None:
             f"{what} would have {size} bytes, and readers of this model take {limit} (document_limit): list fewer, "
             "larger objects (shard_bytes)"
         )
-
-
-def check_object(ref: ObjectRef, data: bytes) -> None:
-    """Raise DigestError unless ``data`` has the size and SHA-256 that the manifest lists."""
-    if len(data) != ref.bytes:
-        raise DigestError(
-            f"object {ref.key} has {len(data)} bytes, the manifest says {ref.bytes}: truncated or replaced"
-        )
-    digest = sha256(data).hexdigest()
-    if digest != ref.sha256:
-        raise DigestError(f"object {ref.key} has SHA-256 {digest}: its bytes are damaged; fetch it again")
 
 
 def check_follows(parent: Manifest, manifest: Manifest, digest: str | None = None) -> None:
@@ -141,19 +129,39 @@ def check_base(base: str | Path | None) -> None:
     )
 
 
-def decode_objects(document: Manifest | FoldedRange | Anchor, table: TensorTable, objects: Sequence[Buffer]) -> Changes:
+class _Asked:
+    """An ``Old``, and whether it held any tensor that was asked for in part only."""
+
+    def __init__(self, old: Old) -> None:
+        self._old = old
+        self.in_part = False
+
+    def __call__(self, tensor: int) -> OldTensor:
+        found = self._old(tensor)
+        self.in_part |= found.held is not None
+        return found
+
+
+def decode_objects(
+    document: Manifest | FoldedRange | Anchor, table: TensorTable, objects: Sequence[Buffer], old: Old | None = None
+) -> Changes:
     """Decode the objects (already checked by digest) that a document lists into one Changes.
+
+    Args:
+        old: the bits that the document builds on. Objects of codec ``context`` need it; of tensors that it holds in
+            part, those elements alone are decoded.
 
     Raises:
         FormatError: counts differ from the document, or an anchor lacks a tensor; also what ``decode`` raises.
     """
     context, what = context_of(document), name_of(document)
     merged = Changes()
+    asked = None if old is None else _Asked(old)
     for ref, data in zip(document.objects, objects, strict=True):
         if context is None:
             merged.full += [Full(table.index(name), bits) for name, bits in read_shard(data, table, ref.key)]
             continue
-        part = decode(data, table, context)
+        part = decode(data, table, context, asked)
         merged.sparse += part.sparse
         merged.full += part.full
         for tensor, change in part.fingerprints.items():
@@ -169,7 +177,9 @@ def decode_objects(document: Manifest | FoldedRange | Anchor, table: TensorTable
     twice |= {tensor for tensor, times in in_full.items() if times > 1}
     if twice:
         raise FormatError(f"{what}: tensor {table[min(twice)].name!r} is carried in full and once more")
-    if not isinstance(document, Anchor) and merged.changed != document.changed:
+    if isinstance(document, Anchor) or (asked is not None and asked.in_part and merged.changed < document.changed):
+        return merged
+    if merged.changed != document.changed:
         raise FormatError(f"{what}: objects carry {merged.changed} elements, the manifest says {document.changed}")
     return merged
 

@@ -6,6 +6,7 @@ from vllm_delta_sync.chain.checks import decode_objects, read_shard
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.findings import Finding, VerifyReport
 from vllm_delta_sync.chain.measure import first_bad_tensor
+from vllm_delta_sync.chain.parts import needs_weights, outline
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -32,7 +33,12 @@ class Contents:
     def read(
         self, document: Manifest | FoldedRange, key: str, version: int, state: ModelState | None
     ) -> tuple[Changes | None, list[Finding]]:
-        """What a document's objects change; None, and what is wrong, if they are not all good."""
+        """What a document's objects change; None, and what is wrong, if they are not all good.
+
+        Args:
+            state: the weights that the document builds on; without them, objects of codec ``context`` are read as far
+                as that goes, and what is returned holds declared changes of fingerprint only.
+        """
         objects, lost = [], []
         for ref in document.objects:
             data = self._fetch(ref.key, document, key, version, state)
@@ -43,12 +49,25 @@ class Contents:
         if lost:
             return None, lost
         try:
-            changes = decode_objects(document, self._run.table, objects)
-            if document.reversible and not changes.reversible:
-                raise FormatError(f"{key} says that it can be taken back, and its objects replace bits")
+            changes = self._decoded(document, key, objects, state)
+            if document.reversible and (needs_weights(document) or not changes.reversible):
+                raise FormatError(
+                    f"{key} says that it can be taken back, and its objects "
+                    + ("take the bits before to read" if needs_weights(document) else "replace bits")
+                )
             return changes, []
         except DeltaSyncError as error:
             return None, [Finding(key, error, version)]
+
+    def _decoded(
+        self, document: Manifest | FoldedRange, key: str, objects: list[bytes], state: ModelState | None
+    ) -> Changes:
+        table = self._run.table
+        if state is not None or not needs_weights(document):
+            return decode_objects(document, table, objects, None if state is None else state.old)
+        found = outline(document, table, objects)
+        self._report.undecoded.append(key)
+        return found.changes
 
     def _fetch(
         self, object_key: str, document: Listing, key: str, version: int, state: ModelState | None

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from hashlib import sha256
 from typing import Self, TypeVar
 
-from vllm_delta_sync.bucket import Bucket, open_bucket, scheme_of
+from vllm_delta_sync.bucket import Bucket, open_beside, store_of
+from vllm_delta_sync.bucket.objects import fetch_object
+from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.chain.checks import (
     check_follows,
-    check_object,
     check_tensor_fingerprints,
     decode_objects,
     document_limit,
@@ -34,6 +35,7 @@ from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.documents import Anchor, Claim, FoldedRange, Lease, Retention, Tag
 from vllm_delta_sync.wire.limits import check_limit
 from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.old import Old
 from vllm_delta_sync.wire.table import TensorTable
 
 TAG_PREFIX = "tag:"
@@ -47,13 +49,15 @@ class RunDocuments:
     one of them, or one that they list in keys.json, has signed it.
 
     Attributes:
-        bucket: where it lies. info: run.json. table: tensors.json. document_limit: see ``checks.document_limit``.
+        bucket: where it lies. cache: what its objects are read through, if anything.
+        info: run.json. table: tensors.json. document_limit: see ``checks.document_limit``.
         keyring: see there; whoever writes beside the chain signs with it. authentic: its checks in this run.
         pointer: HEAD.json as it was read last; None if it was not, or may not be believed.
     """
 
-    def __init__(self, bucket: Bucket, keyring: Keyring | None = None) -> None:
+    def __init__(self, bucket: Bucket, keyring: Keyring | None = None, cache: ObjectCache | None = None) -> None:
         self.bucket = bucket
+        self.cache = cache
         self.keyring = Keyring() if keyring is None else keyring
         self.pointer: Head | None = None
         try:
@@ -239,20 +243,22 @@ class RunDocuments:
             NotFoundError: the object is gone. DigestError: it is not what the manifest lists.
         """
         check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(self.table), "object_limit")
-        data = self.bucket.get(ref.key, max_bytes=ref.bytes)
-        check_object(ref, data)
-        return data
+        return fetch_object(self.bucket, ref) if self.cache is None else self.cache.get(ref, self.bucket)
 
-    def changes(self, document: Manifest | FoldedRange) -> Changes:
+    def changes(self, document: Manifest | FoldedRange, old: Old | None = None) -> Changes:
         """Everything that a version or a folded range changes, fetched, verified and decoded.
 
         For an anchor that is every tensor in full, with no declared changes of fingerprint.
 
+        Args:
+            old: the bits that the document builds on, such as ``ModelState.old``; codec ``context`` needs it.
+
         Raises:
+            UnsupportedError: codec ``context``, and no old bits.
             NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
                 ``wire.delta.decode``; also when the objects do not add up to what the manifest declares.
         """
-        return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects])
+        return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects], old)
 
     # Documents beside the chain
 
@@ -367,12 +373,12 @@ class RunDocuments:
         if base is None or base.run is None or base.version is None:
             raise ChainError(f"run {self.info.run} does not branch from a run")
         url = location or base.location
-        if location is None and scheme_of(url) != scheme_of(self.bucket.url):
+        if location is None and store_of(url) != store_of(self.bucket.url):
             raise ChainError(
-                f"run {self.info.run} says that it branches from {url[:200]!r}, which is no "
-                f"{scheme_of(self.bucket.url)} URL like its own: give its location yourself"
+                f"run {self.info.run} says that it branches from {url[:200]!r}, which is not of the store "
+                f"{store_of(self.bucket.url)!r} that it lies in: give its location yourself"
             )
-        source = type(self)(open_bucket(url), self.keyring)
+        source = type(self)(open_beside(self.bucket, url), self.keyring, self.cache)
         if source.info.run != base.run:
             raise ChainError(f"run {self.info.run} branches from run {base.run}, but {url!r} holds {source.info.run}")
         manifest = source.manifest(base.version)

@@ -58,6 +58,8 @@ class VerifyReport:
         refused: versions that the chain went past, since the key that signed them was retired or revoked before them.
         signed: public key of run.json's signature; None if it has none. checked: whether signatures were asked for.
         pointed: version that HEAD.json names; None if it is missing or damaged.
+        undecoded: keys of documents of codec ``context`` whose streams were not read, since the weights that they build
+            on were not at hand; their digests, tables and declared fingerprints were checked.
         notes: what is worth knowing and no error.
         findings: all that does not hold, where they are kept.
     """
@@ -75,5 +77,6 @@ class VerifyReport:
     signed: str | None = None
     checked: bool = False
     pointed: int | None = None
+    undecoded: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)

@@ -1,63 +1,52 @@
 """Read the objects of a step through scratch files, for whoever cannot hold them decoded: mapped, tensor by tensor."""
 
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.chain.checks import context_of, object_limit
+from vllm_delta_sync.bucket.objects import check_stored_size, damaged
+from vllm_delta_sync.chain.checks import object_limit
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.parts import open_parts
 from vllm_delta_sync.chain.plan import Step
-from vllm_delta_sync.errors import ChainError, DigestError, FormatError, LimitError, StoreError
-from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.errors import FormatError, LimitError, StoreError
 from vllm_delta_sync.wire.lazy import LazyDelta
+from vllm_delta_sync.wire.limits import check_limit
 from vllm_delta_sync.wire.manifest import ObjectRef
-from vllm_delta_sync.wire.table import TensorTable
+from vllm_delta_sync.wire.old import Old
 
-READ_BYTES = 4 * 1024 * 1024
+MAPPED_BYTES = 64 * 1024 * 1024
+"""A larger object is not read into memory where it can be mapped."""
 SCRATCH_PREFIX = "delta-sync-scratch-"
 LOCK_NAME = "lock"
 
 
-def open_step(step: Step, folder: Path) -> list[LazyDelta]:
+def open_step(step: Step, folder: Path, old: Old | None = None) -> list[LazyDelta]:
     """A step's objects, fetched to ``folder``, checked and mapped.
 
+    Args:
+        old: see ``LazyDelta``.
+
     Raises:
-        NotFoundError, DigestError: an object is missing or damaged. UnsupportedError: it has another codec.
-        FormatError: the objects are not what the document says, or carry a tensor in full and once more.
+        NotFoundError, DigestError: an object is missing or damaged. Else as ``open_parts``.
     """
-    table, context = step.run.table, context_of(step.document)
-    if context is None:
-        raise ChainError(f"{step.key} holds whole tensors, and no changes")
-    parts = []
-    for ref in step.objects:
-        path = fetch_file(step.run.bucket, ref, folder, object_limit(table))
-        parts.append(LazyDelta(np.memmap(path, np.uint8, mode="r"), table, context))
-    changed = sum(part.changed for part in parts)
-    if changed != step.changed:
-        raise FormatError(f"{step.key}: objects carry {changed} elements, it says {step.changed}")
-    _refuse_twice(step, parts, table)
-    return parts
+    table = step.run.table
 
+    def read(ref: ObjectRef) -> np.ndarray:
+        data = mapped(step.run, ref)
+        if data is None:
+            data = np.memmap(fetch_file(step.run.bucket, ref, folder, object_limit(table)), np.uint8, mode="r")
+        return data
 
-def _refuse_twice(step: Step, parts: list[LazyDelta], table: TensorTable) -> None:
-    full = Counter(tensor for part in parts for tensor in part.full)
-    sparse = {int(tensor) for part in parts for ids, _ in part.directory.values() for tensor in ids}
-    twice = {tensor for tensor, times in full.items() if times > 1 or tensor in sparse}
-    if twice:
-        raise FormatError(f"{step.key}: tensor {table[min(twice)].name!r} is carried in full and once more")
-
-
-def declared(part: LazyDelta) -> Fingerprint:
-    """What an object declares that it adds to the model's fingerprint."""
-    return sum(part.fingerprints.values(), Fingerprint())
+    return open_parts(step.document, table, map(read, step.objects), old)
 
 
 @contextmanager
@@ -117,25 +106,38 @@ def fetch_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) -> Path
     Raises:
         NotFoundError: it is gone. LimitError, DigestError: it is not what the document lists. FormatError: it is empty.
     """
-    size = bucket.stat(ref.key).bytes
-    if size != ref.bytes:
-        raise DigestError(f"object {ref.key} has {size} bytes, {ref.bytes} are listed: truncated or replaced")
-    if size > limit:
-        raise LimitError(f"object {ref.key} has {size} bytes, more than the {limit} that one of this model may have")
-    if size == 0:
+    check_stored_size(bucket, ref)
+    if ref.bytes > limit:
+        raise LimitError(
+            f"object {ref.key} has {ref.bytes} bytes, more than the {limit} that one of this model may have"
+        )
+    if ref.bytes == 0:
         raise FormatError(f"object {ref.key} is empty")
     path = folder / ref.sha256
     bucket.get_file(ref.key, path)
     digest = file_digest(path)
-    if digest != ref.sha256 or path.stat().st_size != size:
-        raise DigestError(f"object {ref.key} has SHA-256 {digest}: its bytes are damaged; fetch it again")
+    if digest != ref.sha256 or path.stat().st_size != ref.bytes:
+        raise damaged(ref, digest)
     return path
 
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, hex."""
-    digest = sha256()
     with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def mapped(run: RunDocuments, ref: ObjectRef) -> np.ndarray | None:
+    """An object of a run, checked and mapped from the cache; None: there is no cache for it, or it is empty.
+
+    Raises:
+        As ``RunDocuments.fetch``.
+    """
+    if run.cache is None or ref.bytes == 0:
+        return None
+    check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(run.table), "object_limit")
+    file = run.cache.open(ref, run.bucket)
+    if file is None:
+        return None
+    with file:
+        return np.memmap(file, np.uint8, mode="r")

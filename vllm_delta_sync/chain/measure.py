@@ -87,17 +87,27 @@ def first_bad_tensor(
                 None,
             )
         try:
-            part = LazyDelta(data, table, context)
+            part = LazyDelta(data, table, context, None if state is None else state.old)
         except UnsupportedError:
             changes = decode(data, table, context)
             return None if state is None else first_wrong(table, changes.fingerprints, measure(state, changes))
+        if part.codec == "context" and state is None:
+            return None
         return _first_bad_part(part, table, state)
     except DeltaSyncError:
         return None  # damaged where it says what it holds
 
 
 def _first_bad_part(part: LazyDelta, table: TensorTable, state: ModelState | None) -> str | None:
-    bad = [tensor for tensor, full in part.full.items() if not _fits(part, Changes(full=[full]), tensor, state)]
+    bad = []
+    for tensor in part.full:
+        try:
+            held = Changes(full=[part.full[tensor]])
+        except DeltaSyncError:
+            bad.append(tensor)
+            continue
+        if not _fits(part, held, tensor, state):
+            bad.append(tensor)
     for dtype, (ids, _) in part.directory.items():
         for tensor in ids.tolist():
             try:

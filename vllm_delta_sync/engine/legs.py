@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.parts import needs_weights
 from vllm_delta_sync.chain.plan import Step
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
@@ -52,6 +53,11 @@ class Leg:
         return sum(_span(step) for step in self.steps) or 1
 
     @property
+    def needs_weights(self) -> bool:
+        """Whether a step is decoded against the weights held."""
+        return any(needs_weights(step.document) for step in self.steps)
+
+    @property
     def changed(self) -> int:
         """Elements carried."""
         return sum(step.changed for step in self.steps) if self.steps else self.target.total
@@ -66,7 +72,7 @@ class Leg:
     def key(self, index: int) -> Key:
         """The document to avoid if step number ``index`` is bad."""
         if self.steps:
-            return self.steps[index].run.info.run, self.steps[index].key
+            return step_key(self.steps[index])
         if self.rebuild:
             return self.target.run, REBUILD
         version = self.target.version
@@ -102,6 +108,11 @@ class Leg:
             None if plain["anchor"] is None else Anchor.from_bytes(plain["anchor"].encode()),
             plain["rebuild"],
         )
+
+
+def step_key(step: Step) -> Key:
+    """The document to avoid if a step is bad."""
+    return step.run.info.run, step.key
 
 
 def _step(plain: dict[str, Any], run_at: Callable[[tuple[str, str] | None], Run]) -> Step:

@@ -3,7 +3,7 @@
 import logging
 from typing import NamedTuple
 
-from vllm_delta_sync.bucket import scheme_of
+from vllm_delta_sync.bucket import StoreOptions, store_of
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.trust import Keyring
@@ -61,9 +61,9 @@ def line(run: Run, version: int) -> list[Point]:
 
 
 def _check_store(run: Run, location: str) -> None:
-    found, own = scheme_of(location), scheme_of(run.bucket.url)
-    if found != own:
-        raise ChainError(f"it is said to lie at {location[:200]!r}; from a {own} bucket no {found} URL is opened")
+    own = store_of(run.bucket.url)
+    if store_of(location) != own:
+        raise ChainError(f"it is said to lie at {location[:200]!r}; from the store {own!r} no other one is opened")
 
 
 def across(held: list[Point], wanted: list[Point]) -> list[Stretch] | None:
@@ -79,10 +79,10 @@ def across(held: list[Point], wanted: list[Point]) -> list[Stretch] | None:
     return None
 
 
-def run_with_id(url: str, run_id: str, keyring: Keyring) -> Run | None:
+def run_with_id(url: str, run_id: str, keyring: Keyring, store: StoreOptions | None = None) -> Run | None:
     """The run at a URL, if it is the one meant, can be read, and is signed as the keyring asks for."""
     try:
-        run = open_run(url, keyring)
+        run = open_run(url, keyring, store)
     except DeltaSyncError:
         return None
     return run if run.info.run == run_id else None

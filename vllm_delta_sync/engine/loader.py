@@ -10,6 +10,7 @@ from typing import Any
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.engine.rebuild import drain, newest, rebuild
@@ -86,7 +87,9 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             SettingsError: no bucket is set. NotFoundError: there is no run.
         """
         settings = load_settings()
-        return open_run(settings.bucket, settings.keyring())
+        folder = settings.cache_folder()
+        cache = None if folder is None else ObjectCache(folder, settings.cache_bytes)
+        return open_run(settings.bucket, settings.keyring(), settings.store(), cache)
 
     @property
     def _serves_any(self) -> bool:

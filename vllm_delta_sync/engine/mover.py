@@ -23,8 +23,10 @@ from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
     DeltaSyncError,
+    DigestError,
     EngineError,
     FingerprintError,
+    FormatError,
     MemoryLimitError,
     ModelError,
     WeightsLostError,
@@ -164,17 +166,31 @@ class Mover:
             except (BusyError, WeightsLostError):
                 raise
             except DeltaSyncError as error:
+                self._check_decoded_against(leg, place, error)
                 # Broken: not a bad version, but the weights are not what they should be.
                 hopeless = isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)
-                if self._board.broken or hopeless or not self._ways.without(leg, error):
+                if self._board.broken or hopeless or not self._ways.lessons.without(leg, error):
                     raise
         self._commit(leg, place, staged)
+
+    def _check_decoded_against(self, leg: Leg, place: Place | None, error: DeltaSyncError) -> None:
+        """A stream that does not decode may be damaged, or the weights that it was decoded against: a rescan tells.
+
+        Raises:
+            FingerprintError: it is the weights.
+        """
+        undecoded = isinstance(error, FormatError) and not isinstance(error, DigestError)
+        if place is not None and leg.needs_weights and undecoded and not self.rescan(place.manifest)["verdict"]:
+            changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
+            self.distrust(changed)
+            raise changed from error
 
     def _stage(self, leg: Leg, place: Place | None) -> dict[str, float]:
         """Stage on all ranks; the slowest rank's timings."""
         self._board.set(state="staging")
         rescan = [] if place is None else self.rotation.next()
         staged, differing = self._ranks.stage(leg, self._served_version, rescan)
+        self._board.set(used=staged["store"])
         if differing and place is not None:
             error = not_served(place.manifest, differing)
             self.distrust(error)
@@ -194,7 +210,7 @@ class Mover:
         if served is not None:
             self._history.behind[served.version] = served
         timings = timings | self._go_on(transaction, target, served)
-        self._ways.committed(target.version)
+        self._ways.lessons.committed(target.version)
         self._trim()
         self._board.committed(leg, timings)
         if self._ways.avoided:
@@ -245,7 +261,7 @@ class Mover:
         """A commit was taken back: was a version wrong, or the weights held? A rescan tells."""
         if place is not None and self.rescan(place.manifest)["verdict"]:
             wrong = f"{error.message}: it was made against other weights than version {place.version}"
-            self._ways.mismatched(leg, wrong)
+            self._ways.lessons.mismatched(leg, wrong)
             return
         changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
         self.distrust(changed)

@@ -84,13 +84,14 @@ class Prover:
         return None
 
     def _gather(self) -> Held:
-        cache = self._settings.cache_dir
+        cache = self._settings.cache_folder()
         arguments = {
             "url": self._settings.bucket,
             "cache_dir": None if cache is None else str(cache),
             "cache_bytes": self._settings.cache_bytes,
             "info": self._history.run.info.digest,
             "trusted": sorted(self._history.keyring.trusted),
+            "store": self._settings.store().model_dump(),
         }
         table = self._history.run.table
         try:
@@ -119,7 +120,7 @@ class Prover:
                 place = Place(run, self._history.manifest(noted.version))
             else:
                 known = next((source for source, _ in self._history.origins() if source.info.run == noted.run), None)
-                source = known or run_with_id(noted.url, noted.run, self._history.keyring)
+                source = known or run_with_id(noted.url, noted.run, self._history.keyring, self._history.store)
                 if source is None or source.table.digest != run.table.digest:
                     return None
                 place = Place(source, source.manifest(noted.version))

@@ -5,24 +5,25 @@ long remote call would block the engine; everything else is short and runs on th
 ``revert`` ask for a paused engine.
 """
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.engine import commit as commits
+from vllm_delta_sync.engine.background import Background
 from vllm_delta_sync.engine.interrupts import postponed
 from vllm_delta_sync.engine.legs import Leg
 from vllm_delta_sync.engine.ownership import region_to_plain
 from vllm_delta_sync.engine.patch import StagedPatch
 from vllm_delta_sync.engine.rank_runs import RankRuns
-from vllm_delta_sync.engine.reading import Clock
+from vllm_delta_sync.engine.reading import Clock, store_use
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.staging import stage_leg
 from vllm_delta_sync.engine.trace import LoadableModel, trace_routes
-from vllm_delta_sync.engine.transaction import Answer, as_ours, error_answer
+from vllm_delta_sync.engine.transaction import Answer, as_ours
 from vllm_delta_sync.engine.undo_log import Applied, UndoLog
 from vllm_delta_sync.errors import (
     BusyError,
@@ -67,11 +68,10 @@ class RankReceiver:
         self.asleep = False
         self._noted: Answer | None = None
         self._runs = RankRuns()
-        self._cache: ObjectCache | None = None
         self._staged: StagedPatch | None = None
         self._log = UndoLog()
-        self._thread: threading.Thread | None = None
-        self._outcome: Answer = {}
+        self._staged_at = self._moves()
+        self._background = Background()
 
     def start(self, operation: str, arguments: Answer) -> Answer:
         """Begin ``prove``, ``stage``, ``repair`` or ``scan`` in the background.
@@ -87,31 +87,12 @@ class RankReceiver:
         }
         if operation not in operations:
             raise EngineError(f"operation {operation!r} is unknown; known are {', '.join(operations)}")
-        if self._thread is not None and self._thread.is_alive():
-            raise BusyError(f"operation {operation!r} must wait: another one is running")
-        self._outcome = {}
-        self._thread = threading.Thread(
-            target=self._run_operation,
-            args=(operations[operation], arguments),
-            name="delta-sync-stage",
-            daemon=True,
-        )
-        self._thread.start()
+        self._background.start(operation, operations[operation], arguments)
         return {}
 
-    def _run_operation(self, operation: Callable[..., Answer], arguments: Answer) -> None:
-        try:
-            self._outcome = operation(**arguments)
-        except DeltaSyncError as error:
-            self._outcome = error_answer(error)
-        except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
-            self._outcome = error_answer(as_ours(error))
-
     def poll(self) -> Answer:
-        """{"running": True}, or the outcome of the last operation with "running" False."""
-        if self._thread is not None and self._thread.is_alive():
-            return {"running": True}
-        return {"running": False, **self._outcome}
+        """See ``Background.poll``."""
+        return self._background.poll()
 
     def prove(
         self,
@@ -120,11 +101,12 @@ class RankReceiver:
         cache_bytes: int = 0,
         info: str | None = None,
         trusted: Sequence[str] = (),
+        store: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Trace routes, and gather every tensor through them.
 
         Args:
-            info, trusted: see ``RankRuns``.
+            info, trusted, store: see ``RankRuns``.
 
         Returns:
             per tensor id the source regions of this rank's routes and the fingerprint of each; and what is known of
@@ -132,7 +114,7 @@ class RankReceiver:
         """
         began = time.perf_counter()
         self._awake()
-        runs = RankRuns(trusted)
+        runs = RankRuns(trusted, store, None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes))
         run = runs.open(url, info)
         noted = self._note()
         routes = trace_routes(self.model, run.table)
@@ -143,7 +125,6 @@ class RankReceiver:
         commits.warm_up({spec.element for spec in run.table})
         folding.warm_up({spec.element for spec in run.table})
         self.run, self.routes, self._runs = run, routes, runs
-        self._cache = None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes)
         self.version, self.fingerprints, self._staged = None, [], None
         self._log.clear()
         # Not forgotten before the controller has made use of it.
@@ -205,10 +186,11 @@ class RankReceiver:
         if taken.rebuild:
             run.authentic.refresh(keys)
         clock = Clock()
-        patch = stage_leg(taken, run, self._cache, routes, self.fingerprints, self.folder, clock)
+        began = self._moves()
+        patch = stage_leg(taken, run, routes, self.fingerprints, self.folder, clock, self._moves)
         scanned = self._gather(routes, rescan)
         clock.tick("rescan")
-        self._staged = patch
+        self._staged, self._staged_at = patch, began
         return self._staged_answer(patch, clock.ms, scanned)
 
     def repair(self, manifest: str, keys: int = 0) -> Answer:
@@ -227,12 +209,21 @@ class RankReceiver:
         self._log.clear()
         clock = Clock()
         rebuilt = Leg(target, rebuild=True)
-        self._staged = stage_leg(rebuilt, run, self._cache, routes, self.fingerprints, self.folder, clock)
+        began = self._moves()
+        self._staged = stage_leg(rebuilt, run, routes, self.fingerprints, self.folder, clock, self._moves)
+        self._staged_at = began
         return self._staged_answer(self._staged, clock.ms, self._gather(routes, []))
 
     def _staged_answer(self, patch: StagedPatch, ms: dict[str, float], scanned: Answer) -> Answer:
         declared = patch.declared.hex()
-        return {"staged": patch.version, "declared": declared, "bytes": patch.nbytes, "ms": ms, **scanned}
+        return {
+            "staged": patch.version,
+            "declared": declared,
+            "bytes": patch.nbytes,
+            "ms": ms,
+            "store": store_use(),
+            **scanned,
+        }
 
     def _run_at(self, where: tuple[str, str] | None) -> Run:
         """The run followed, or another one by its URL and the digest of run.json."""
@@ -246,7 +237,7 @@ class RankReceiver:
         """
         _, routes = self._ready()
         patch = self._staged
-        if patch is None or patch.version != version:
+        if patch is None or patch.version != version or self._staged_at != self._moves():
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
         began = time.perf_counter()
         with postponed():
@@ -372,6 +363,10 @@ class RankReceiver:
             "held": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
             "dead": [routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
         }
+
+    def _moves(self) -> tuple[int, int, bool]:
+        """Something else once weights may have been written, or are gone: then what was staged fits others."""
+        return self.touches, self._log.moves, self.asleep
 
     def _ready(self) -> tuple[Run, RouteMap]:
         """Proven, and nobody else has written since."""

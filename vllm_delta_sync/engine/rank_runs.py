@@ -1,7 +1,10 @@
 """The runs that one rank reads from: those that its controller has read, or none."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from vllm_delta_sync.bucket import StoreOptions
+from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.errors import ChainError, DigestError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.trust import Keyring
@@ -12,10 +15,19 @@ class RankRuns:
 
     Args:
         trusted: public keys whose signatures count where a rank reads documents by itself.
+        store: values of ``StoreOptions``; None: what the environment says.
+        cache: what objects are read through; None: each is fetched whenever it is needed.
     """
 
-    def __init__(self, trusted: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        trusted: Sequence[str] = (),
+        store: Mapping[str, Any] | None = None,
+        cache: ObjectCache | None = None,
+    ) -> None:
         self._keyring = Keyring(trusted)
+        self._store = None if store is None else StoreOptions(**store)
+        self._cache = cache
         self._known: dict[tuple[str, str], Run] = {}
 
     def open(self, url: str, info: str | None = None) -> Run:
@@ -25,7 +37,7 @@ class RankRuns:
             DigestError: another run is there. Else as ``open_run``.
         """
         try:
-            run = open_run(url, self._keyring)
+            run = open_run(url, self._keyring, self._store, self._cache)
         except (ChainError, TensorMismatchError, UnsupportedError) as error:
             # Of what the controller has read these would mean that this model can never follow it.
             raise DigestError(

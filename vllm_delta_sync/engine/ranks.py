@@ -116,8 +116,8 @@ class Ranks:
             held: the version that they hold; None: none of the run followed.
 
         Returns:
-            {"ms": slowest rank's timings, "bytes": largest rank's}, and the names of rescanned tensors that are not
-            what they should be.
+            {"ms": slowest rank's timings, "bytes": largest rank's, "store": each one's use of stores}, and the names of
+            rescanned tensors that are not what they should be.
         """
         arguments = {"leg": leg.to_plain(), "held": held, "rescan": rescan, "keys": self.keys}
         return self._staged("stage", arguments, rescan)
@@ -133,7 +133,12 @@ class Ranks:
             raise EngineError(f"ranks staged different changes: {', '.join(sorted(declared))}")
         self._declared = Fingerprint.from_hex(declared.pop())
         slowest = {name: max(answer["ms"][name] for answer in answers) for name in answers[0]["ms"]}
-        return {"ms": slowest, "bytes": max(answer["bytes"] for answer in answers)}, self._differing(rescan, answers)
+        found = {
+            "ms": slowest,
+            "bytes": max(answer["bytes"] for answer in answers),
+            "store": [answer["store"] for answer in answers],
+        }
+        return found, self._differing(rescan, answers)
 
     def matches(self, answers: list[Answer]) -> bool:
         """Whether commits changed the weights as the staged version declares, over all ranks, copies alike."""

@@ -1,6 +1,8 @@
-"""How far steps lead, where they do not lead all the way."""
+"""How far steps lead, where they do not lead all the way; and where what leads around would begin."""
 
-from vllm_delta_sync.chain.plan import Planner
+from collections.abc import Iterator
+
+from vllm_delta_sync.chain.plan import FOLD_WIDTH, Planner
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
 
 GALLOP = 1024
@@ -29,3 +31,11 @@ def reach(planner: Planner, start: int, target: int) -> list[int]:
         stops.append(aim)
         at = aim
     return stops
+
+
+def crossing(version: int, target: int) -> Iterator[int]:
+    """Where folded ranges that lead across a version, and not beyond the target, would begin."""
+    size = FOLD_WIDTH
+    while (first := (version - 1) // size * size) + size <= target:
+        yield first
+        size *= FOLD_WIDTH

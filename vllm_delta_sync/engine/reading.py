@@ -1,23 +1,33 @@
 """Read from the bucket for one rank: fetch, check, decode, keep what the rank holds, fold."""
 
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.chain.checks import object_limit
+from vllm_delta_sync.bucket.metered import PROCESS
 from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.lazy import MAPPED_BYTES, mapped
 from vllm_delta_sync.chain.plan import Step
 from vllm_delta_sync.chain.read import check_step, step_changes
+from vllm_delta_sync.engine.old import moved
 from vllm_delta_sync.engine.patch import local_part
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.transaction import blame
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.container import Buffer
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.fold import fold
-from vllm_delta_sync.wire.limits import check_limit
 from vllm_delta_sync.wire.manifest import ObjectRef
+from vllm_delta_sync.wire.old import Old
+
+
+def store_use() -> dict[str, Any]:
+    """What this process has used stores for so far, see ``Metrics``; ``process`` tells it from others."""
+    return {"process": f"{socket.gethostname()}:{os.getpid()}", **PROCESS.snapshot()}
 
 
 class Clock:
@@ -33,36 +43,33 @@ class Clock:
         self.ms[phase], self._last = 1e3 * (now - self._last), now
 
 
-def fetcher(run: RunDocuments, cache: ObjectCache | None) -> Callable[[ObjectRef], bytes]:
-    """Reads objects of a run, through the cache if there is one."""
-    if cache is None:
-        return run.fetch
+def reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
+    """Reads objects of a run; large ones are mapped if they are in the cache, so that ranks of a node share memory."""
 
-    def read(ref: ObjectRef) -> bytes:
-        # Before the cache makes room for what is listed.
-        check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(run.table), "object_limit")
-        return cache.get(ref, lambda: run.fetch(ref))
+    def read(ref: ObjectRef) -> Buffer:
+        found = mapped(run, ref) if ref.bytes > MAPPED_BYTES else None
+        return run.fetch(ref) if found is None else found
 
     return read
 
 
-def read_steps(
-    steps: list[Step], cache: ObjectCache | None, held: list[Fingerprint], routes: RouteMap, clock: Clock
-) -> Changes:
+def read_steps(steps: list[Step], held: list[Fingerprint], routes: RouteMap, clock: Clock, old: Old) -> Changes:
     """What consecutive steps change, folded into one, each checked by itself.
 
     Args:
-        held: per tensor id, before the first step.
+        held: per tensor id, before the first step. old: the bits that this rank holds then; asked only where a step
+            cannot be decoded without.
 
     Raises:
         FingerprintError: a step does not follow from what is held, or from the one before. NotFoundError, DigestError,
-            FormatError, TensorMismatchError, ChainError: see ``step_changes``. All of them blame a step.
+            FormatError, TensorMismatchError, ChainError: see ``step_changes``. UnsupportedError: a step cannot be
+            decoded with what this rank holds. All of them blame a step.
     """
-    fetched: list[list[bytes]] = []
+    fetched: list[list[Buffer]] = []
     for number, step in enumerate(steps):
         with _blaming(number):
             _check_run(step.run, routes)
-            fetch = fetcher(step.run, cache)
+            fetch = reader(step.run)
             fetched.append([fetch(ref) for ref in step.objects])
     clock.tick("fetch")
     parts: list[Changes] = []
@@ -70,7 +77,7 @@ def read_steps(
     total = sum(held, Fingerprint())
     for number, step in enumerate(steps):
         with _blaming(number):
-            changes = step_changes(step, _handed_out(fetched[number]))
+            changes = step_changes(step, _handed_out(fetched[number]), moved(old, parts))
             fetched[number].clear()
             total = check_step(step, total, changes)
         in_full |= {full.id for full in changes.full}
@@ -80,7 +87,7 @@ def read_steps(
     return folded
 
 
-def _handed_out(objects: list[bytes]) -> Callable[[ObjectRef], bytes]:
+def _handed_out(objects: list[Buffer]) -> Callable[[ObjectRef], Buffer]:
     waiting = iter(objects)
     return lambda ref: next(waiting)
 

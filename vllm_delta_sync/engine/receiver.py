@@ -54,7 +54,7 @@ class Receiver:
         self.port = port
         self.settings = settings
         keyring = settings.keyring()
-        self.history = History(settings.bucket, keyring, Witness(settings, keyring))
+        self.history = History(settings.bucket, keyring, Witness(settings, keyring), settings.store())
         self.ways = Ways(self.history, settings.quarantined == "serve")
         self.board = Board(settings.policy, settings.target)
         self.waits = False

@@ -53,6 +53,7 @@ class ReceiverService:
             keep = threading.Thread(target=self._keeper.keep, args=(self._stop,), name="delta-sync-keeper", daemon=True)
             self._threads.append(keep)
         if settings.notice is not None:
+            self.receiver.board.set(listens=True)
             self._threads.append(threading.Thread(target=self._listen, name="delta-sync-notice", daemon=True))
 
     def start(self) -> None:
@@ -226,6 +227,8 @@ class ReceiverService:
                         subscriber.close()
                     subscriber, topic = self._subscribe(run), run
                 notice = subscriber.receive(NOTICE_WAIT_SECONDS)
+                if notice is not None:
+                    self.receiver.board.set(heard=time.monotonic())
                 if notice is not None and self._is_news(notice):
                     self._announced = notice
                     self._wake.set()

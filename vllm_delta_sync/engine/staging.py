@@ -1,10 +1,12 @@
 """Stage one commit on one rank: steps folded and routed, an anchor, or a rebuild."""
 
-from vllm_delta_sync.cache import ObjectCache
+from collections.abc import Callable
+
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.engine.legs import Leg
+from vllm_delta_sync.engine.old import HeldBits
 from vllm_delta_sync.engine.patch import StagedPatch, stage
-from vllm_delta_sync.engine.reading import Clock, fetcher, read_steps
+from vllm_delta_sync.engine.reading import Clock, read_steps, reader
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.engine.wholes import stage_anchor, stage_rebuilt
 from vllm_delta_sync.errors import ChainError, FingerprintError
@@ -15,16 +17,17 @@ from vllm_delta_sync.wire.manifest import Manifest
 def stage_leg(
     leg: Leg,
     run: Run,
-    cache: ObjectCache | None,
     routes: RouteMap,
     held: list[Fingerprint],
     folder: str,
     clock: Clock,
+    moves: Callable[[], object],
 ) -> StagedPatch:
     """Everything that a rank writes for one commit; nothing is written yet.
 
     Args:
         run: the one followed. held: per tensor id, the fingerprint before the commit. folder: see ``stage_rebuilt``.
+        moves: see ``HeldBits``.
 
     Raises:
         ChainError: the target is of another run. FingerprintError: the weights held are not what it was made against.
@@ -34,12 +37,12 @@ def stage_leg(
     if target.run != run.info.run:
         raise ChainError(f"version {target.version} is of run {target.run}, this rank follows {run.info.run}")
     if leg.steps:
-        changes = read_steps(leg.steps, cache, held, routes, clock)
+        changes = read_steps(leg.steps, held, routes, clock, HeldBits(routes, moves))
         patch = stage(target.version, changes, routes, held)
     elif leg.rebuild:
         patch = stage_rebuilt(run, target, folder, routes)
     else:
-        patch = stage_anchor(leg.anchor or target, fetcher(run, cache), routes)
+        patch = stage_anchor(leg.anchor or target, reader(run), routes)
     if not leg.steps:
         # Read, decoded and routed piece by piece.
         clock.tick("fetch")

@@ -1,12 +1,19 @@
 """What a receiver shows of itself: written by its one thread, read by any."""
 
+import functools
+import importlib.metadata
 import threading
+import time
 from collections import deque
 from typing import Any, Literal
 
+from vllm_delta_sync import __version__
+from vllm_delta_sync.bucket.metered import PROCESS
+from vllm_delta_sync.engine import compat
 from vllm_delta_sync.engine.legs import Leg
+from vllm_delta_sync.engine.reading import store_use
 from vllm_delta_sync.engine.transaction import Answer
-from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.wire.manifest import Manifest, Quarantine
 
 State = Literal[
@@ -46,6 +53,8 @@ class Board:
         goal: newest version that following the head leads to; None if there is none.
         holding: whether new versions are left alone. beyond: whether what is served is newer than the setting target.
         broken: whether the weights were found to be no version any more. looks: how often the bucket was looked into.
+        used: what ranks have used stores for, as of the last staging.
+        listens: whether notices are set up. heard: when the last one came, by the monotonic clock.
     """
 
     def __init__(self, policy: str, target: str = "head") -> None:
@@ -67,6 +76,9 @@ class Board:
         self.timings: dict[str, float] = {}
         self.commits = 0
         self.looks = 0
+        self.used: list[Answer] = []
+        self.listens = False
+        self.heard: float | None = None
 
     def set(self, **values: Any) -> None:
         """Change attributes at once, so that nobody reads half of it."""
@@ -131,8 +143,35 @@ class Board:
                 "timings_ms": dict(self.timings),
                 "commits": self.commits,
                 "looks": self.looks,
+                "notice": self._notice(),
+                "store": self._store(),
+                "versions": dict(versions()),
                 "recent": list(self._recent),
             }
+
+    def _store(self) -> Answer:
+        # A rank may live in this process.
+        parts = {use["process"]: use for use in [*self.used, store_use()]}.values()
+        return {name: round(sum(part[name] for part in parts), 3) for name in PROCESS.snapshot()}
+
+    def _notice(self) -> Answer:
+        # Without the address: it is nobody's business who may ask for the status.
+        heard = None if self.heard is None else round(time.monotonic() - self.heard, 1)
+        return {"listens": self.listens, "heard_seconds": heard}
+
+
+@functools.cache
+def versions() -> Answer:
+    """What is installed, by name; ``tested``: whether this release was tested with that vLLM. None: not installed."""
+    try:
+        vllm: str | None = compat.distribution_version()[1]
+    except EngineError:
+        vllm = None
+    try:
+        torch: str | None = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = None
+    return {"vllm": vllm, "torch": torch, "vllm_delta_sync": __version__, "tested": compat.is_tested(vllm or "")}
 
 
 def _point(manifest: Manifest | None) -> Answer | None:

@@ -43,9 +43,14 @@ class Path:
 
 
 class UndoLog:
-    """Commits that can be taken back, and those that were and can be applied again."""
+    """Commits that can be taken back, and those that were and can be applied again.
+
+    Attributes:
+        moves: how often weights were moved: commits, and steps back or forward again.
+    """
 
     def __init__(self) -> None:
+        self.moves = 0
         self._applied: list[Applied] = []
         self._undone: list[Applied] = []
 
@@ -63,6 +68,7 @@ class UndoLog:
         """Add the newest commit. What was taken back before belongs to another history then."""
         self._undone.clear()
         self._applied.append(applied)
+        self.moves += 1
 
     def path(self, version: int | None, held: int | None) -> Path:
         """How to get from ``held`` to ``version``.
@@ -85,6 +91,7 @@ class UndoLog:
         """Note that the newest commit was taken back, or the one taken back last was applied again; which it is."""
         source, target = (self._applied, self._undone) if backwards else (self._undone, self._applied)
         target.append(source.pop())
+        self.moves += 1
         return target[-1]
 
     def trim(self, limit: int) -> None:

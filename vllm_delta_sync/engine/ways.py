@@ -4,28 +4,25 @@ What turns out to be bad is avoided until the next look into the bucket, and ano
 is none, the versions before it are taken, and then it is an error.
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NoReturn
 
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.plan import FOLD_WIDTH, Planner, Step, plan
+from vllm_delta_sync.chain.plan import Planner, Step, plan
 from vllm_delta_sync.engine.history import History
-from vllm_delta_sync.engine.legs import REBUILD, Key, Leg, Place
+from vllm_delta_sync.engine.legs import REBUILD, Leg, Place, step_key
+from vllm_delta_sync.engine.lessons import Lessons
 from vllm_delta_sync.engine.lineage import Point, Stretch, across, line
-from vllm_delta_sync.engine.reach import reach
-from vllm_delta_sync.engine.transaction import blamed
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, FingerprintError, MemoryLimitError, StoreError
+from vllm_delta_sync.engine.reach import crossing, reach
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.wire.documents import anchor_key
 from vllm_delta_sync.wire.manifest import Manifest, version_key
 
 STAGED_BYTES = 32
 """Memory that staging takes at most per changed element of a 16-bit dtype: decoded 10, folded 10 more, routed 14, and
 never all of it at once."""
-LONGEST = 1024
-"""Steps in one commit."""
 ROOTS = 8
-"""Anchors that are tried, newest first."""
+"""Anchors, and versions to rebuild, that are tried, newest first."""
 
 Way = list[tuple[Step, int | None]]
 """Steps, each with the version of the followed run that it ends at; None if that is none of it."""
@@ -36,6 +33,7 @@ class Ways:
 
     Attributes:
         named: the version that somebody named, which is served even if it is quarantined.
+        lessons: what staging and committing have shown, to be told by whoever does either.
 
     Args:
         quarantined: whether any quarantined version may be served.
@@ -45,30 +43,23 @@ class Ways:
         self._history = history
         self._quarantined = quarantined
         self.named: int | None = None
-        self._longest = LONGEST
-        self._longest_until = -1
-        self._bad: dict[Key, DeltaSyncError] = {}
-        self._avoid: dict[str, set[str]] = {}
+        self.lessons = Lessons()
         self._planners: dict[str, Planner] = {}
-        # Digest and message per document that was committed and taken back: trying again would only pause again.
-        self._rejected: dict[Key, tuple[str, str]] = {}
 
     def forget(self) -> None:
         """Another run is followed."""
         self.refresh()
-        self._rejected.clear()
-        self._longest, self._longest_until = LONGEST, -1
+        self.lessons.forget()
 
     def refresh(self) -> None:
         """The bucket was looked into again: what was bad may have healed, and there may be shorter ways."""
-        self._bad.clear()
-        self._avoid.clear()
+        self.lessons.refresh()
         self._planners.clear()
 
     @property
     def avoided(self) -> list[str]:
         """What turned out to be bad since the last look, for the log."""
-        return [key for _, key in self._bad]
+        return [key for _, key in self.lessons.bad]
 
     def next(self, place: Place | None, target: int, room: int) -> Leg:
         """The next commit on the way to a version of the followed run, or as close to it as anything leads.
@@ -91,70 +82,19 @@ class Ways:
         while True:
             try:
                 way = self._way(place, target)
-                leg = None if self._meets_rejected(way) else self._cut(place, way, room)
+                leg = None if self.lessons.meets_rejected(step for step, _ in way) else self._cut(place, way, room)
             except StoreError:
                 raise
             except DeltaSyncError as error:
-                known = len(self._bad)
+                known = len(self.lessons.bad)
                 leg = self._around(place, target, room)
                 if leg is not None:
                     return leg
-                if len(self._bad) == known:
+                if len(self.lessons.bad) == known:
                     self._give_up(place, target, error)
                 continue
             if leg is not None:
                 return self._cheaper(place, target, way) or leg
-
-    # What was learnt
-
-    def without(self, leg: Leg, error: DeltaSyncError) -> bool:
-        """Staging a commit failed: do not plan it so again. False if the error says nothing about the versions."""
-        index = blamed(error)
-        passing = isinstance(error, StoreError | MemoryLimitError)
-        if index is None and len(leg.steps) > 1:
-            if self._shorten(leg):
-                return True
-            index = len(leg.steps) - 1
-        if passing or leg.key(index or 0) in self._bad:
-            return False
-        self._mark(leg.key(index or 0), error)
-        return True
-
-    def mismatched(self, leg: Leg, reason: str) -> None:
-        """A commit was taken back though the weights were right: one of its steps is wrong."""
-        if len(leg.steps) > 1 and self._shorten(leg):
-            return
-        document = leg.steps[-1].document if leg.steps else leg.anchor or leg.target
-        key = leg.key(len(leg.steps) - 1)
-        self._rejected[key] = (document.digest, reason)
-        self._mark(key, FingerprintError(reason))
-        # It is found.
-        self._longest, self._longest_until = LONGEST, -1
-
-    def committed(self, version: int) -> None:
-        """A version was committed."""
-        if version >= self._longest_until:
-            self._longest = LONGEST
-
-    def _shorten(self, leg: Leg) -> bool:
-        """Take fewer steps at once until those of ``leg`` are behind; False if it was as short as can be."""
-        if self._longest <= len(leg.steps) // 2:
-            return False
-        self._longest, self._longest_until = max(1, len(leg.steps) // 2), max(self._longest_until, leg.target.version)
-        return True
-
-    def _mark(self, key: Key, error: DeltaSyncError) -> None:
-        self._bad[key] = error
-        self._avoid.setdefault(key[0], set()).add(key[1])
-
-    def _meets_rejected(self, way: Way) -> bool:
-        for step, _ in way:
-            key = (step.run.info.run, step.key)
-            digest, reason = self._rejected.get(key, ("", ""))
-            if digest == step.document.digest:
-                self._mark(key, FingerprintError(reason))
-                return True
-        return False
 
     # Steps
 
@@ -170,7 +110,7 @@ class Ways:
         name = run.info.run
         if name not in self._planners:
             # The set is shared: what turns out to be bad later is avoided too.
-            self._planners[name] = Planner(run, self._avoid.setdefault(name, set()))
+            self._planners[name] = Planner(run, self.lessons.avoid.setdefault(name, set()))
             if name == self._run.info.run and self._history.head is not None:
                 self._planners[name].know(self._history.head)
         return self._planners[name]
@@ -216,12 +156,17 @@ class Ways:
             ChainError: no manifest on the way can be read.
         """
         floor = place.version if self._history.is_own(place) else -1
+        if self.lessons.meets_undecodable(step for step, _ in way):
+            ends = (end for _, end in reversed(way) if end is not None and end > floor)
+            for last in islice(ends, ROOTS):
+                if (leg := self._rebuilt(last)) is not None:
+                    return leg
         fitting: list[int] = []
         beyond: list[int] = []
         for number, (step, end) in enumerate(way, 1):
             room -= STAGED_BYTES * step.changed
             if end is not None and end > floor:
-                (fitting if room >= 0 and number <= self._longest else beyond).append(number)
+                (fitting if room >= 0 and number <= self.lessons.longest else beyond).append(number)
         for number in [*reversed(fitting), *beyond]:
             step, end = way[number - 1]
             try:
@@ -233,7 +178,7 @@ class Ways:
             if not self._may_serve(target):
                 continue
             if not step.backwards and self._is_other(target, step):
-                self._mark((step.run.info.run, step.key), ChainError(f"{step.key} is of another version {end}"))
+                self.lessons.mark(step_key(step), ChainError(f"{step.key} is of another version {end}"))
                 return None
             return Leg(target, [taken for taken, _ in way[:number]])
         raise ChainError(f"no version after {place.version} on the way has a manifest that can be read, and is sound")
@@ -262,7 +207,7 @@ class Ways:
         found = self._root(-1, target) or self._root(-1, target, all_the_way=False)
         leg = found[0] if found is not None else self._rebuilt(target)
         if leg is None:
-            raise next(iter(self._bad.values()), ChainError(f"nothing leads to version {target}"))
+            raise next(iter(self.lessons.bad.values()), ChainError(f"nothing leads to version {target}"))
         return leg
 
     def _around(self, place: Place, target: int, room: int) -> Leg | None:
@@ -313,7 +258,7 @@ class Ways:
         """Across a version that cannot be taken: back to where a folded range begins, or all anew from what is kept."""
         breaks = {item.version for item in self._own.manifest(target).breaks}
         anew = blocked in breaks
-        for first in _crossing(blocked, target):
+        for first in crossing(blocked, target):
             if first >= place.version:
                 continue
             try:
@@ -328,7 +273,7 @@ class Ways:
         return self._rebuilt(target) if anew else None
 
     def _rebuilt(self, target: int) -> Leg | None:
-        avoid = self._avoid.get(self._run.info.run, set())
+        avoid = self.lessons.avoid.get(self._run.info.run, set())
         if REBUILD in avoid:
             return None
         try:
@@ -363,7 +308,7 @@ class Ways:
         inside = [item.version for item in self._own.manifest(target).breaks if item.base_version is None]
         if above < 0 and self._history.manifest(0).kind == "anchor":
             inside.append(0)
-        avoid = self._avoid.get(self._run.info.run, set())
+        avoid = self.lessons.avoid.get(self._run.info.run, set())
         found = [(version, False) for version in inside if version_key(version) not in avoid]
         found += [(version, True) for version in self._run.anchors() if anchor_key(version) not in avoid]
         return sorted(((v, beside) for v, beside in found if above < v <= target), reverse=True)[:ROOTS]
@@ -382,17 +327,9 @@ class Ways:
     def _give_up(self, place: Place, target: int, error: DeltaSyncError) -> NoReturn:
         """Raise what is wrong with the next version, rather than that there is no way."""
         if not self._history.is_own(place):
-            raise next(iter(self._bad.values()), error)
+            raise next(iter(self.lessons.bad.values()), error)
         blocked = [place.version, *reach(self._own, place.version, target)][-1] + 1
-        known = self._bad.get((self._run.info.run, version_key(blocked)))
+        known = self.lessons.bad.get((self._run.info.run, version_key(blocked)))
         if known is None and blocked <= target:
             self._history.manifest(blocked)
         raise known or error
-
-
-def _crossing(version: int, target: int) -> Iterator[int]:
-    """Where folded ranges that lead across a version, and not beyond the target, would begin."""
-    size = FOLD_WIDTH
-    while (first := (version - 1) // size * size) + size <= target:
-        yield first
-        size *= FOLD_WIDTH

@@ -12,12 +12,13 @@ from vllm_delta_sync.engine.routes import Route, RouteMap
 from vllm_delta_sync.errors import FingerprintError, FormatError
 from vllm_delta_sync.torch_bits import SIGNED
 from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.container import Buffer
 from vllm_delta_sync.wire.documents import Anchor
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
 
-def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], bytes], routes: RouteMap) -> StagedPatch:
+def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffer], routes: RouteMap) -> StagedPatch:
     """A patch that makes of whatever a rank holds the version of an anchor. Memory of one shard, and of the patch.
 
     Raises:

@@ -62,7 +62,7 @@ class Witness:
         self._head: Head | None = None
         self._looked = False
         if keyring.checks:
-            self._file = MarkFile(settings.state_folder(), open_bucket(settings.bucket).url)
+            self._file = MarkFile(settings.state_folder(), open_bucket(settings.bucket, settings.store()).url)
             if writes:
                 self._file.prepare()
             self._remember()

@@ -4,13 +4,13 @@ Version 0 of the branch is a reference to the version; a tag in the source keeps
 last, so that at no moment there is a branch whose version may be removed.
 """
 
-import logging
 import secrets
 
-from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.parts import outline
 from vllm_delta_sync.chain.plan import Plan
-from vllm_delta_sync.chain.read import check_step, step_changes
+from vllm_delta_sync.chain.read import check_step
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -20,6 +20,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     UsageError,
 )
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.upkeep.retention_record import lasting_plan
 from vllm_delta_sync.upkeep.tagging import delete_tag, put_tag
@@ -28,7 +29,7 @@ from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Base, Manifest, RunInfo, timestamp
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 
 def branch_tag(run_id: str) -> str:
@@ -51,7 +52,7 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
         SignatureError: the signing key is not one to begin a run with.
     """
     run.keyring.check_begins()
-    bucket = open_bucket(url)
+    bucket = open_beside(run.bucket, url)
     if bucket.url == run.bucket.url:
         raise UsageError(f"{url!r} is the run to branch from; give the branch a URL of its own")
     _refuse_existing(bucket)
@@ -109,7 +110,7 @@ def _version_0(run: Run, source: Manifest, info: RunInfo) -> Manifest:
 def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
     """Fingerprint of each tensor of a version, hex by name: those of its root, plus what deltas declare to change.
 
-    Reads the deltas, neither weights nor the base.
+    Reads the deltas, neither weights nor the base; of deltas of codec ``context`` what can be read without weights.
 
     Raises:
         NotFoundError: the version is not kept. DeltaSyncError: an object on the way is damaged.
@@ -119,7 +120,9 @@ def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
     values = {run.table.index(name): Fingerprint.from_hex(value) for name, value in _of_root(run, found).items()}
     reached = found.root.model_fingerprint
     for step in found.steps:
-        changes = step_changes(step)
+        changes = outline(step.document, step.run.table, [step.run.fetch(ref) for ref in step.objects]).changes
+        if step.backwards:
+            changes = changes.reversed()
         reached = check_step(step, reached, changes)
         for tensor, change in changes.fingerprints.items():
             values[tensor] += change

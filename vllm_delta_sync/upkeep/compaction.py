@@ -5,7 +5,6 @@ that does not build on the one before. An anchor is due every k-th version, for 
 the nearest one costs more bytes than the model has.
 """
 
-import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -18,12 +17,14 @@ from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.plan import FOLD_WIDTH, Planner
 from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnsupportedError
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.upkeep.compaction_anchor import existing_anchor, make_anchor
-from vllm_delta_sync.upkeep.compaction_fold import make_fold
+from vllm_delta_sync.upkeep.compaction_fold import Folding, make_fold
 from vllm_delta_sync.upkeep.compaction_scratch import OBJECT_BYTES, Stop, StoppedError, never
 from vllm_delta_sync.upkeep.compaction_trust import READ_PER_CALL, believed_anchors, believed_folds
+from vllm_delta_sync.upkeep.compaction_weights import Weights
 from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.documents import Retention
+from vllm_delta_sync.wire.documents import FoldedRange, Retention
 from vllm_delta_sync.wire.manifest import Manifest
 
 __all__ = [
@@ -39,7 +40,7 @@ __all__ = [
     "upkeep",
 ]
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
 
 ANCHOR_RATIO = 1.0
 """An anchor is due when replaying takes more than this times the bytes of the model."""
@@ -80,7 +81,9 @@ def upkeep(
     Lists the tags; looks further once for every ``FOLD_WIDTH`` versions, every k-th, and whenever the tags are others,
     as long as ``run`` is the same object. Ranges that were missed, because nobody called in time, are made too: those
     of the aligned window that the newest one closes, ``FOLDS_PER_CALL`` at most, and one anchor at most. Versions of
-    codec ``raw`` get no folded ranges. What cannot be made because the chain is damaged is logged and left.
+    codec ``raw`` get no folded ranges. Those of codec ``context`` get them from ``compact`` alone: it takes a version's
+    weights, which are not to be rebuilt beside a training every few versions. What cannot be made because the chain is
+    damaged is logged and left.
 
     Args:
         manifest: of the newest version. base: as ``chain.read.restore``.
@@ -268,6 +271,7 @@ def compact(
     scratch: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     stop: Stop = never,
+    codec: Folding = "packed",
 ) -> CompactReport:
     """Make every folded range that a run lacks, and an anchor if asked for; on any machine, without the trainer.
 
@@ -279,6 +283,8 @@ def compact(
         dry_run: only say what would be made.
         scratch: folder for temporary files; None for the system's.
         progress: called with documents made so far, documents to make, and what is being made.
+        codec: of the folded ranges that are made. Writing ``context``, and folding versions that have it, takes the
+            weights of the version before each range: a model's size of memory, or of scratch for a large one.
 
     Raises:
         StoreError: the store failed, or there is no room for scratch files. StoppedError: ``stop`` said so.
@@ -299,9 +305,11 @@ def compact(
     if dry_run:
         report.folds = planned
     else:
+        weights = Weights(run, base, scratch, stop)
         for done, pair in enumerate(planned):
             tell(done, work, f"versions {pair[0]} to {pair[1]}")
-            _fold_or_note(run, pair, report, scratch, stop)
+            make = partial(make_fold, run, *pair, scratch=scratch, stop=stop, codec=codec, weights=weights)
+            _fold_or_note(make, pair, report)
     if target is not None and not dry_run:
         tell(len(planned), work, f"anchor of version {target.version}")
         document = make_anchor(run, target.version, base, scratch=scratch, stop=stop)
@@ -311,13 +319,13 @@ def compact(
     return report
 
 
-def _fold_or_note(run: RunDocuments, pair: Pair, report: CompactReport, scratch: str | Path | None, stop: Stop) -> None:
+def _fold_or_note(make: Callable[[], FoldedRange], pair: Pair, report: CompactReport) -> None:
     """Make a range; what keeps it from being made also keeps longer ones, which are not tried."""
     if any(pair[0] <= first and last <= pair[1] for first, last, _ in report.skipped):
         report.skipped.append((*pair, "a shorter range that it consists of cannot be made"))
         return
     try:
-        folded = make_fold(run, *pair, scratch=scratch, stop=stop)
+        folded = make()
     except StoreError:
         raise
     except DeltaSyncError as error:

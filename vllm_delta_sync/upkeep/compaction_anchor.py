@@ -6,7 +6,6 @@ from vllm_delta_sync.bucket.calls import has_object
 from vllm_delta_sync.chain.checks import check_document_size
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.lazy import file_digest, scratch_folder
-from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, StoreError, UnsupportedError
 from vllm_delta_sync.upkeep.compaction_scratch import (
     OBJECT_BYTES,
@@ -14,15 +13,13 @@ from vllm_delta_sync.upkeep.compaction_scratch import (
     check_stop,
     never,
 )
+from vllm_delta_sync.upkeep.compaction_weights import Weights
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
 from vllm_delta_sync.wire.documents import Anchor
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, object_key
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorTable
-
-IN_MEMORY_BYTES = 64 * 1024**2
-"""Larger models are rebuilt in a scratch file: an anchor is made beside a training that needs the memory."""
 
 
 def make_anchor(
@@ -57,10 +54,7 @@ def make_anchor(
     found = None if replace else existing_anchor(run, target)
     if found is not None:
         return found
-    small = run.table.full_bytes <= IN_MEMORY_BYTES
-    state = restore(
-        run, target, base, in_memory=small, progress=lambda _read, _all: check_stop(stop), scratch=scratch
-    ).state
+    state = Weights(run, base, scratch, stop).at(target)
     shards = shard_tables(run.table, shard_bytes)
     largest = max((shard.full_bytes for shard in shards), default=0)
     with scratch_folder(scratch, f"the anchor of version {version}", largest + largest // 64) as folder:

@@ -2,17 +2,21 @@
 
 The way is planned as a reader plans it: through the next shorter folded ranges where there are any, else through the
 versions. Objects are fetched to scratch files and mapped, tensors are walked once in ascending order, and the result
-is written as it comes, so that memory is bounded by a batch of elements, or by one tensor.
+is written as it comes, so that memory is bounded by a batch of elements, or by one tensor. Where codec ``context`` is
+read or written, the weights at the first version are looked at, and copies of a few tensors go through the versions.
 """
 
-import logging
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from vllm_delta_sync.chain.checks import check_document_size
 from vllm_delta_sync.chain.documents import RunDocuments
-from vllm_delta_sync.chain.lazy import declared, open_step, scratch_folder
+from vllm_delta_sync.chain.lazy import open_step, scratch_folder
+from vllm_delta_sync.chain.parts import declared, needs_weights
 from vllm_delta_sync.chain.plan import Planner, Step
 from vllm_delta_sync.errors import (
     ChainError,
@@ -23,6 +27,7 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.upkeep.compaction_scratch import (
     OBJECT_BYTES,
     Stop,
@@ -31,15 +36,21 @@ from vllm_delta_sync.upkeep.compaction_scratch import (
     put_missing,
     put_objects,
 )
+from vllm_delta_sync.upkeep.compaction_weights import Weights
 from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire.changes import Full, Sparse
 from vllm_delta_sync.wire.delta import DeltaContext, required_features
 from vllm_delta_sync.wire.documents import FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.lazy import LazyDelta, fold_lazily
+from vllm_delta_sync.wire.lazy import LazyDelta, Moving, fold_lazily
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.wire.spool import DeltaSpool
+from vllm_delta_sync.wire.state import ModelState
 
-logger = logging.getLogger(__name__)
+logger = guarded_logger(__name__)
+
+Folding = Literal["packed", "context"]
+"""Codecs that a folded range may have."""
 
 
 def make_fold(
@@ -51,6 +62,8 @@ def make_fold(
     scratch: str | Path | None = None,
     object_bytes: int = OBJECT_BYTES,
     stop: Stop = never,
+    codec: Folding = "packed",
+    weights: Weights | None = None,
 ) -> FoldedRange:
     """Write the folded range from version ``first`` to ``last``, unless it is there.
 
@@ -61,12 +74,14 @@ def make_fold(
         scratch: folder for temporary files of about twice the parts' size; None for the system's.
         object_bytes: when to begin another object.
         stop: asked now and then; True ends it.
+        codec: of what is written. ``context`` takes fewer bytes, and cannot be taken back.
+        weights: where those of ``first`` come from, if codec ``context`` is read or written.
 
     Returns:
         the document that is in the bucket, which another writer may have made.
 
     Raises:
-        UnsupportedError: a version in between has codec ``raw``.
+        UnsupportedError: a version in between has codec ``raw``, or one has ``context`` and there are no weights.
         ChainError (GapError): nothing that is left leads from ``first`` to ``last``, or an anchor lies between.
         FingerprintError: the objects do not lead from one version's fingerprint to the next.
         StoreError: the store failed, or there is no room for the scratch files. StoppedError: ``stop`` said so.
@@ -80,7 +95,7 @@ def make_fold(
     if found is not None:
         return found
     avoid = {side.fold_key(first, last)} if replace or last - first > 1 else set()
-    return _Fold(run, ends, avoid, object_bytes, stop).make(scratch, replace)
+    return _Fold(run, ends, avoid, object_bytes, stop, codec, weights).make(scratch, replace)
 
 
 def existing_fold(run: RunDocuments, first: Manifest, last: Manifest) -> FoldedRange | None:
@@ -107,6 +122,8 @@ class _Fold:
     avoid: set[str]
     object_bytes: int
     stop: Stop
+    codec: Folding
+    weights: Weights | None
 
     @property
     def context(self) -> DeltaContext:
@@ -123,13 +140,17 @@ class _Fold:
                 raise reason or error from error
             payload = sum(step.payload_bytes for step in steps)
             purpose = f"folding versions {self.context.base_version} to {self.context.version}"
+            state = self._state(steps)
+            moving = None if state is None else Moving(state.old)
             with scratch_folder(scratch, purpose, 2 * payload + min(payload, self.object_bytes)) as folder:
-                parts = self._open(steps, folder)
+                parts = self._open(steps, folder, moving)
                 if isinstance(parts, DeltaSyncError):
                     reason = reason or parts
                     continue
                 fingerprints = _summed(parts)
-                written = self._write(parts, fingerprints, folder)
+                old = None if state is None else state.old
+                spool = partial(DeltaSpool, folder, self.run.table, self.context, "zstd", self.codec, old)
+                written = self._write(fold_lazily(parts, self.run.table, moving), fingerprints, folder, spool)
                 if reason is not None:
                     logger.warning("%s, around what cannot be read: %s", purpose, reason)
                 return self._publish(written, replace)
@@ -151,14 +172,27 @@ class _Fold:
                 )
         return steps
 
-    def _open(self, steps: list[Step], folder: Path) -> list[LazyDelta] | DeltaSyncError:
+    def _state(self, steps: list[Step]) -> ModelState | None:
+        """The weights at the first version, if they are needed."""
+        lacking = next((step for step in steps if needs_weights(step.document)), None)
+        if lacking is None and self.codec != "context":
+            return None
+        if self.weights is None:
+            raise UnsupportedError(
+                f"versions {self.context.base_version} to {self.context.version} are folded with the weights of the "
+                f"first at hand: {'the range is to be' if lacking is None else lacking.key + ' is'} of codec "
+                "'context'; `delta-sync compact` does that"
+            )
+        return self.weights.at(self.ends[0])
+
+    def _open(self, steps: list[Step], folder: Path, moving: Moving | None) -> list[LazyDelta] | DeltaSyncError:
         """Every object of the steps, in order; what is wrong with one of them, and then its document is avoided."""
         parts: list[LazyDelta] = []
         reached = self.ends[0].model_fingerprint
         for step in steps:
             check_stop(self.stop)
             try:
-                opened = open_step(step, folder)
+                opened = open_step(step, folder, moving)
                 reached += sum((declared(part) for part in opened), Fingerprint())
                 if reached != step.high_fingerprint:
                     raise FingerprintError(
@@ -173,16 +207,21 @@ class _Fold:
             parts += opened
         return parts
 
-    def _write(self, parts: list[LazyDelta], fingerprints: dict[int, Fingerprint], folder: Path) -> "_Result":
+    def _write(
+        self,
+        pieces: Iterator[Sparse | Full],
+        fingerprints: dict[int, Fingerprint],
+        folder: Path,
+        make: Callable[[], DeltaSpool],
+    ) -> "_Result":
         """Fold into as many objects as needed, as files of ``folder``."""
-        result = _Result([], 0, True)
+        result = _Result([], 0, self.codec == "packed")
         carried: set[int] = set()
-        pieces = fold_lazily(parts, self.run.table)
         more = True
         while more:
             more = False
             with ExitStack() as stack:
-                spool = DeltaSpool(folder, self.run.table, self.context, "zstd")
+                spool = make()
                 stack.callback(spool.close)
                 for piece in pieces:
                     check_stop(self.stop)
@@ -206,7 +245,7 @@ class _Fold:
     def _publish(self, result: "_Result", replace: bool) -> FoldedRange:
         first, last = self.ends
         document = FoldedRange(
-            requires=required_features("packed", "zstd") if result.written else [],
+            requires=required_features(self.codec, "zstd") if result.written else [],
             run=self.run.info.run,
             first=first.version,
             last=last.version,

@@ -16,7 +16,7 @@ from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
 from vllm_delta_sync.wire.bits import Bits, Positions, diff
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import COMPRESSIONS
-from vllm_delta_sync.wire.delta import DeltaContext, decode, encode, required_features
+from vllm_delta_sync.wire.delta import CODECS, RELATIVE, DeltaContext, decode, encode, required_features
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.wire.state import ModelState
@@ -89,16 +89,16 @@ def lost_object(
     Raises:
         DeltaSyncError: another object of the version is damaged too.
     """
-    if manifest.base_version is None or manifest.codec not in ("packed", "raw"):
+    codec = next((name for name in CODECS if name == manifest.codec), None)
+    if manifest.base_version is None or codec is None:
         return None
     context = DeltaContext(manifest.run, manifest.version, manifest.base_version)
-    others = [decode(run.fetch(ref), run.table, context) for ref in manifest.objects if ref != lost]
+    others = [decode(run.fetch(ref), run.table, context, before.old) for ref in manifest.objects if ref != lost]
     compression = next((name for name in COMPRESSIONS if name == manifest.compression), "none")
-    codec = "packed" if manifest.codec == "packed" else "raw"
-    for changes in _candidates(others, before, after, relative=codec == "packed"):
+    for changes in _candidates(others, before, after, relative=codec in RELATIVE):
         if changes.changed + sum(other.changed for other in others) != manifest.changed:
             continue
-        data = encode(changes, run.table, codec, compression, context)  # type: ignore[arg-type]
+        data = encode(changes, run.table, codec, compression, context, before.old)  # type: ignore[arg-type]
         if len(data) == lost.bytes and sha256(data).hexdigest() == lost.sha256:
             return data
     return None

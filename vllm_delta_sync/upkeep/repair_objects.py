@@ -200,6 +200,7 @@ class Rebuilder:
 
     def _fold(self, pair: tuple[int, int], key: str) -> None:
         from vllm_delta_sync.upkeep.compaction import make_fold
+        from vllm_delta_sync.upkeep.compaction_weights import Weights
 
         first, last = (self._manifest(version) for version in pair)
         if pair[1] in self._census.refused:
@@ -208,7 +209,7 @@ class Rebuilder:
             return
         check_signer(self._run)
         try:
-            make_fold(self._run, *pair, replace=True)
+            make_fold(self._run, *pair, replace=True, weights=Weights(self._run, self._base))
         except StoreError:
             raise
         except DeltaSyncError:

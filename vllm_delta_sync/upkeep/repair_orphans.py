@@ -4,11 +4,12 @@ from vllm_delta_sync.chain.census import Census
 from vllm_delta_sync.chain.checks import object_limit
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.measure import first_wrong, measure
+from vllm_delta_sync.chain.parts import outline
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, StoreError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.delta import DeltaContext, decode, required_features
+from vllm_delta_sync.wire.delta import Codec, DeltaContext, codec_of, decode, required_features
 from vllm_delta_sync.wire.documents import FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp
@@ -54,25 +55,30 @@ def bridge(
         return None
     context = DeltaContext(first.run, lost, first.version)
     refs: list[ObjectRef] = []
+    codecs: set[Codec] = set()
     changes = Changes()
     limit = object_limit(run.table)
     for ref in candidates:
         if ref.bytes > limit:
             continue
         try:
-            part = decode(run.fetch(ref), run.table, context)
+            data = run.fetch(ref)
+            part = decode(data, run.table, context, before.old)
+            codec = codec_of(data, context)
         except StoreError:
             raise
         except (DeltaSyncError, LimitError, NotFoundError):
             continue  # of another version, or damaged
         refs.append(ref)
+        codecs.add(codec)
         changes.sparse += part.sparse
         changes.full += part.full
         for tensor, change in part.fingerprints.items():
             changes.fingerprints[tensor] = changes.fingerprints.get(tensor, Fingerprint()) + change
     reached = before.fingerprint + changes.fingerprint
     try:
-        if reached + run.changes(after).fingerprint != after.model_fingerprint:
+        declared = outline(after, run.table, [run.fetch(ref) for ref in after.objects]).changes
+        if reached + declared.fingerprint != after.model_fingerprint:
             return None
     except StoreError:
         raise
@@ -81,7 +87,7 @@ def bridge(
     if first_wrong(run.table, changes.fingerprints, measure(before, changes)) is not None:
         return None
     document = FoldedRange(
-        requires=sorted({feature for codec in ("packed", "raw") for feature in required_features(codec, "zstd")}),
+        requires=sorted({feature for codec in codecs for feature in required_features(codec, "zstd")}),
         run=first.run,
         first=first.version,
         last=lost,
@@ -92,7 +98,7 @@ def bridge(
         objects=refs,
         changed=changes.changed,
         payload_bytes=sum(ref.bytes for ref in refs),
-        reversible=changes.reversible,
+        reversible=changes.reversible and "context" not in codecs,
         created_at=timestamp(),
     )
     key = side.fold_key(first.version, lost)

@@ -8,12 +8,15 @@ patterns monotonically (docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.errors import PublishError, TensorMismatchError
+from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.wire.dtypes import DType
 from vllm_delta_sync.wire.fingerprint import Fingerprint, tensor_seed
 
 Bits = npt.NDArray[np.unsignedinteger]
 Positions = npt.NDArray[np.int64]
+
+CHUNK_ELEMENTS = 32_768
+"""What is compared at a time: it stays in a core's cache, and an index in it fits 16 bits."""
 
 
 def order_masks(dtype: DType) -> tuple[np.uint64, np.uint64]:
@@ -35,28 +38,25 @@ def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits
 
     Raises:
         TensorMismatchError: the arrays are not of one size and of the dtype's width.
-        PublishError: ``new`` changed meanwhile; ``old`` was put back.
     """
     if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
         raise TensorMismatchError(
             f"tensor {name!r}: {new.size} elements of {new.dtype} against {old.size} of {old.dtype}; "
             f"{dtype.uint} expected"
         )
-    from vllm_delta_sync.wire import kernels
+    from vllm_delta_sync.wire import diff_kernels
+    from vllm_delta_sync.wire.segments import Scratch, joined
 
-    changed = kernels.count_different(old, new)
-    positions = np.empty(changed, np.int64)
-    distances = np.empty(changed, dtype.uint)
-    if not changed:
-        return positions, distances, Fingerprint()
-    seed = np.uint64(tensor_seed(name))
-    low, high, found = kernels.diff_into(old, new, *order_masks(dtype), seed, positions, distances)
-    if found != changed:
-        revert_distances(dtype, old, positions[:found], distances[:found])
-        raise PublishError(
-            f"tensor {name!r} changed while it was compared ({changed} differences, then {found}); diff a copy of it"
-        )
-    return positions, distances, Fingerprint(int(low), int(high))
+    masks, seed, scratch = order_masks(dtype), np.uint64(tensor_seed(name)), Scratch()
+    segments, change, done = [], Fingerprint(), 0
+    while done < old.size:
+        segment = scratch.segment(dtype, done)
+        room = segment.relative, segment.distances, segment.starts, segment.ends, segment.state
+        low, high = diff_kernels.collect(old, new, 0, *masks, seed, *room)
+        change += Fingerprint(int(low), int(high))
+        done = int(segment.state[2])
+        segments.append(segment.closed())
+    return *joined(segments, dtype), change
 
 
 def apply_distances(dtype: DType, bits: Bits, positions: Positions, distances: Bits) -> None:

@@ -1,5 +1,6 @@
 """What changed between two versions, decoded: the common currency of encoders, decoders and receivers."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -80,6 +81,47 @@ class Changes:
     def reversible(self) -> bool:
         """Whether everything carried is a distance, which can be taken back."""
         return not self.full and all(group.relative for group in self.sparse)
+
+    def parts(self, most_bytes: int) -> list["Changes"]:
+        """These changes, whole tensors at a time, in parts of at most so many decoded bytes; arrays are views.
+
+        A tensor that is larger by itself has a part of its own. Tensors ascend by id, from part to part too.
+        """
+        sizes: Counter[int] = Counter({full.id: full.bits.nbytes for full in self.full})
+        for group in self.sparse:
+            width = group.positions.itemsize + group.data.itemsize
+            sizes.update(dict(zip(group.ids.tolist(), (group.counts * width).tolist(), strict=True)))
+        found: list[Changes] = []
+        held: set[int] = set()
+        room = most_bytes
+        for tensor in sorted(sizes):
+            if held and sizes[tensor] > room:
+                found.append(self._only(held))
+                held, room = set(), most_bytes
+            held.add(tensor)
+            room -= sizes[tensor]
+        return [*found, self._only(held)] if found else [self]
+
+    def _only(self, tensors: set[int]) -> "Changes":
+        """Those of some tensors, which follow each other in every group."""
+        sparse = []
+        for group in self.sparse:
+            chosen = [row for row, tensor in enumerate(group.ids.tolist()) if tensor in tensors]
+            if chosen:
+                rows = slice(chosen[0], chosen[-1] + 1)
+                start = int(group.counts[: rows.start].sum())
+                elements = slice(start, start + int(group.counts[rows].sum()))
+                sparse.append(
+                    replace(
+                        group,
+                        ids=group.ids[rows],
+                        counts=group.counts[rows],
+                        positions=group.positions[elements],
+                        data=group.data[elements],
+                    )
+                )
+        full = [full for full in self.full if full.id in tensors]
+        return Changes(sparse, full, {id: change for id, change in self.fingerprints.items() if id in tensors})
 
     def reversed(self) -> "Changes":
         """What takes these changes back. Arrays of positions are shared.

@@ -7,15 +7,15 @@ tests/unit/test_kernels.py holds each function against a plain numpy reference.
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
-import logging
-
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-logger = logging.getLogger(__name__)
+from vllm_delta_sync.redaction import guarded_logger
+
+logger = guarded_logger(__name__)
 
 # GOLDEN, BITS and FINAL are the increment and the multipliers of splitmix64 (Steele, Lea, Flood 2014; Stafford's
 # mix 13), PREMIX is the multiplier of degski's hash64, LANE is xxHash64's second prime. docs/FORMAT.md fixes them.
@@ -139,47 +139,6 @@ def premix_positions(positions, seeds, counts, out):
             cursor += 1
 
 
-@_compile
-def count_different(old, new):
-    count = 0
-    for i in range(old.size):
-        count += old[i] != new[i]
-    return count
-
-
-@_compile
-def diff_into(old, new, sign, mask, seed, positions, distances):
-    """Collect changed positions and distances, bring ``old`` up to ``new`` → fingerprint change (low, high), found.
-
-    ``found`` counts all differences that were met. It is ``positions.size`` unless the arrays moved since they
-    were counted: beyond it nothing is collected, and ``old`` stays. Callers check it.
-    """
-    fold = _fold(sign, mask)
-    low_sum = ZERO
-    high_sum = ZERO
-    cursor = 0
-    for i in range(old.size):
-        # Read once: what is compared, collected and stored must be one value.
-        fresh = new[i]
-        if old[i] != fresh:
-            if cursor >= positions.size:
-                # Weights that move while they are compared must not make this write past its arrays.
-                cursor += 1
-                continue
-            before = np.uint64(old[i])
-            after = np.uint64(fresh)
-            positions[cursor] = i
-            distances[cursor] = (_key(after, sign, fold) - _key(before, sign, fold)) & mask
-            cursor += 1
-            x = _premix(seed, np.uint64(i))
-            low_before = _low(x, before)
-            low_after = _low(x, after)
-            low_sum += low_after - low_before
-            high_sum += _high(low_after) - _high(low_before)
-            old[i] = fresh
-    return low_sum, high_sum, cursor
-
-
 @intrinsic
 def prefetch(typing_context, array, index):
     """Ask for the cache line of ``array[index]`` without waiting; ``index`` is uint64. Never faults."""
@@ -286,58 +245,6 @@ def exchange(bits, positions, values, premix):
         for i in range(where.size):
             fresh[i] = old[i]
     return low_sum, high_sum
-
-
-@_compile
-def encode_gaps(positions, counts, gaps, escapes):
-    """Positions → u8 gaps; 255 escapes to ``escapes`` (u64, gap − 255). Returns the number of escapes."""
-    cursor = 0
-    used = 0
-    for group in range(counts.size):
-        previous = np.int64(-1)
-        for _ in range(counts[group]):
-            gap = positions[cursor] - previous - 1
-            previous = positions[cursor]
-            if gap < 255:
-                gaps[cursor] = gap
-            else:
-                gaps[cursor] = 255
-                escapes[used] = gap - 255
-                used += 1
-            cursor += 1
-    return used
-
-
-@_compile
-def decode_gaps(gaps, escapes, counts, numels, positions):
-    """Inverse of encode_gaps, into ``positions``.
-
-    Returns -1 when all is well, else the group whose positions leave its tensor, or ``counts.size`` when
-    the escapes do not come out even.
-    """
-    cursor = 0
-    used = 0
-    for group in range(counts.size):
-        numel = np.uint64(numels[group])
-        next_position = ZERO
-        for _ in range(counts[group]):
-            gap = np.uint64(gaps[cursor])
-            if gap == np.uint64(255):
-                if used >= escapes.size:
-                    return counts.size
-                if escapes[used] >= numel:
-                    return group
-                gap += escapes[used]
-                used += 1
-            position = next_position + gap
-            if position >= numel:
-                return group
-            positions[cursor] = np.int64(position)
-            next_position = position + ONE
-            cursor += 1
-    if used != escapes.size:
-        return counts.size
-    return -1
 
 
 @_compile

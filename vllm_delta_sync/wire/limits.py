@@ -32,6 +32,12 @@ MAX_KEYS = 128
 MAX_LEASE_PINS = 64
 MAX_LEASE_SECONDS = 7 * 24 * 3600
 MAX_BLOCK_COUNT = 1_000_000
+MIN_TILE_ELEMENTS = 1024
+"""Codec context: a tensor has at most 16 tiles for so many of its elements."""
+MAX_TILE_ELEMENTS = 2**24
+"""Codec context: 11 bytes of scratch memory for each element of a tile of bf16."""
+MAX_DENSE_RATIO = 16
+"""Elements of a tensor in a dense block over those that changed: its mask takes memory by the former."""
 MAX_ZSTD_WINDOW_LOG = 27
 MAX_ZSTD_RATIO = 32_768
 """A block of 128 KiB takes at least 4 bytes, so a frame that declares more than this times its own size lies."""

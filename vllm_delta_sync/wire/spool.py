@@ -1,23 +1,23 @@
-"""Write a delta object of codec ``packed`` piece by piece: what is in memory is one block, or one tensor."""
+"""Write a delta object of a relative codec piece by piece: what is in memory is one block, or one tensor."""
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from vllm_delta_sync.errors import StoreError
-from vllm_delta_sync.wire import delta, packed
-from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.wire import delta, full
 from vllm_delta_sync.wire.changes import Full, Sparse
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.container import header_bytes, layout
 from vllm_delta_sync.wire.dtypes import dtype_of
 from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.limits import FORMAT_VERSION
 from vllm_delta_sync.wire.manifest import ObjectRef, object_key
+from vllm_delta_sync.wire.old import Old
 from vllm_delta_sync.wire.table import TensorTable
 
 SPOOL_ELEMENTS = 2 * 1024 * 1024
@@ -31,17 +31,30 @@ class DeltaSpool:
     The pieces lie in a file of ``folder`` until ``finish`` puts them in the container's order. Nothing is made
     durable: the file is on its way to a bucket. ``close`` removes the pieces, finished or not.
 
+    Args:
+        codec: ``packed`` or ``context``. old: the bits at the base version, which codec ``context`` needs.
+
     Attributes:
         bytes: taken by the pieces so far. changed: elements. tensors: ids carried. full: how many of them in full.
     """
 
-    def __init__(self, folder: Path, table: TensorTable, context: delta.DeltaContext, compression: Compression) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        table: TensorTable,
+        context: delta.DeltaContext,
+        compression: Compression,
+        codec: delta.Codec = "packed",
+        old: Old | None = None,
+    ) -> None:
         self._folder, self._table, self._context, self._compression = folder, table, context, compression
+        self._codec, self._old = codec, old
         self.bytes = self.changed = self.full = 0
         self.tensors: set[int] = set()
         self._entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        self._blocks: list[dict[str, str]] = []
+        self._blocks: list[dict[str, Any]] = []
         self._pending: list[Sparse] = []
+        self._whole: list[Full] = []
         self._path = folder / f"{os.urandom(8).hex()}.pieces"
         self._file: IO[bytes] = self._path.open("w+b")
 
@@ -52,11 +65,7 @@ class DeltaSpool:
             StoreError: the disk is full.
         """
         if isinstance(piece, Full):
-            spec = self._table[piece.id]
-            self.tensors.add(piece.id)
-            self.changed += piece.bits.size
-            self.full += 1
-            self._write(spec.name, spec.dtype, spec.shape, piece.bits)
+            self._add_full(piece)
             return
         pending = self._pending
         # Ids ascend within a block, and it has one dtype.
@@ -68,6 +77,18 @@ class DeltaSpool:
         if sum(group.positions.size for group in self._pending) >= SPOOL_ELEMENTS:
             self._flush()
 
+    def _add_full(self, tensor: Full) -> None:
+        self.tensors.add(tensor.id)
+        self.changed += tensor.bits.size
+        self.full += 1
+        if self._compression == "none":
+            spec = self._table[tensor.id]
+            self._write(spec.name, spec.dtype, spec.shape, tensor.bits)
+            return
+        self._whole.append(tensor)
+        if sum(held.bits.size for held in self._whole) >= SPOOL_ELEMENTS:
+            self._flush_full()
+
     def finish(self, path: Path, fingerprints: Mapping[int, Fingerprint]) -> ObjectRef:
         """Write the object to ``path`` and say what it is.
 
@@ -78,21 +99,12 @@ class DeltaSpool:
             StoreError: the disk is full.
         """
         self._flush()
-        ids = sorted(self.tensors)
-        lanes = [(fingerprints[tensor].low, fingerprints[tensor].high) for tensor in ids]
-        self._write(delta._IDS, "U32", (len(ids),), np.array(ids, "<u4"))
-        self._write(delta._VALUES, "U64", (len(ids), 2), np.array(lanes, "<u8").reshape(-1))
+        self._flush_full()
+        lanes = delta.fingerprint_lanes({tensor: fingerprints[tensor] for tensor in self.tensors})
+        self._write(delta.FINGERPRINTS, "U64", lanes.shape, lanes)
         placed = layout({name: (dtype_of(dtype, name), shape) for name, (dtype, shape, _) in self._entries.items()})
-        metadata = {
-            "format_version": FORMAT_VERSION,
-            "run": self._context.run,
-            "version": self._context.version,
-            "base_version": self._context.base_version,
-            "codec": "packed",
-            "compression": self._compression,
-            "blocks": self._blocks,
-        }
-        header = header_bytes(placed, {delta.METADATA_KEY: dump_canonical(metadata).decode()})
+        text = delta.metadata_text(self._codec, self._compression, self._context, self._blocks)
+        header = header_bytes(placed, {delta.METADATA_KEY: text})
         digest = sha256(header)
         try:
             with path.open("wb") as file:
@@ -114,7 +126,8 @@ class DeltaSpool:
 
     def close(self) -> None:
         """Remove the pieces; safe to call twice."""
-        self._file.close()
+        with suppress(OSError):  # where the disk is full, what is still in a buffer cannot be written, and need not be
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
     def _flush(self) -> None:
@@ -128,11 +141,18 @@ class DeltaSpool:
                 for part in ("ids", "counts", "positions", "data")
             )
             joined = Sparse(joined.dtype, ids, counts, positions, data, relative=True)
-        arrays, blocks = packed.encode([joined], self._compression)
+        arrays, blocks = delta._encode_sparse([joined], self._table, self._codec, self._compression, self._old)
         base = len(self._blocks)
         for name, (dtype, array) in arrays.items():
             block, _, part = name[1:].partition(".")
             self._write(f"@{base + int(block)}.{part}", dtype, array.shape, array)
+        self._blocks += blocks
+
+    def _flush_full(self) -> None:
+        tensors, self._whole = self._whole, []
+        arrays, blocks = full.encode(tensors, self._table, self._compression, len(self._blocks))
+        for name, (dtype, array) in arrays.items():
+            self._write(name, dtype, array.shape, array)
         self._blocks += blocks
 
     def _write(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
 from vllm_delta_sync.wire.bits import Bits, apply_distances
 from vllm_delta_sync.wire.changes import Changes, Sparse
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
+from vllm_delta_sync.wire.old import OldTensor
 from vllm_delta_sync.wire.table import TensorTable
 
 _ALIGNMENT = 64
@@ -56,6 +57,10 @@ class ModelState:
         for value in self.fingerprints:
             total += value
         return total
+
+    def old(self, tensor: int) -> OldTensor:
+        """A tensor as it is now, for a delta that builds on it (``Old``): a view."""
+        return OldTensor(self.bits[tensor])
 
     def apply(self, changes: Changes) -> None:
         """Move to the next version in place.
