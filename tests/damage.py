@@ -17,6 +17,7 @@ from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.delta import Codec
 from vllm_delta_sync.wire.documents import Claim, Retention, Tag
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
@@ -48,11 +49,12 @@ class Whole:
             self.writer.anchor(bits, path.read_bytes())
 
     def delta(self, kind: str = "packed", base: int | None = None) -> None:
-        """Another version: packed, raw, full (a tensor of it) or same."""
+        """Another version: packed, context, raw, full (a tensor of it) or same."""
         bits = self.writer.bits[-1 if base is None else base]
         bits = bits if kind == "same" else nudge(bits, self.random, 0.2)
         full = (0,) if kind == "full" else ()
-        self.writer.delta(bits, "raw" if kind == "raw" else "packed", full=full, base=base)
+        codec: Codec = "raw" if kind == "raw" else "context" if kind == "context" else "packed"
+        self.writer.delta(bits, codec, full=full, base=base)
 
     def deltas(self, *kinds: str) -> None:
         for kind in kinds:
@@ -141,7 +143,7 @@ def random_run(seed: int) -> Whole:
         elif what < 0.1:
             whole.anchor(nudge(whole.writer.bits[-1], whole.random, 0.3))
         else:
-            whole.delta(str(random.choice(["packed", "packed", "packed", "raw", "full", "same"])))
+            whole.delta(str(random.choice(["packed", "packed", "context", "raw", "full", "same"])))
         if random.random() < 0.1:
             whole.claim()
     if random.random() < 0.7:

@@ -19,7 +19,8 @@ from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber, cu
 DIGEST = "ab" * 32
 RUN = "0123456789abcdef" * 2
 LOOPBACK = "tcp://127.0.0.1:*"
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
+"""After which a test says that something hangs."""
 
 
 def hear(subscriber: NoticeSubscriber, version: int, seconds: float = DEADLINE_SECONDS) -> None:

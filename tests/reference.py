@@ -62,22 +62,3 @@ def diff(old: list[int], new: list[int], width: int, is_float: bool) -> tuple[li
     """Positions and distances of what changed."""
     positions = [index for index, (before, after) in enumerate(zip(old, new, strict=True)) if before != after]
     return positions, [distance(old[index], new[index], width, is_float) for index in positions]
-
-
-def gaps(groups: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Byte gaps and escapes of groups of ascending positions, one group per tensor."""
-    small, large = [], []
-    for group in groups:
-        following = 0
-        for position in group:
-            gap = position - following
-            small.append(min(gap, 255))
-            if gap >= 255:
-                large.append(gap - 255)
-            following = position + 1
-    return small, large
-
-
-def zigzag(step: int, width: int) -> int:
-    """0, −1, 1, −2, … (two's complement in ``width`` bits) → 0, 1, 2, 3, …"""
-    return 2 * step if step < 1 << (width - 1) else 2 * ((1 << width) - step) - 1

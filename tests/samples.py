@@ -15,11 +15,12 @@ from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits, diff
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import Compression
-from vllm_delta_sync.wire.delta import Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.wire.delta import RELATIVE, Codec, DeltaContext, encode, required_features
 from vllm_delta_sync.wire.documents import Anchor, FoldedRange, KeyEntry, KeyFile
 from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.wire.manifest import Break, Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.old import OldTensor
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
@@ -62,7 +63,7 @@ def changes_between(
         if tensor in whole:
             changes.full.append(Full(tensor, new[tensor].copy()))
         elif positions.size:
-            data = distances if codec == "packed" else new[tensor][positions]
+            data = distances if codec in RELATIVE else new[tensor][positions]
             groups.setdefault(spec.dtype, []).append((tensor, positions, data))
         if tensor in whole or positions.size:
             changes.fingerprints[tensor] = change
@@ -74,7 +75,7 @@ def changes_between(
                 np.array([row[1].size for row in rows], np.int64),
                 np.concatenate([row[1] for row in rows]),
                 np.concatenate([row[2] for row in rows]),
-                relative=codec == "packed",
+                relative=codec in RELATIVE,
             )
         )
     return changes
@@ -140,18 +141,22 @@ class RunWriter:
         base = version - 1 if base is None else base
         changes = changes_between(self.table, self.bits[base], bits, codec, full)
         context = DeltaContext(self.run, version, base)
-        data = encode(changes, self.table, codec, compression, context)
+        data = encode(
+            changes, self.table, codec, compression, context, lambda tensor: OldTensor(self.bits[base][tensor])
+        )
         stored: Compression = "none" if codec == "raw" else compression
+        # What changes nothing has no object.
+        carried = changes.changed > 0
         return self._commit(
             bits,
-            [data],
+            [data] if carried else [],
             "delta",
             changes.changed,
-            requires=required_features(codec, compression),
+            requires=required_features(codec, compression) if carried else [],
             base_version=base,
-            codec=codec,
-            compression=stored,
-            reversible=changes.reversible,
+            codec=codec if carried else None,
+            compression=stored if carried else None,
+            reversible=changes.reversible and (codec != "context" or not carried),
         )
 
     def fold(self, first: int, last: int) -> FoldedRange:

@@ -68,10 +68,15 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-def make_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A model with random weights in float32, as a trainer holds them."""
+def make_model(family: str, seed: int = 0, **sizes: int) -> PreTrainedModel:
+    """A model with random weights in float32, as a trainer holds them.
+
+    Args:
+        sizes: fields of its config that are to be others.
+    """
     torch.manual_seed(seed)
     config = config_of(family)
+    config.update(sizes)
     config.dtype = torch.float32
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model.float()

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 SPARE_BYTES = 192 * 1024 * 1024
 """What a fork may allocate: far less than what any of the attacks declares."""
 SECONDS = 10
-"""What a fork may take: none of the attacks may cost more."""
+"""What a fork may compute: none of the attacks may cost more. It may wait for a busy machine."""
+PATIENCE_SECONDS = 300
 
 Door = Callable[..., Any]
 
@@ -34,7 +35,7 @@ class Outcome:
 
     Attributes:
         kind, message: of the DeltaSyncError that was raised; None for none. A name in brackets is another exception's.
-        result: what the door returned. seconds: it took.
+        result: what the door returned. seconds: it computed.
     """
 
     kind: str | None
@@ -161,19 +162,13 @@ def _checkpoint(path: str) -> int:
 
 
 def _cached(folder: str, key: str, size: int, digest: str, stored: str) -> int:
-    """An object through the node's cache, which downloads it from a file."""
+    """An object through the node's cache, which downloads it from a bucket."""
+    from vllm_delta_sync.bucket import open_bucket
     from vllm_delta_sync.cache import ObjectCache
-    from vllm_delta_sync.chain.checks import check_object
     from vllm_delta_sync.wire.manifest import ObjectRef
 
     ref = ObjectRef(key=key, bytes=size, sha256=digest)
-
-    def fetch() -> bytes:
-        data = Path(stored).read_bytes()
-        check_object(ref, data)
-        return data
-
-    return len(ObjectCache(Path(folder), 2**60).get(ref, fetch))
+    return len(ObjectCache(Path(folder), 2**60).get(ref, open_bucket(stored)))
 
 
 def _get(url: str, key: str) -> str:
@@ -224,8 +219,9 @@ def _attempt(door: str, arguments: list[Any], spare: int) -> dict[str, Any]:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + spare
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    signal.alarm(SECONDS)
-    begun = time.monotonic()
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(PATIENCE_SECONDS)
+    begun = time.process_time()
     answer: dict[str, Any] = {"kind": None, "message": None, "result": None}
     try:
         answer["result"] = DOORS[door](*arguments)
@@ -233,7 +229,7 @@ def _attempt(door: str, arguments: list[Any], spare: int) -> dict[str, Any]:
         answer.update(kind=error.kind, message=error.message)
     except BaseException as error:  # noqa: BLE001  what else escapes is what the tests look for
         answer.update(kind=f"[{type(error).__name__}]", message=str(error)[:500])
-    answer["seconds"] = time.monotonic() - begun
+    answer["seconds"] = time.process_time() - begun
     return answer
 
 

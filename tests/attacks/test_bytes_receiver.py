@@ -15,7 +15,7 @@ from tests.world import World
 from tests.written import Written
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.engine.reading import fetcher
+from vllm_delta_sync.engine.reading import reader
 from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.wire.canonical import dump_canonical
 from vllm_delta_sync.wire.container import Container, write_container
@@ -50,7 +50,7 @@ def rewritten(change: Callable[[Arrays, Metadata], None]) -> Callable[[bytes], b
 def bomb(arrays: Arrays, metadata: Metadata) -> None:
     """Escapes of a gigabyte that nobody needs, in 32 kB."""
     metadata["compression"] = "zstd"
-    for name in ("@0.gaps", "@0.ulp.0", "@0.ulp.1"):
+    for name in ("@0.gaps", "@0.low", "@0.codes", "@0.small", "@0.wide.0", "@0.wide.1"):
         arrays[name] = plain(zstandard.ZstdCompressor().compress(arrays[name][1].tobytes()))
     arrays["@0.escapes"] = plain(zstandard.ZstdCompressor().compress(bytes(2**28)))
 
@@ -116,10 +116,9 @@ def test_afterwards_it_follows_as_before(world: World) -> None:
 
 def test_the_cache_makes_no_room_for_what_no_object_of_the_model_can_be(written: Written, tmp_path: Path) -> None:
     """Else one line in a manifest would throw out all that is cached, and fill the disk up to the cache's limit."""
-    run = open_run(str(written.folder))
-    cache = ObjectCache(tmp_path / "cache", 2**29)
+    run = open_run(str(written.folder), cache=ObjectCache(tmp_path / "cache", 2**29))
     good = written.writer.manifests[2].objects[0]
-    read = fetcher(run, cache)
+    read = reader(run)
     assert read(good)
     digest = sha256(b"").hexdigest()
     with pytest.raises(LimitError, match="object_limit"):

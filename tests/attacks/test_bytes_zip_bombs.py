@@ -71,7 +71,7 @@ def compressed(name: str, frame: bytes) -> Callable[[Arrays, Metadata], None]:
 
     def change(arrays: Arrays, metadata: Metadata) -> None:
         metadata["compression"] = "zstd"
-        for entry in ("@0.gaps", "@0.escapes", "@0.ulp.0", "@0.ulp.1"):
+        for entry in ("@0.gaps", "@0.low", "@0.escapes", "@0.codes", "@0.small", "@0.wide.0", "@0.wide.1"):
             packed = zstandard.ZstdCompressor().compress(arrays[entry][1].tobytes())
             arrays[entry] = plain(frame if entry == name else packed)
 
@@ -82,7 +82,7 @@ def needs_zstd(fields: Metadata) -> None:
     fields["requires"] = ["packed", "zstd"]
 
 
-@pytest.mark.parametrize("plane", ["@0.gaps", "@0.ulp.1"])
+@pytest.mark.parametrize("plane", ["@0.gaps", "@0.codes"])
 @pytest.mark.parametrize("frame", FRAMES)
 def test_frames_that_lie(frame: str, plane: str, reader: Reader, written: Written, tmp_path: Path) -> None:
     kind, data = FRAMES[frame]
@@ -120,17 +120,19 @@ def huge_run(folder: Path, changed: int, frame: bytes, count: int) -> Path:
         "base_version": 0,
         "codec": "packed",
         "compression": "zstd",
-        "blocks": [{"dtype": "BF16"}],
+        "blocks": [{"dtype": "BF16", "kind": "sparse"}],
     }
     arrays: Arrays = {
         "@0.ids": ("U32", np.zeros(1, np.uint32)),
         "@0.counts": ("U64", np.array([count], np.uint64)),
         "@0.gaps": plain(frame),
         "@0.escapes": plain(EMPTY),
-        "@0.ulp.0": plain(frame),
-        "@0.ulp.1": plain(frame),
-        "@fingerprints.ids": ("U32", np.zeros(1, np.uint32)),
-        "@fingerprints.values": ("U64", np.zeros((1, 2), np.uint64)),
+        "@0.low": plain(EMPTY),
+        "@0.codes": plain(frame),
+        "@0.small": plain(EMPTY),
+        "@0.wide.0": plain(EMPTY),
+        "@0.wide.1": plain(EMPTY),
+        "@fingerprints": ("U64", np.zeros((1, 2), np.uint64)),
     }
     data = write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
     digest = sha256(data).hexdigest()

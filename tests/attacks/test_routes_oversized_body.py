@@ -37,7 +37,7 @@ def test_chunks_without_end(tmp_path: Path) -> None:
     site = Site(tmp_path)
     chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
     sent = 0
-    with listening(site.app) as port, socket.create_connection(("127.0.0.1", port), 30) as connection:
+    with listening(site.app) as port, socket.create_connection(("127.0.0.1", port), 120) as connection:
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(MAX_BODY_BYTES // 4096 + 1):
             connection.sendall(chunk)

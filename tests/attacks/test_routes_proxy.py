@@ -117,7 +117,7 @@ def test_through_a_real_proxy(tmp_path: Path) -> None:
                 return
 
         with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
-            thread = threading.Thread(target=proxy.serve_forever)
+            thread = threading.Thread(target=proxy.serve_forever, args=(0.02,))
             thread.start()
             try:
                 request = request_bytes("/delta_sync/hold", Host="fleet.example")

@@ -87,7 +87,7 @@ def test_branch_that_says_its_source_is_elsewhere(
         first.write_bytes(dump_canonical(document))
         with caplog.at_level(logging.DEBUG):
             assert [point.version for point in line(open_run(branch.url), 0)] == [0]
-    assert f"no {scheme.lower()} URL is opened" in caplog.text
+    assert "from the store 'file' no other one is opened" in caplog.text
     assert place in caplog.text
     assert "hidden" not in caplog.text
 

@@ -75,7 +75,7 @@ def test_publisher_and_receiver(tmp_path: Path, canaries: Canaries, caplog: pyte
         client = site.client()
         right = {"Authorization": "Bearer " + canaries.token_file.read_text().strip()}
         answers = [
-            client.get("/delta_sync/wait", params={"version": 1, "timeout": 20}),
+            client.get("/delta_sync/wait", params={"version": 1, "timeout": 120}),
             client.get("/delta_sync/status"),
             client.get("/openapi.json"),
             client.post("/delta_sync/hold", headers=right),
@@ -191,7 +191,7 @@ def test_program_that_ends_with_a_traceback(canaries: Canaries, program: str) ->
         env={**os.environ, "DELTA_SYNC_BUCKET": canaries.url, admin_token.VARIABLE: canaries.token},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert "store.example" in done.stdout + done.stderr
@@ -219,7 +219,7 @@ def test_what_serve_becomes(canaries: Canaries) -> None:
         env={**os.environ, admin_token.VARIABLE: canaries.token},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

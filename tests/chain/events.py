@@ -98,7 +98,8 @@ class Events(RuleBasedStateMachine):
 
     def start(self, place: Place, tensors: dict[str, Any], fault: Fault = NO_FAULT, kind: int = 0) -> Writer | None:
         """A publisher, of one of several kinds."""
-        options: dict[str, Any] = {"codec": "raw" if kind % 5 == 4 else "auto", "read_back": kind % 3 == 2}
+        codec = {3: "context", 4: "raw"}.get(kind % 5, "auto")
+        options: dict[str, Any] = {"codec": codec, "read_back": kind % 3 == 2}
         options |= {"compression": "none" if kind % 7 == 6 else "zstd", "anchor_every": 3 if kind % 2 else None}
         if self.based and place.read("run.json") is None:
             options["base"] = self.base

@@ -13,7 +13,7 @@ from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.service import ReceiverService
 from vllm_delta_sync.notice import Notice, NoticePublisher
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 def until(condition: Callable[[], bool]) -> None:

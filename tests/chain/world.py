@@ -31,7 +31,7 @@ from tests.modules import ModulePort
 from trainer_side import Publisher
 from trainer_side.upkeep import Upkeep
 from vllm_delta_sync import bucket as buckets
-from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket import calls as bucket_calls
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import ranks
@@ -343,9 +343,9 @@ class World:
 _open_bucket = buckets.open_bucket
 
 
-def _open(url: str) -> Bucket:
+def _open(url: str, options: StoreOptions | None = None) -> Bucket:
     world = World._present
-    return _open_bucket(url) if world is None else world.open(url)
+    return _open_bucket(url, options) if world is None else world.open(url)
 
 
 def _token_hex(size: int = 32) -> str:

@@ -1,4 +1,6 @@
-"""Trainer and an ``LLM`` of several tensor-parallel ranks: run as ``python -m tests.e2e.parallel FOLDER FAMILY RANKS``.
+"""Trainer and an ``LLM`` of several tensor-parallel ranks.
+
+Run as ``python -m tests.e2e.parallel FOLDER FAMILY RANKS [CODEC VOCABULARY]``.
 
 Every rank is a process of its own. Publishes from real steps, moves the ``LLM`` along between ``generate`` calls, and
 after every version compares each rank's parameters with those of a model that the same rank loads anew by vLLM's own
@@ -12,19 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.fresh import digests, generate
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
 
 VERSIONS = 5
 
 
-def main(root: Path, family: str, ranks: int) -> None:
+def main(root: Path, family: str, ranks: int, codec: Any = "auto", vocabulary: int = VOCABULARY) -> None:
     from trainer_side import Publisher
     from vllm_delta_sync.engine import attach
+    from vllm_delta_sync.wire import tiles
 
-    model = make_model(family, seed=5)
+    model = make_model(family, seed=5, vocab_size=vocabulary)
     base = save_checkpoint(model, root / "base")
     steps = train_steps(model, lr=3e-5)
-    with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
+    # The tensors of this model are so small that a writer would not cut them.
+    tiles.CUT_ELEMENTS[2] = 0
+    with Publisher(model, bucket=str(root / "run"), base=base, codec=codec) as publisher:
         llm = make_parallel(base, ranks)
         sync = attach(llm, bucket=str(root / "run"))
         seen: list[dict[str, Any]] = [{"status": sync.to(), "outputs": generate(llm)}]
@@ -89,7 +94,10 @@ def equals_fresh_load(worker: Any, checkpoint: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc of a function of these tests
-    if len(sys.argv) == 4:
-        main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    folder, *arguments = sys.argv[1:]
+    if len(arguments) == 1:
+        fresh(Path(folder), int(arguments[0]))
+    elif len(arguments) == 2:
+        main(Path(folder), arguments[0], int(arguments[1]))
     else:
-        fresh(Path(sys.argv[1]), int(sys.argv[2]))
+        main(Path(folder), arguments[0], int(arguments[1]), arguments[2], int(arguments[3]))

@@ -365,6 +365,6 @@ def test_children_end_when_their_asker_is_killed(tmp_path: Path) -> None:
 def test_a_child_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     with Child("the server", command, tmp_path / "server.log") as child:
-        child.process.wait(20)
+        child.process.wait(120)
         assert child.exit_code == 1
         assert "no such model" in child.tail()

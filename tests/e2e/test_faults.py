@@ -18,6 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.e2e.servers import Server, delta_sync_serve, serving
+from tests.e2e.test_pause_lease import TOKENS, expect_reverted, request_in_flight, spans_of, wait_for_log
 from tests.e2e.trainer import Trainer
 from tests.faults.inject import Faults
 from tests.forge import BAD_VERSIONS
@@ -26,7 +27,7 @@ from vllm_delta_sync import open_run
 
 pytestmark = pytest.mark.e2e
 FAMILY = "qwen3"
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
@@ -224,43 +225,80 @@ def kill(server: Server) -> None:
     """SIGKILL to the API server; every process of it is gone soon."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGKILL)
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=120)[1] == []
 
 
 HUNG = "a rank hangs in a commit"
-
-
+BRIEF = ["--poll-seconds", "0.2", "--pause-seconds", "10"]
 FROM_BUCKET = ["--load-format", "delta_sync"]
 
 
-@pytest.mark.parametrize(
-    ("moments", "last"),
-    [
-        pytest.param([HUNG, "rank.after_scatter"], FROM_BUCKET, id="hung, committing"),
-        pytest.param(["", "rank.in_stage", "rank.before_scatter"], [], id="idle, staging", marks=pytest.mark.slow),
-    ],
-)
-def test_server_ends_and_comes_back(tmp_path: Path, moments: list[str], last: list[str]) -> None:
-    """Killed, or ended by itself as nobody can tell what a rank holds: started again, it serves the head.
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Server]]:
+    """A server of one rank that follows at once, and whose pauses end soon."""
+    world = World(tmp_path_factory.mktemp("brief"))
+    with ExitStack() as stack:
+        stack.callback(world.trainer.close)
+        server = stack.enter_context(world.serve(*BRIEF))
+        server.wait_served(0)
+        yield world, server
 
-    From its checkpoint in one commit, from the bucket without any.
+
+def test_generation_goes_on_when_the_controller_stands_still(brief: tuple[World, Server]) -> None:
+    """Between commit and resume the process of the API server is stopped; once it goes on, so does the commit."""
+    world, server = brief
+    world.faults.arm("controller.after_commit", "stop")
+    with request_in_flight(server) as answers:
+        assert world.trainer.step() == 1
+        wait_for_log(server, "fault: stop at controller.after_commit")
+        expect_reverted(wait_for_log(server, "the lost pause is over"), 1)
+        assert psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED
+        server.process.send_signal(signal.SIGCONT)
+        server.wait_served(1)
+    assert all(answer["usage"]["completion_tokens"] == TOKENS for answer in answers)
+    assert spans_of(server) == [{"index": 0, "version": 1, "start": 0, "end": 5}]
+    expect_served(world, server, 1)
+    server.wait_served(world.trainer.step())
+    expect_served(world, server, 2)
+
+
+def test_server_ends_and_comes_back(brief: tuple[World, Server]) -> None:
+    """Last of its server. Ended by itself as nobody can tell what a rank holds, and killed in a commit.
+
+    Started again, it serves the head: from its checkpoint in one commit, from the bucket without any.
     """
+    world, first = brief
+    end(world, first, HUNG)
+    version = world.trainer.step()
+    with world.serve(*BRIEF) as server:
+        server.wait_served(version)
+        assert server.status()["commits"] == 1
+        end(world, server, "rank.after_scatter")
+    version = world.trainer.step()
+    with world.serve(*BRIEF, *FROM_BUCKET) as server:
+        server.wait_served(version)
+        assert server.status()["commits"] == 0
+        expect_served(world, server, version)
+
+
+@pytest.mark.slow
+def test_server_is_killed_while_idle_and_while_staging(tmp_path: Path) -> None:
+    """Started again each time, it serves the head, in one commit."""
     world = World(tmp_path)
-    flags = ["--poll-seconds", "0.2", "--pause-seconds", "3"]
     with ExitStack() as stack:
         stack.callback(world.trainer.close)
         version = 0
-        for moment in moments:
-            with world.serve(*flags) as server:
+        for moment in ("", "rank.in_stage", "rank.before_scatter"):
+            with world.serve(*BRIEF) as server:
                 server.wait_served(version)
                 assert server.status()["commits"] == min(version, 1)
                 version = world.trainer.step()
                 server.wait_served(version)
                 end(world, server, moment)
             version = world.trainer.step()
-        with world.serve(*flags, *last) as server:
+        with world.serve(*BRIEF) as server:
             server.wait_served(version)
-            assert server.status()["commits"] == int(last != FROM_BUCKET)
+            assert server.status()["commits"] == 1
             expect_served(world, server, version)
 
 
@@ -274,7 +312,7 @@ def end(world: World, server: Server, moment: str) -> None:
         world.faults.arm("rank.before_scatter", "stop")
         world.trainer.step()
         assert server.process.wait(SECONDS) == 1
-        assert psutil.wait_procs(children, timeout=30)[1] == []
+        assert psutil.wait_procs(children, timeout=120)[1] == []
         assert "ending the engine" in world.log()
         return
     world.faults.arm(moment, "hang")

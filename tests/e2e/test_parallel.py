@@ -33,7 +33,13 @@ def test_two_ranks_follow_bit_for_bit(tmp_path: Path, family: str) -> None:
     assert last != first, "the versions do not differ enough to tell"
 
 
-def run(folder: Path, *arguments: str) -> None:
+def run(folder: Path, *arguments: str) -> str:
+    """Run tests/e2e/parallel.py in a process of its own; what it says."""
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PLUGINS": "delta_sync"}
     command = [sys.executable, "-m", "tests.e2e.parallel", str(folder), *arguments]
-    subprocess.run(command, env=environment, check=True, timeout=600)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, check=False
+    )
+    said = done.stdout.decode()
+    assert done.returncode == 0, said[-4000:]
+    return said

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 SHORT = {"DELTA_SYNC_PAUSE_SECONDS": str(LEASE_S)}
 
 
-def wait_for_log(server: Server, text: str, timeout: float = 60) -> str:
+def wait_for_log(server: Server, text: str, timeout: float = 300) -> str:
     """Block until the server's log holds a line with that text, and return the line."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -57,46 +57,38 @@ def request_in_flight(server: Server) -> Iterator[list[Any]]:
         thread.join(120)
 
 
-@pytest.mark.parametrize("do", ["stop", pytest.param("hang", marks=pytest.mark.slow)])
-def test_generation_goes_on_when_the_controller_is_lost(tmp_path: Path, do: str) -> None:
-    """Between commit and resume: the process of the API server stands still, or its controller thread alone hangs.
+@pytest.mark.slow
+def test_generation_goes_on_when_the_controller_is_lost(tmp_path: Path) -> None:
+    """Between commit and resume its thread hangs. Where it is the process that stands still: tests/e2e/test_faults.py.
 
     Where the process is killed instead, the engine ends with it.
     """
     model = make_model("qwen3")
     base = save_checkpoint(model, tmp_path / "base")
     url = str(tmp_path / "run")
-    steps = train_steps(model, lr=3e-5)
     faults = Faults(tmp_path)
-    faults.arm("controller.after_commit", do)
+    faults.arm("controller.after_commit", "hang")
     environment = {**faults.environment, **SHORT}
     command = delta_sync_serve(base, "--bucket", url, "--poll-seconds", "0.2")
     with Publisher(model, bucket=url, base=base) as publisher:
         with serving(base, tmp_path / "server.log", command, environment) as server:
             server.wait_served(0)
             with request_in_flight(server) as answers:
-                next(steps)
+                next(train_steps(model, lr=3e-5))
                 publisher.publish(step=1, wait=True)
-                wait_for_log(server, f"fault: {do} at controller.after_commit")
-                told = wait_for_log(server, "the lost pause is over")
-                # Nobody has confirmed that version 1 is right on all ranks.
-                assert re.search(r"ranks held \[1\], reverted, generation goes on with version 0$", told)
-                if do == "stop":
-                    assert psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED
-                    server.process.send_signal(signal.SIGCONT)
-                    server.wait_served(1)
+                wait_for_log(server, "fault: hang at controller.after_commit")
+                expect_reverted(wait_for_log(server, "the lost pause is over"), 1)
             assert all(answer["usage"]["completion_tokens"] == TOKENS for answer in answers)
-            assert spans_of(server) == [{"index": 0, "version": int(do == "stop"), "start": 0, "end": 5}]
-            if do == "stop":
-                assert server.post("/delta_sync/verify").json()["verdict"] is True
-                next(steps)
-                publisher.publish(step=2, wait=True)
-                server.wait_served(2)
-                assert server.post("/delta_sync/verify").json()["verdict"] is True
-            else:
-                children = psutil.Process(server.process.pid).children(recursive=True)
-                server.process.kill()
-                assert psutil.wait_procs(children, timeout=20)[1] == []
+            assert spans_of(server) == [{"index": 0, "version": 0, "start": 0, "end": 5}]
+            children = psutil.Process(server.process.pid).children(recursive=True)
+            server.process.kill()
+            assert psutil.wait_procs(children, timeout=120)[1] == []
+
+
+def expect_reverted(told: str, version: int) -> None:
+    """Nobody has confirmed that the version is right on all ranks."""
+    end = rf"ranks held \[{version}\], reverted, generation goes on with version {version - 1}$"
+    assert re.search(end, told), told
 
 
 def spans_of(server: Server) -> list[dict[str, Any]]:
@@ -161,5 +153,5 @@ def test_rank_that_hangs_in_a_commit_ends_the_server(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGSTOP)
             wait_for_log(server, "ending the engine: a pause was lost and could not be settled")
             server.process.send_signal(signal.SIGCONT)
-            assert server.process.wait(60) == 1
-            assert psutil.wait_procs(children, timeout=20)[1] == []
+            assert server.process.wait(300) == 1
+            assert psutil.wait_procs(children, timeout=120)[1] == []

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -113,7 +113,8 @@ def test_follows_training_bit_for_bit(tmp_path: Path, family: str) -> None:
     base = save_checkpoint(model, tmp_path / "base")
     url = str(tmp_path / "run")
     steps = train_steps(model, lr=3e-5)
-    with Publisher(model, bucket=url, base=base, notice="tcp://127.0.0.1:*") as publisher:
+    codec: Literal["auto", "context"] = "auto" if family == "qwen3" else "context"
+    with Publisher(model, bucket=url, base=base, notice="tcp://127.0.0.1:*", codec=codec) as publisher:
         command, environment = command_of(family, base, url, str(publisher.notice_address))
         environment["VLLM_SERVER_DEV_MODE"] = "1"
         with serving(base, tmp_path / "server.log", command, environment) as server:

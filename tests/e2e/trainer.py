@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: run as ``python -m tests.e2e.trainer FAMILY CHECKPOINT RUN``.
+"""A trainer in a process of its own: run as ``python -m tests.e2e.trainer FAMILY CHECKPOINT RUN SHARD_BYTES WRITERS``.
 
 Reads commands from standard input, one a line, and answers each with a line: ``step`` trains a step and publishes it
 (the version's number), ``die`` does the same and is killed by SIGKILL after the objects and before the manifest.
@@ -8,18 +8,28 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from hashlib import sha256
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import make_model, train_steps
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.wire.manifest import ObjectRef, object_key
 
 
-def main(family: str, base: str, url: str) -> None:
+def main(family: str, base: str, url: str, shard_bytes: str, writers: str) -> None:
+    if int(writers):
+        upload_by_processes(url, int(writers))
+    # Not before, and not above: those processes import this module too.
+    from tests.tiny import make_model, train_steps
     from trainer_side import Publisher
 
     model = make_model(family, seed=5)
     steps = train_steps(model, lr=3e-5)
-    with Publisher(model, bucket=url, base=base) as publisher:
+    with Publisher(model, bucket=url, base=base, shard_bytes=int(shard_bytes)) as publisher:
         print("ready", flush=True)
         for number, line in enumerate(sys.stdin, start=1):
             if line.strip() == "die":
@@ -28,6 +38,37 @@ def main(family: str, base: str, url: str) -> None:
             result = publisher.publish(step=number, wait=True)
             publisher.flush()
             print(result.version, flush=True)
+
+
+def upload_by_processes(url: str, writers: int) -> None:
+    """Let so many processes put objects, each with a bucket of its own, as the ranks of a sharded trainer would."""
+    from trainer_side.writer import RunWriter
+
+    pool = ProcessPoolExecutor(writers, get_context("spawn"))
+    # All at once, so that each starts one.
+    list(pool.map(cached_url, [url] * writers))
+
+    def put(self: RunWriter, data: bytes) -> ObjectRef:
+        return pool.submit(put_by_itself, url, data).result()
+
+    RunWriter.put_object = put  # type: ignore[method-assign]
+
+
+def put_by_itself(url: str, data: bytes) -> ObjectRef:
+    """Store one object of a version; the work of one writer."""
+    digest = sha256(data).hexdigest()
+    ref = ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest, rank=os.getpid())
+    cached_bucket(url).put(ref.key, data)
+    return ref
+
+
+@cache
+def cached_bucket(url: str) -> Bucket:
+    return open_bucket(url)
+
+
+def cached_url(url: str) -> str:
+    return cached_bucket(url).url
 
 
 def die_before_the_manifest() -> None:
@@ -47,12 +88,22 @@ def die_before_the_manifest() -> None:
 class Trainer:
     """Drives the process."""
 
-    def __init__(self, family: str, base: Path, url: str) -> None:
+    def __init__(
+        self,
+        family: str,
+        base: Path,
+        url: str,
+        environment: Mapping[str, str] | None = None,
+        shard_bytes: int = 2**30,
+        writers: int = 0,
+    ) -> None:
+        """``writers``: processes that put objects, 0 for the publisher itself."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.trainer", family, str(base), url],
+            [sys.executable, "-m", "tests.e2e.trainer", family, str(base), url, str(shard_bytes), str(writers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(environment or {})},
         )
         assert self._line() == "ready"
 
@@ -66,13 +117,13 @@ class Trainer:
         if stdin is not None:
             stdin.write("die\n")
             stdin.flush()
-        assert self.process.wait(60) == -signal.SIGKILL
+        assert self.process.wait(300) == -signal.SIGKILL
 
     def close(self) -> None:
         """End the process."""
         if self.process.poll() is None and self.process.stdin is not None:
             self.process.stdin.close()
-            self.process.wait(60)
+            self.process.wait(300)
 
     def _ask(self, command: str) -> str:
         if self.process.stdin is None:
@@ -83,9 +134,9 @@ class Trainer:
 
     def _line(self) -> str:
         line = self.process.stdout.readline() if self.process.stdout is not None else ""
-        assert line, f"the trainer ended with {self.process.wait(10)}"
+        assert line, f"the trainer ended with {self.process.wait(120)}"
         return line.strip()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:6])

@@ -27,8 +27,9 @@ from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 DIRECTORY = Path(__file__).parent / "run"
 TREE = Path(__file__).parent / "tree"
 SIGNED = Path(__file__).parent / "signed"
+CONTEXT = Path(__file__).parent / "context"
 RUN = "901de20000000000000000000000c0de"
-KINDS = ("anchor", "packed zstd", "packed none", "raw", "full", "empty")
+KINDS = ("anchor", "packed zstd", "packed none", "raw", "empty", "full")
 """What version 0, 1, 2, … of the golden run are."""
 
 
@@ -53,20 +54,22 @@ def versions() -> list[list[Bits]]:
     result = [[source.random_raw(spec.numel).astype(spec.element.uint) for spec in table()]]
     for _ in range(3):
         result.append([_nudged(bits, source) for bits in result[-1]])
-    # Signed zeros, infinities and NaNs with payloads take part; a gap beyond 254 makes an escape.
+    # Signed zeros, infinities and NaNs with payloads take part; a far gap makes an escape, few changes low bits.
     result[1][0][:6] = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF]
     result[2][0][:6] = [0x8000, 0x0000, 0xFF80, 0x7FC1, 0xFFFF, 0x7F80]
     for version in (1, 2, 3):
         result[version][0][1000:1600] = result[0][0][1000:1600]
-    dense = [bits.copy() for bits in result[-1]]
-    dense[0][:] = source.random_raw(dense[0].size).astype(np.uint16)
-    dense[5] += np.uint32(1)
-    dense[3][700] ^= np.uint16(0x8000)
-    return [*result, dense, [bits.copy() for bits in dense]]
+    early = [bits.copy() for bits in result[-1]]
+    early[0][:] = source.random_raw(early[0].size).astype(np.uint16)
+    early[1] -= np.uint8(2)
+    early[2][:40] += np.uint32(70_000)
+    early[3][700] ^= np.uint16(0x8000)
+    early[5] += np.uint32(1)
+    return [*result, [bits.copy() for bits in result[-1]], early]
 
 
 def _nudged(bits: Bits, source: np.random.PCG64) -> Bits:
-    chosen = source.random_raw(bits.size) % np.uint64(50) == 0
+    chosen = source.random_raw(bits.size) % np.uint64(80) == 0
     steps = (source.random_raw(bits.size) % np.uint64(3)).astype(bits.dtype) + bits.dtype.type(1)
     return np.where(chosen, bits + steps, bits)
 
@@ -82,8 +85,8 @@ def write(directory: Path) -> RunWriter:
     writer.delta(bits[1], "packed", "zstd")
     writer.delta(bits[2], "packed", "none")
     writer.delta(bits[3], "raw", "none")
-    writer.delta(bits[4], "packed", "zstd", full=[0, 5])
-    writer.delta(bits[5], "packed", "zstd")
+    writer.delta(bits[4], "packed", "zstd")
+    writer.delta(bits[5], "packed", "zstd", full=[0, 5])
     return writer
 
 
@@ -143,8 +146,66 @@ def write_signed(directory: Path) -> RunWriter:
     return writer
 
 
+def context_table() -> TensorTable:
+    """Five tensors; the first has several tiles, the last is no floating-point one."""
+    return TensorTable(
+        [
+            TensorSpec("model.embed.weight", "BF16", (192, 160)),
+            TensorSpec("model.layers.0.expert.weight", "F8_E4M3", (64, 64)),
+            TensorSpec("model.layers.0.gate.weight", "F32", (4, 20, 32)),
+            TensorSpec("model.layers.0.proj.weight", "F16", (45, 48)),
+            TensorSpec("model.position", "I64", (5,)),
+        ]
+    )
+
+
+def context_versions() -> list[list[Bits]]:
+    """Per version, per tensor id: flat bits. The larger an exponent, the less often and the less far bits move."""
+    source = np.random.PCG64(20261122)
+    first = []
+    for spec in context_table():
+        bits = 8 * spec.element.itemsize
+        drawn = source.random_raw(spec.numel)
+        # How many zeros a word ends with falls off by halves, as exponents of weights do, about.
+        small = np.minimum(np.bitwise_count((drawn & -drawn) - np.uint64(1)), np.uint8(9)).astype(np.uint64)
+        exponent = np.uint64(20) - small
+        high = (drawn >> np.uint64(63) << np.uint64(bits - 1)) | exponent << np.uint64(bits - 7)
+        low = drawn >> np.uint64(64 - bits) & np.uint64((1 << (bits - 7)) - 1)
+        first.append((high | low).astype(spec.element.uint))
+    result = [first]
+    for _ in range(2):
+        step = []
+        for bits in result[-1]:
+            drawn = source.random_raw(bits.size)
+            top = (bits >> bits.dtype.type(8 * bits.itemsize - 7)).astype(np.uint64) & np.uint64(31)
+            chosen = drawn % np.uint64(21) >= np.minimum(top, np.uint64(19)) - np.minimum(top, np.uint64(2))
+            by = np.where(drawn >> np.uint64(62), np.uint64(1), drawn >> np.uint64(60)).astype(bits.dtype)
+            by += bits.dtype.type(by.size == 5)
+            moved = np.where(drawn >> np.uint64(59) & np.uint64(1), bits + by, bits - by)
+            step.append(np.where(chosen, moved, bits).astype(bits.dtype))
+        result.append(step)
+    # Signed zeros, infinities, NaNs with payloads.
+    result[1][0][:6] = [0x8000, 0x0000, 0xFF80, 0x7FC1, 0xFFFF, 0x7F80]
+    result[2][0][:6] = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF]
+    return result
+
+
+def write_context(directory: Path) -> RunWriter:
+    """Write a run whose two deltas are in codec context, the second one without zstd."""
+    writer = RunWriter(open_bucket(str(directory)), context_table(), RUN)
+    bits = context_versions()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "anchor.safetensors"
+        write_anchor(path, context_table(), [(spec.name, bits[0][i]) for i, spec in enumerate(context_table())])
+        writer.anchor(bits[0], path.read_bytes())
+    writer.delta(bits[1], "context", "zstd")
+    writer.delta(bits[2], "context", "none")
+    return writer
+
+
 def main() -> int:
-    for directory, make in ((DIRECTORY, write), (TREE, write_tree), (SIGNED, write_signed)):
+    runs = ((DIRECTORY, write), (TREE, write_tree), (SIGNED, write_signed), (CONTEXT, write_context))
+    for directory, make in runs:
         shutil.rmtree(directory, ignore_errors=True)
         count = len(make(directory).manifests)
         shutil.rmtree(directory / "~staging", ignore_errors=True)

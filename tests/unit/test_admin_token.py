@@ -134,7 +134,7 @@ def test_general_plugin_takes_it_out_of_the_environment() -> None:
         env={**os.environ, VARIABLE: TOKEN},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

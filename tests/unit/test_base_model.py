@@ -52,7 +52,7 @@ def publish(model: Path, run: Path, base: str, endpoint: str, changed: int = 0) 
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
     }  # fmt: skip
     arguments = [sys.executable, "-c", PUBLISH, str(model / "model.safetensors"), str(run), base, str(changed)]
-    done = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    done = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import apply, catchup, codec, notice
+from benchmarks import apply, breakeven, catchup, codec, notice, scaling
 from benchmarks.render import render
 
+SLOW = [pytest.param(bench, marks=pytest.mark.slow) for bench in (apply, breakeven, codec, scaling)]
 
-@pytest.mark.parametrize("bench", [codec, catchup, notice, pytest.param(apply, marks=pytest.mark.slow)])
+
+@pytest.mark.parametrize("bench", [catchup, notice, *SLOW])
 def test_quick_run_writes_rows(tmp_path: Path, bench: object) -> None:
     name = bench.BENCH  # type: ignore[attr-defined]
     bench.main(["--quick", "--json", str(tmp_path / f"{name}.json")])  # type: ignore[attr-defined]

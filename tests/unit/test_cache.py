@@ -6,15 +6,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.config import load_settings
+from vllm_delta_sync.errors import NotFoundError, StoreError
 from vllm_delta_sync.wire.manifest import ObjectRef, object_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,23 +36,64 @@ def names(directory: Path) -> set[str]:
     return set(os.listdir(directory))
 
 
-class Source:
-    """Fetches one object and counts how often."""
+class Source(Bucket):
+    """A bucket of one object, which counts what is fetched.
+
+    Attributes:
+        fetched: how often the object as a whole. pieces: how often each range of it, by its start.
+        before: called before every fetch.
+    """
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.ref = ref_of(data)
+        self.url = "test:"
         self.fetched = 0
+        self.pieces: Counter[int] = Counter()
+        self.before: Callable[[], object] = lambda: None
 
-    def __call__(self) -> bytes:
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        self._check(key)
+        self.before()
         self.fetched += 1
         return self.data
 
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self._check(key)
+        self.before()
+        self.pieces[start] += 1
+        return self.data[start : start + length]
+
+    def stat(self, key: str) -> ObjectInfo:
+        self._check(key)
+        return ObjectInfo(key, len(self.data), 0.0)
+
+    def _check(self, key: str) -> None:
+        if key != self.ref.key:
+            raise NotFoundError(key)
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        raise StoreError("a cache writes nothing")
+
+    def delete(self, key: str) -> None:
+        raise StoreError("a cache deletes nothing")
+
+    def get_file(self, key: str, path: Path) -> None:
+        raise StoreError("a cache has files of its own")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        raise StoreError("a cache knows what it wants")
+
     def got_from(self, cache: ObjectCache) -> bool:
         """Whether the bytes came without a fetch."""
-        before = self.fetched
+        before = self.asked
         assert cache.get(self.ref, self) == self.data
-        return self.fetched == before
+        return self.asked == before
+
+    @property
+    def asked(self) -> int:
+        """How often bytes were asked for."""
+        return self.fetched + self.pieces.total()
 
 
 # Objects
@@ -73,11 +119,8 @@ def test_a_damaged_file_is_replaced(
     assert not source.got_from(cache)
     (tmp_path / source.ref.sha256).write_bytes(damage(source.data))
 
-    def fetch() -> bytes:
-        during.update(names(tmp_path))
-        return source()
-
-    assert cache.get(source.ref, fetch) == source.data
+    source.before = lambda: during.update(names(tmp_path))
+    assert cache.get(source.ref, source) == source.data
     assert source.fetched == 2
     # Removed first: ranks that wait would read it over and over.
     assert during == {f"{source.ref.sha256}.lock", f"{source.ref.sha256}.part"}
@@ -115,14 +158,14 @@ def test_the_limit_holds_while_others_write(tmp_path: Path) -> None:
     assert not a.got_from(cache)
     assert not b.got_from(cache)
 
-    def fetch() -> bytes:
+    def meanwhile() -> None:
         assert a.ref.sha256 not in names(tmp_path), "room is made before the download"
         assert not d.got_from(ObjectCache(tmp_path, 200))
-        for name in (b.ref.sha256, d.ref.sha256):
-            os.utime(tmp_path / name, (2**33, 2**33))
-        return c()
+        assert b.ref.sha256 not in names(tmp_path), "what comes in counts"
+        os.utime(tmp_path / d.ref.sha256, (2**33, 2**33))
 
-    assert cache.get(c.ref, fetch) == c.data
+    c.before = meanwhile
+    assert not c.got_from(cache)
     kept = names(tmp_path)
     assert c.ref.sha256 in kept, "what was just written stays, whatever the clocks of others say"
     assert len(kept) == 2
@@ -157,12 +200,8 @@ def expect_without(
     """Objects come though none is kept, and the log says so once."""
     for data in (b"one", b"two"):
         source = Source(data)
-
-        def fetch(source: Source = source) -> bytes:
-            before()
-            return source()
-
-        assert cache.get(source.ref, fetch) == data
+        source.before = before
+        assert not source.got_from(cache)
         assert source.fetched == 1
     [record] = caplog.records
     assert words in record.getMessage()
@@ -227,8 +266,9 @@ objects = [Source(os.urandom(200 << 10)) for _ in range(3)]
 print([each.got_from(ObjectCache(folder, MANY)) for each in (*objects, *objects[:0:-1])])
 print(names(folder) == {"somebody-else", *(each.ref.sha256 for each in objects[1:])})
 cache, large, during = ObjectCache(folder, MANY), Source(bytes(600 << 10)), []
+large.before = lambda: during.append(names(folder))
 for _ in range(2):
-    cache.get(large.ref, lambda: during.append(names(folder)) or large())
+    cache.get(large.ref, large)
 # No lock either: others need not wait for what will not be kept.
 print(large.fetched, during == [{"somebody-else"}] * 2, names(folder) == {"somebody-else"})
 """
@@ -285,3 +325,26 @@ def test_a_mount_that_is_read_only(tmp_path: Path) -> None:
     assert output == ["[False, True, False] True"]
     assert len(warnings) == 1
     assert "writable directory" in warnings[0]
+
+
+# Where it is
+
+
+@pytest.mark.parametrize(
+    ("given", "cache_home", "expected"),
+    [
+        ({"bucket": "s3://bucket/run"}, "/var/xdg", "/var/xdg/vllm-delta-sync"),
+        ({"bucket": "hf://buckets/me/runs"}, "", "/home/me/.cache/vllm-delta-sync"),
+        ({"bucket": "s3://bucket/run", "cache_dir": "/mine"}, "/var/xdg", "/mine"),
+        ({"bucket": "s3://bucket/run", "cache_bytes": 0}, "/var/xdg", None),
+        ({"bucket": "/bucket", "cache_dir": "/mine", "cache_bytes": 0}, "/var/xdg", None),
+        ({"bucket": "/bucket"}, "/var/xdg", None),
+        ({"bucket": "file:///bucket", "cache_dir": "/mine"}, "/var/xdg", "/mine"),
+    ],
+)
+def test_on_by_default_where_the_bucket_is_far(
+    given: dict[str, Any], cache_home: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_settings(given, {}).cache_folder() == (None if expected is None else Path(expected))

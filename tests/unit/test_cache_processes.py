@@ -40,16 +40,16 @@ def rank(pipe: Connection, directory: Path, data: bytes, pause: bool) -> None:
             pipe.send("opened")
             pipe.recv()
 
-    def fetch() -> bytes:
+    def ask() -> None:
         pipe.send("fetching")
         if pipe.recv() == "fail":
             raise StoreError("told to fail")
-        return data
 
     sys.addaudithook(see)
-    cache = ObjectCache(directory, MANY)
+    cache, source = ObjectCache(directory, MANY), Source(data)
+    source.before = ask
     try:
-        pipe.send("got" if cache.get(ref_of(data), fetch) == data else "wrong bytes")
+        pipe.send("got" if cache.get(source.ref, source) == data else "wrong bytes")
     except StoreError as error:
         pipe.send(error.message)
 

@@ -97,7 +97,7 @@ def test_the_first_bad_tensor_is_named_of_every_kind_of_object(whole: Whole) -> 
         ref = manifest.objects[0]
         good = whole.bucket.get(ref.key)
         content = {name: array.copy() for name, array in _entries(good).items()}
-        whole.bucket.put(ref.key, _with_flipped_byte(good, content[tensor].tobytes()))
+        whole.bucket.put(ref.key, _with_flipped_byte(good, content[tensor if version == 0 else "bits.1"].tobytes()))
         error = first(whole)
         assert isinstance(error, DigestError)
         assert f"object {ref.key}" in error.message
@@ -108,13 +108,15 @@ def test_the_first_bad_tensor_is_named_of_every_kind_of_object(whole: Whole) -> 
 
 
 def _entries(data: bytes) -> dict[str, np.ndarray]:
-    """Raw bytes of the tensors of the table in a container."""
+    """Raw bytes of the tensors of the table in a container, and of the planes of what is a block."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     return {
-        name: np.frombuffer(data[8 + size + entry["data_offsets"][0] : 8 + size + entry["data_offsets"][1]], np.uint8)
+        name if name in TABLE else name.partition(".")[2]: np.frombuffer(
+            data[8 + size + entry["data_offsets"][0] : 8 + size + entry["data_offsets"][1]], np.uint8
+        )
         for name, entry in header.items()
-        if name in TABLE
+        if name in TABLE or ".bits." in name
     }
 
 

@@ -12,6 +12,8 @@ from tests.unit.test_cli import answer, delta_sync
 from tests.written import Written
 from vllm_delta_sync.chain.plan import path
 from vllm_delta_sync.chain.read import restore
+from vllm_delta_sync.cli.compact import _stopping
+from vllm_delta_sync.upkeep.compaction_scratch import check_stop
 
 
 @pytest.fixture
@@ -83,6 +85,32 @@ def test_without_a_run(tmp_path: Path) -> None:
     assert delta_sync("compact", "--bucket", str(tmp_path / "none")).returncode == 3
 
 
+def test_the_first_interrupt_asks_and_the_second_one_ends() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _stopping() as stop:
+            assert not stop()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop()
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt):
+            _ask_and_stop()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with _stopping() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _ask_and_stop() -> None:
+    with _stopping() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        check_stop(stop)
+
+
 def test_ended_in_the_middle(written: Written, tmp_path: Path) -> None:
     """Ctrl-C leaves the run whole, nothing in the scratch folder, and the rest for the next time."""
     scratch = tmp_path / "scratch"
@@ -102,7 +130,7 @@ def test_ended_in_the_middle(written: Written, tmp_path: Path) -> None:
     while not (folds.is_dir() and any(folds.iterdir())) and process.poll() is None:
         os.sched_yield()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not list(scratch.iterdir())

@@ -66,19 +66,19 @@ def test_verify_says_what_it_looked_at(path: Path) -> None:
 
 
 def test_verify_names_the_first_problem_or_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flip(object_of(path, 4))
+    flip(object_of(path, 1))
     object_of(path, 5).unlink()
-    with pytest.raises(DigestError, match=r"first bad tensor 'model\.scale'|version 4"):
+    with pytest.raises(DigestError, match="version 1"):
         call("verify", "--bucket", str(path))
     monkeypatch.setenv("DELTA_SYNC_BUCKET", str(path))
     document, text = call("verify", "--all")
     assert (document["verdict"], document["error"]["kind"], document["exit_code"]) == (False, "digest", 1)
-    assert [(row["version"], row["kind"]) for row in document["findings"]] == [(4, "digest"), (5, "not_found")]
-    assert document["findings"][0]["document"] == keys.version_key(4)
-    assert document["unreadable"] == [4, 5]
+    assert [(row["version"], row["kind"]) for row in document["findings"]] == [(1, "digest"), (5, "not_found")]
+    assert document["findings"][0]["document"] == keys.version_key(1)
+    assert document["unreadable"] == [1, 2, 5]
     assert text.splitlines()[0].startswith("digest: object objects/")
     assert "2 problems" in text
-    assert "versions 4 to 5" in text
+    assert "versions 1 to 2, 5" in text
 
 
 def test_verify_all_of_a_run_without_any_good_version(path: Path) -> None:

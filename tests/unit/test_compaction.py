@@ -25,7 +25,7 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
-from vllm_delta_sync.upkeep import compaction_anchor
+from vllm_delta_sync.upkeep import compaction_weights
 from vllm_delta_sync.upkeep.branching import branch
 from vllm_delta_sync.upkeep.compaction import compact, make_anchor, make_fold, upkeep
 from vllm_delta_sync.wire import documents as side
@@ -236,7 +236,7 @@ def test_an_anchor_is_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_anchor_of_raw_versions_and_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction_anchor, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(compaction_weights, "IN_MEMORY_BYTES", 0)
     written = Written(tmp_path / "run", 2)
     written.publish(codec="raw")
     anchor = make_anchor(written.run, 3)
@@ -279,7 +279,7 @@ def test_everything_temporary_goes_where_it_is_told_to(
     expected = restore(run, run.head()).state.fingerprint
     if branched:
         run = branch(run, None, str(tmp_path / "branch"))
-    for module, name in ((compaction_anchor, "IN_MEMORY_BYTES"), (chain_read, "IN_MEMORY_BYTES")):
+    for module, name in ((compaction_weights, "IN_MEMORY_BYTES"), (chain_read, "IN_MEMORY_BYTES")):
         monkeypatch.setattr(module, name, 0)
     monkeypatch.setattr(chain_read, "DECODED_ELEMENTS", 0)
     monkeypatch.setattr(chain_read, "MAPPED_BYTES", 0)

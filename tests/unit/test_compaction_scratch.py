@@ -125,5 +125,5 @@ def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> N
     assert all((folder / "left").exists() for folder in folders)
     with scratch_folder(tmp_path, "a test", 0) as mine:
         assert {mine, folders[1], tmp_path / "delta-sync-scratch-new"} == set(tmp_path.iterdir())
-    owners[1].communicate(timeout=60)
+    owners[1].communicate(timeout=300)
     assert list(tmp_path.iterdir()) == [tmp_path / "delta-sync-scratch-new"]

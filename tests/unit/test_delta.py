@@ -6,7 +6,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import reference
+from tests import reference_packed
 from tests.samples import (
     CONTEXT,
     changes_between,
@@ -139,22 +139,30 @@ def test_a_tensor_never_spans_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_planes_of_packed_are_what_the_specification_says() -> None:
+    """The example of docs/FORMAT.md."""
     table = TensorTable([TensorSpec("a", "BF16", (1000,)), TensorSpec("b", "BF16", (1000,))])
     old = [np.zeros(1000, np.uint16), np.zeros(1000, np.uint16)]
     new = [old[0].copy(), old[1].copy()]
     new[0][[3, 300]] = [0x0001, 0x8000]  # +1 and −1 ULP from +0.0
     new[1][[0, 1, 999]] = [0x0102, 0x8001, 0x0003]
-    found = Container(encode(changes_between(table, old, new), table, "packed", "none", CONTEXT))
-    gaps, escapes = reference.gaps([[3, 300], [0, 1, 999]])
-    zigzag = [reference.zigzag(step, 16) for step in (1, 0xFFFF, 0x0102, 0xFFFE, 3)]
+    new[1][2:15] = 1
+    changes = changes_between(table, old, new)
+    found = Container(encode(changes, table, "packed", "none", CONTEXT))
     assert found.bits("@0.ids").tolist() == [0, 1]
-    assert found.bits("@0.counts").tolist() == [2, 3]
-    assert found.bits("@0.gaps").tolist() == gaps == [3, 255, 0, 0, 255]
-    assert escapes == [41, 742]
-    planes = [(value >> (8 * byte)) & 255 for byte in range(8) for value in escapes]
-    assert found.bits("@0.escapes").tolist() == planes
-    assert found.bits("@0.ulp.0").tolist() == [value & 255 for value in zigzag] == [2, 1, 4, 3, 6]
-    assert found.bits("@0.ulp.1").tolist() == [value >> 8 for value in zigzag] == [0, 0, 2, 0, 0]
+    assert found.bits("@0.counts").tolist() == [2, 16]
+    assert found.bits("@0.gaps").tolist() == [0, 37, *[0] * 15, 255]
+    assert found.bits("@0.low").tolist() == [0x03]
+    assert found.bits("@0.escapes").tolist() == [0xD9, 0x02, 0, 0, 0, 0, 0, 0]
+    assert found.bits("@0.codes").tolist() == [0x01, 0x5B, 0x55, 0x55, 0x95]
+    assert found.bits("@0.small").tolist() == [0, 3]
+    assert [found.bits(f"@0.wide.{byte}").tolist() for byte in (0, 1)] == [[0x04], [0x02]]
+    tensors = [(positions, data, 1000) for _, positions, data in changes.sparse[0].tensors()]
+    for part, plane in reference_packed.encode(tensors, 16, dense=False).items():
+        assert found.bits(f"@0.{part}").tolist() == plane.tolist()
+    new[1][3:] += 1
+    found = Container(encode(changes_between(table, old, new), table, "packed", "none", CONTEXT))
+    assert [found.bits(f"@{block}.ids").tolist() for block in (0, 1)] == [[0], [1]]
+    assert found.bits("@1.mask").tolist() == [255] * 125
 
 
 def test_anyone_reads_raw() -> None:

@@ -24,7 +24,7 @@ from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 TABLE = TensorTable(
     [
         TensorSpec("a", "BF16", (1000,)),
-        TensorSpec("b", "BF16", (10,)),
+        TensorSpec("b", "BF16", (1000,)),
         TensorSpec("c", "F32", (10,)),
         TensorSpec("huge", "BF16", (2**24, 2**23)),
     ]
@@ -35,11 +35,11 @@ Metadata = dict[str, Any]
 
 
 def parts(codec: Codec) -> tuple[Arrays, Metadata]:
-    """Entries and metadata of a good object: a and b sparse, c in full."""
+    """Entries and metadata of a good object: a (with low bits) and b (with an escape) sparse, c in full."""
     old = [np.zeros(spec.numel, spec.element.uint) for spec in SMALL]
     new = [bits.copy() for bits in old]
     new[0][[3, 300, 999]] = [1, 0x8000, 0x7FC1]
-    new[1][9] = 5
+    new[1][[*range(16), 999]] = 5
     new[2][:] = np.arange(10)
     container = Container(encode(changes_between(SMALL, old, new, codec, [2]), SMALL, codec, "none", CONTEXT))
     arrays = {
@@ -75,7 +75,7 @@ def u64(*values: int) -> tuple[str, np.ndarray]:
 @pytest.mark.parametrize("codec", ["packed", "raw"])
 def test_the_starting_point_is_good(codec: Codec) -> None:
     arrays, metadata = parts(codec)
-    assert decode(build(arrays, metadata), TABLE, CONTEXT).changed == 14
+    assert decode(build(arrays, metadata), TABLE, CONTEXT).changed == 30
 
 
 METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [
@@ -90,19 +90,24 @@ METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [
     ({"format_version": 2}, UnsupportedError),
     ({"format_version": True}, FormatError),
     ({"format_version": None}, FormatError),
-    ({"codec": "context"}, UnsupportedError),
+    ({"codec": "context", "blocks": [{"dtype": "BF16", "kind": "tiles"}]}, UnsupportedError),
     ({"codec": ["packed"]}, FormatError),
+    ({"codec": "context", "blocks": [{"dtype": "BF16", "kind": "dense"}]}, LimitError),
     ({"compression": "lz4"}, UnsupportedError),
     ({"compression": None}, FormatError),
     ({"blocks": None}, FormatError),
     ({"blocks": {}}, FormatError),
     ({"blocks": [5]}, FormatError),
     ({"blocks": [{}]}, FormatError),
-    ({"blocks": [{"dtype": "Q4"}]}, FormatError),
-    ({"blocks": [{"dtype": "F16"}]}, TensorMismatchError),
-    ({"blocks": [{"dtype": "F32"}]}, TensorMismatchError),
-    ({"blocks": [{"dtype": "BF16"}] * 2}, FormatError),
-    ({"blocks": [{"dtype": "BF16"}] * 1_000_001}, LimitError),
+    ({"blocks": [{"dtype": "BF16"}]}, FormatError),
+    ({"blocks": [{"kind": "sparse"}]}, FormatError),
+    ({"blocks": [{"dtype": "BF16", "kind": 0}]}, FormatError),
+    ({"blocks": [{"dtype": "BF16", "kind": "later"}]}, UnsupportedError),
+    ({"blocks": [{"dtype": "Q4", "kind": "sparse"}]}, FormatError),
+    ({"blocks": [{"dtype": "F16", "kind": "sparse"}]}, TensorMismatchError),
+    ({"blocks": [{"dtype": "F32", "kind": "sparse"}]}, TensorMismatchError),
+    ({"blocks": [{"dtype": "BF16", "kind": "sparse"}] * 2}, FormatError),
+    ({"blocks": [{"dtype": "BF16", "kind": "sparse"}] * 1_000_001}, LimitError),
     ({"blocks": []}, TensorMismatchError),
 ]
 
@@ -119,9 +124,17 @@ def test_metadata_without_a_field(name: str) -> None:
     refused(build(arrays, {key: value for key, value in metadata.items() if key != name}), FormatError)
 
 
+def test_tiles_are_of_codec_context_only() -> None:
+    arrays, metadata = parts("packed")
+    blocks = [{"dtype": "BF16", "kind": "tiles"}]
+    refused(
+        build(arrays, {**metadata, "blocks": blocks}), FormatError, match="codec 'packed' has no blocks of kind 'tiles'"
+    )
+
+
 def test_metadata_of_a_later_release_may_say_more() -> None:
     arrays, metadata = parts("packed")
-    assert decode(build(arrays, {**metadata, "later": 1}), TABLE, CONTEXT).changed == 14
+    assert decode(build(arrays, {**metadata, "later": 1}), TABLE, CONTEXT).changed == 30
 
 
 @pytest.mark.parametrize(
@@ -140,8 +153,10 @@ PACKED: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
     ("ids missing", lambda a: a.pop("@0.ids"), FormatError),
     ("gaps missing", lambda a: a.pop("@0.gaps"), FormatError),
     ("escapes missing", lambda a: a.pop("@0.escapes"), FormatError),
-    ("plane missing", lambda a: a.pop("@0.ulp.1"), FormatError),
-    ("plane too many", lambda a: a.update({"@0.ulp.2": a["@0.ulp.1"]}), TensorMismatchError),
+    ("low bits missing", lambda a: a.pop("@0.low"), FormatError),
+    ("plane missing", lambda a: a.pop("@0.wide.1"), FormatError),
+    ("plane too many", lambda a: a.update({"@0.wide.2": a["@0.wide.1"]}), TensorMismatchError),
+    ("mask of a sparse block", lambda a: a.update({"@0.mask": u8(0)}), TensorMismatchError),
     ("block too many", lambda a: a.update({"@1.ids": a["@0.ids"]}), TensorMismatchError),
     ("unknown entry", lambda a: a.update({"@0.extra": u8(1)}), TensorMismatchError),
     ("unknown tensor", lambda a: a.update({"d": ("F32", np.zeros(10, np.uint32))}), TensorMismatchError),
@@ -156,35 +171,37 @@ PACKED: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
     ("id of another dtype", lambda a: a.update({"@0.ids": u32(0, 2)}), TensorMismatchError),
     ("no ids", lambda a: a.update({"@0.ids": u32(), "@0.counts": u64()}), FormatError),
     ("fewer counts", lambda a: a.update({"@0.counts": u64(3)}), FormatError),
-    ("count of 0", lambda a: a.update({"@0.counts": u64(4, 0)}), FormatError),
-    ("count above the tensor", lambda a: a.update({"@0.counts": u64(3, 11)}), FormatError),
+    ("count of 0", lambda a: a.update({"@0.counts": u64(20, 0)}), FormatError),
+    ("count above the tensor", lambda a: a.update({"@0.counts": u64(3, 1001)}), FormatError),
     ("count of 2^40", lambda a: a.update({"@0.ids": u32(0, 3), "@0.counts": u64(3, 2**40)}), FormatError),
     ("count of 2^63", lambda a: a.update({"@0.counts": u64(3, 2**63)}), FormatError),
     ("count of 2^64 - 1", lambda a: a.update({"@0.counts": u64(3, 2**64 - 1)}), FormatError),
-    ("counts shifted", lambda a: a.update({"@0.counts": u64(1, 3)}), FormatError),
-    ("counts above the gaps", lambda a: a.update({"@0.counts": u64(4, 1)}), FormatError),
-    ("gap out of range", lambda a: a["@0.gaps"][1].__setitem__(3, 10), FormatError),
-    ("one escape fewer", lambda a: a["@0.gaps"][1].__setitem__(1, 5), FormatError),
+    ("counts shifted", lambda a: a.update({"@0.counts": u64(2, 18)}), FormatError),
+    ("counts above the gaps", lambda a: a.update({"@0.counts": u64(4, 17)}), FormatError),
+    ("gap out of range", lambda a: a["@0.gaps"][1].__setitem__(4, 254), FormatError),
+    ("one escape fewer", lambda a: a["@0.gaps"][1].__setitem__(-1, 5), FormatError),
     ("one escape more", lambda a: a["@0.gaps"][1].__setitem__(0, 255), FormatError),
     ("escape far out", lambda a: a["@0.escapes"][1].__setitem__(-1, 255), FormatError),
     ("escapes cut", lambda a: a.update({"@0.escapes": u8(*a["@0.escapes"][1][:-1])}), FormatError),
-    ("plane cut", lambda a: a.update({"@0.ulp.0": u8(1)}), FormatError),
+    ("low bits cut", lambda a: a.update({"@0.low": u8()}), FormatError),
+    ("low bits behind the last", lambda a: a["@0.low"][1].__setitem__(-1, 2), FormatError),
+    ("codes cut", lambda a: a.update({"@0.codes": u8(1)}), FormatError),
+    ("codes behind the last", lambda a: a["@0.codes"][1].__setitem__(-1, 255), FormatError),
+    ("code without its byte", lambda a: a["@0.codes"][1].__setitem__(0, 57), FormatError),
+    ("byte without its code", lambda a: a["@0.codes"][1].__setitem__(-1, 0), FormatError),
+    ("small cut", lambda a: a.update({"@0.small": u8()}), FormatError),
+    ("small too long", lambda a: a.update({"@0.small": u8(*range(9))}), FormatError),
+    ("wide cut", lambda a: a.update({"@0.wide.0": u8()}), FormatError),
+    ("wide too long", lambda a: a.update({"@0.wide.1": u8(1, 2)}), FormatError),
     ("full of another dtype", lambda a: a.update({"c": ("I32", a["c"][1])}), TensorMismatchError),
     ("full of another shape", lambda a: a.update({"c": ("F32", a["c"][1].reshape(2, 5))}), TensorMismatchError),
-    ("full and sparse", lambda a: a.update({"b": ("BF16", np.zeros(10, np.uint16))}), FormatError),
+    ("full and sparse", lambda a: a.update({"b": ("BF16", np.zeros(1000, np.uint16))}), FormatError),
     ("full missing", lambda a: a.pop("c"), FormatError),
-    ("fingerprints missing", lambda a: a.pop("@fingerprints.ids"), FormatError),
-    ("fingerprint values missing", lambda a: a.pop("@fingerprints.values"), FormatError),
-    ("fingerprint too few", lambda a: a.update({"@fingerprints.ids": u32(0, 1)}), FormatError),
-    ("fingerprint of another", lambda a: a.update({"@fingerprints.ids": u32(0, 1, 3)}), FormatError),
-    ("fingerprints unordered", lambda a: a.update({"@fingerprints.ids": u32(1, 0, 2)}), FormatError),
-    ("fingerprints repeated", lambda a: a.update({"@fingerprints.ids": u32(0, 1, 1)}), FormatError),
-    (
-        "fingerprint ids as F32",
-        lambda a: a.update({"@fingerprints.ids": ("F32", np.arange(3, dtype="<u4"))}),
-        FormatError,
-    ),
-    ("fingerprint values flat", lambda a: a.update({"@fingerprints.values": u64(1, 2, 3, 4, 5, 6)}), FormatError),
+    ("fingerprints missing", lambda a: a.pop("@fingerprints"), FormatError),
+    ("fingerprint too few", lambda a: a.update({"@fingerprints": ("U64", np.zeros((2, 2), "<u8"))}), FormatError),
+    ("fingerprint too many", lambda a: a.update({"@fingerprints": ("U64", np.zeros((4, 2), "<u8"))}), FormatError),
+    ("fingerprints as F64", lambda a: a.update({"@fingerprints": ("F64", np.zeros((3, 2), "<u8"))}), FormatError),
+    ("fingerprints flat", lambda a: a.update({"@fingerprints": u64(1, 2, 3, 4, 5, 6)}), FormatError),
 ]
 
 
@@ -216,9 +233,9 @@ RAW: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
     ("index of 2^63 - 1", lambda a: a.update({"a.indices": ("I64", np.array([0, 1, 2**63 - 1]))}), FormatError),
     ("indices unsorted", lambda a: a.update({"a.indices": i32(300, 3, 999)}), FormatError),
     ("index twice", lambda a: a.update({"a.indices": i32(3, 3, 999)}), FormatError),
-    ("full and sparse", lambda a: a.update({"b": ("BF16", np.zeros(10, np.uint16))}), FormatError),
+    ("full and sparse", lambda a: a.update({"b": ("BF16", np.zeros(1000, np.uint16))}), FormatError),
     ("full of another shape", lambda a: a.update({"c": ("F32", a["c"][1].reshape(5, 2))}), TensorMismatchError),
-    ("fingerprints missing", lambda a: a.pop("@fingerprints.values"), FormatError),
+    ("fingerprints missing", lambda a: a.pop("@fingerprints"), FormatError),
 ]
 
 
@@ -232,17 +249,67 @@ def test_raw(case: str, change: Callable[[Arrays], object], error: type[DeltaSyn
 def test_raw_has_no_compression_and_no_blocks() -> None:
     arrays, metadata = parts("raw")
     refused(build(arrays, {**metadata, "compression": "zstd"}), FormatError)
-    refused(build(arrays, {**metadata, "blocks": [{"dtype": "BF16"}]}), FormatError)
+    refused(build(arrays, {**metadata, "blocks": [{"dtype": "BF16", "kind": "sparse"}]}), FormatError)
 
 
 def test_a_frame_that_declares_a_tebibyte_is_refused_before_allocation() -> None:
     arrays, metadata = parts("packed")
     count = 2**40
     frame = b"\x28\xb5\x2f\xfd\xc0\x00" + (count + 3).to_bytes(8, "little") + b"\x01\x00\x00"
-    for name in ("@0.gaps", "@0.ulp.0", "@0.ulp.1", "@0.escapes"):
+    for name in ("@0.gaps", "@0.low", "@0.codes", "@0.small", "@0.wide.0", "@0.wide.1", "@0.escapes"):
         arrays[name] = u8(*frame)
     arrays["@0.ids"], arrays["@0.counts"] = u32(0, 3), u64(3, count)
     refused(build(arrays, {**metadata, "compression": "zstd"}), LimitError, match="MAX_ZSTD_RATIO")
+
+
+@pytest.mark.parametrize("codec", ["packed", "context"])
+def test_a_full_block_that_declares_more_than_it_can_hold(codec: str) -> None:
+    metadata = parts("raw")[1]
+    frame = b"\x28\xb5\x2f\xfd\xc0\x00" + (2**47).to_bytes(8, "little") + b"\x01\x00\x00"
+    entries = {"@0.ids": u32(3), "@0.bits.0": u8(*frame), "@0.bits.1": u8(*frame)}
+    blocks = [{"dtype": "BF16", "kind": "full"}]
+    whole = {**metadata, "codec": codec, "compression": "zstd", "blocks": blocks}
+    entries["@fingerprints"] = ("U64", np.zeros((1, 2), np.uint64))
+    old = (lambda tensor: None) if codec == "context" else None
+    with pytest.raises(LimitError, match="MAX_ZSTD_RATIO"):
+        decode(build(entries, whole), TABLE, CONTEXT, old)  # type: ignore[arg-type]
+    told = DeltaContext(CONTEXT.run, CONTEXT.version, CONTEXT.base_version, 5)
+    with pytest.raises(FormatError, match=f"blocks carry {2**47} elements, the manifest says 5"):
+        decode(build(entries, whole), TABLE, told, old)  # type: ignore[arg-type]
+
+
+DENSE: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
+    ("as it was", lambda a: None, DeltaSyncError),
+    ("mask missing", lambda a: a.pop("@0.mask"), FormatError),
+    ("gaps of a dense block", lambda a: a.update({"@0.gaps": u8(0)}), TensorMismatchError),
+    ("mask cut", lambda a: a.update({"@0.mask": u8(*a["@0.mask"][1][:-1])}), FormatError),
+    ("mask too long", lambda a: a.update({"@0.mask": u8(*a["@0.mask"][1], 0)}), FormatError),
+    ("a bit more", lambda a: a["@0.mask"][1].__setitem__(9, 255), FormatError),
+    ("a bit fewer", lambda a: a["@0.mask"][1].__setitem__(9, 0), FormatError),
+    ("another bit", lambda a: a["@0.mask"][1].__setitem__(9, 0xAA), DeltaSyncError),
+    ("a bit behind the end", lambda a: a["@0.mask"][1].__setitem__(-1, 0x56), FormatError),
+    ("few of many", lambda a: a.update({"@0.ids": u32(0, 3), "@0.counts": u64(500, 2**42)}), LimitError),
+    ("few", lambda a: a.update({"@0.counts": u64(500, 61)}), LimitError),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "error"), DENSE, ids=[case for case, _, _ in DENSE])
+def test_dense(case: str, change: Callable[[Arrays], object], error: type[DeltaSyncError]) -> None:
+    old = [np.zeros(spec.numel, spec.element.uint) for spec in SMALL]
+    new = [bits.copy() for bits in old]
+    new[0][::2], new[1][3:997] = 5, 6
+    container = Container(encode(changes_between(SMALL, old, new), SMALL, "packed", "none", CONTEXT))
+    arrays = {
+        name: (entry.dtype.name, container.bits(name).copy().reshape(entry.shape))
+        for name, entry in container.entries.items()
+    }
+    metadata = json.loads(container.metadata["delta_sync"])
+    assert metadata["blocks"] == [{"dtype": "BF16", "kind": "dense"}]
+    change(arrays)
+    if error is DeltaSyncError:
+        assert decode(build(arrays, metadata), TABLE, CONTEXT).changed == 500 + 994
+    else:
+        refused(build(arrays, metadata), error, match=".")
 
 
 def test_a_table_whose_names_look_like_the_codecs_entries() -> None:
@@ -250,8 +317,7 @@ def test_a_table_whose_names_look_like_the_codecs_entries() -> None:
     arrays: Arrays = {
         "a.indices": i32(3),
         "a.values": ("BF16", np.array([7], np.uint16)),
-        "@fingerprints.ids": u32(0, 1),
-        "@fingerprints.values": ("U64", np.zeros((2, 2), np.uint64)),
+        "@fingerprints": ("U64", np.zeros((2, 2), np.uint64)),
     }
     with pytest.raises(TensorMismatchError, match=r"'a\.values'"):
         decode(build(arrays, parts("raw")[1]), clash, CONTEXT)

@@ -11,6 +11,7 @@ from vllm_delta_sync.chain.newest import BAD_DOCUMENTS, BAD_IN_A_ROW
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
 from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.blocks import BLOCK_ELEMENTS
 from vllm_delta_sync.wire.delta import FEATURES
 from vllm_delta_sync.wire.documents import (
     KEYS_KEY,
@@ -27,7 +28,6 @@ from vllm_delta_sync.wire.documents import (
 )
 from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
-from vllm_delta_sync.wire.packed import BLOCK_ELEMENTS
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
@@ -111,7 +111,7 @@ def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
 def test_features_blocks_and_error_kinds() -> None:
     for name in FEATURES:
         assert f"`{name}`" in section("Extensions")
-    assert f"{BLOCK_ELEMENTS:,}" in section("Codec packed")
+    assert f"{BLOCK_ELEMENTS:,}" in section("Delta objects")
     kinds = section("What a reader verifies, and in what order").rpartition("Errors fall into")[2]
     assert set(re.findall(r"`(\w+)`", kinds)) <= set(error_kinds())
 

@@ -142,7 +142,7 @@ STEPS = st.one_of(
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(STEPS, min_size=1, max_size=14), st.sampled_from(["packed", "raw"]))
+@given(st.lists(STEPS, min_size=1, max_size=14), st.sampled_from(["packed", "context", "raw"]))
 def test_what_is_kept_is_what_a_full_count_gives(steps: list[tuple[str, Any, Any]], codec: Any) -> None:
     model = Model(tensors())
     names = sorted(model.live)

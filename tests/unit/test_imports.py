@@ -71,7 +71,7 @@ def run_clean(code: str, *arguments: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

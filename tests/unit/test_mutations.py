@@ -107,7 +107,7 @@ def refitted(manifest: Manifest, data: bytes) -> Manifest:
     return manifest.model_copy(update={"objects": [ref], "payload_bytes": len(data)})
 
 
-@pytest.mark.parametrize("version", range(6))
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 5])
 def test_damaged_objects(version: int, golden: dict[str, bytes], expected: list[list[Bits]]) -> None:
     table = open_run(str(DIRECTORY)).table
     manifest = Manifest.from_bytes(golden[keys.version_key(version)])

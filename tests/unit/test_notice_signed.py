@@ -47,7 +47,7 @@ class Site:
         self.socket.linger = 0
         address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.subscriber = NoticeSubscriber(address, RUN, keyring=self.trusting)
-        assert self.socket.poll(10_000)
+        assert self.socket.poll(120_000)
 
     def send(self, frames: list[bytes]) -> None:
         self.socket.send_multipart(frames)
@@ -83,7 +83,7 @@ def test_signed_once_and_repeated(site: Site, tmp_path: Path) -> None:
         publisher.send(notice(version))
         hear(subscriber, version)
         for _ in range(5):
-            assert subscriber.receive(5) == notice(version)
+            assert subscriber.receive(120) == notice(version)
     assert signing.made == 2
     # Nor is what was believed looked into again.
     assert trusting.checked <= 4
@@ -106,7 +106,7 @@ def test_what_is_not_vouched_for_is_ignored_and_counted(site: Site) -> None:
     for number, frames in enumerate(forged.values(), 1):
         site.send(frames)
         site.send(signed)
-        assert site.subscriber.receive(5) == notice(5)
+        assert site.subscriber.receive(120) == notice(5)
         while site.subscriber.receive(0.05) is not None:
             continue
         assert site.subscriber.rejected == number
@@ -159,9 +159,9 @@ def test_a_flood_of_forgeries_costs_few_checks(site: Site) -> None:
     template = encode(notice(5), site.signing)
     messages = [parse(changed(template, version=number), RUN) for number in range(100, 1100)]
     believer = Believer(site.trusting, None)
-    began = time.monotonic()
+    began = time.thread_time()
     assert believer.newest(messages) is None
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5
     assert site.trusting.checked == MAX_CHECKS
     assert believer.rejected == 1000
     assert believer.newest([parse(template, RUN)]) == notice(5)

@@ -26,7 +26,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.notice import NoticeSubscriber
 
 
-@pytest.mark.parametrize("codec", ["auto", "packed", "raw"])
+@pytest.mark.parametrize("codec", ["auto", "packed", "context", "raw"])
 @pytest.mark.parametrize("compression", ["zstd", "none"])
 def test_every_version_is_the_trainers_weights(url: str, codec: Any, compression: Any) -> None:
     model = Plain()

@@ -29,7 +29,7 @@ from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.manifest import Quarantine, version_key
 
-WAIT = 30
+WAIT = 120
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path, ranks=RANKS)
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_follows_every_version(tmp_path: Path, codec: str, ranks: int) -> None:
     world = World(tmp_path, codec=codec, ranks=ranks)

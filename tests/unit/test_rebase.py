@@ -185,11 +185,11 @@ def test_interrupted_rebase_is_waited_for(bucket: Hooked, trainer: Trainer, monk
     def hold_up(key: str) -> None:
         if key.startswith("objects/"):
             begun.set()
-            assert go_on.wait(30)
+            assert go_on.wait(120)
 
     def interrupted(work: Callable[[], None]) -> None:
         worker.submit(Job(), work)
-        assert begun.wait(30)
+        assert begun.wait(120)
         raise KeyboardInterrupt
 
     with Publisher(trainer.live, bucket) as publisher:

@@ -28,7 +28,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 def test_follows_every_version(tmp_path: Path, codec: str) -> None:
     world = World(tmp_path, codec=codec)
     world.receiver.advance()

@@ -56,7 +56,7 @@ def published(url: str, versions: int, **options: Any) -> tuple[Tensors, list[Te
     return live, history
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 def test_next_version_is_a_delta_against_the_head(codec: Any, url: str) -> None:
     live, history = published(url, 3, codec=codec)
     run = open_run(url).info.run

@@ -59,21 +59,27 @@ class Heads(Hooked):
 
     def wait(self, renewals: int) -> list[Head]:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.renewals()) >= renewals, 30)
+            assert self.changed.wait_for(lambda: len(self.renewals()) >= renewals, 120)
         return self.renewals()
 
 
 def ended(publisher: Publisher) -> bool:
     thread = publisher._upkeep._renewal._thread
     assert thread is not None
-    thread.join(30)
+    thread.join(120)
     return not thread.is_alive()
 
 
 def test_head_is_renewed_while_nothing_is_published(folder: Path, keys: Keys, trainer: Trainer) -> None:
+    # A machine that stands still for two seconds writes one late; for twenty it does not.
+    assert renewed_in_time(folder, keys, trainer, 3) or renewed_in_time(folder / "again", keys, trainer, 30)
+    assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+
+
+def renewed_in_time(folder: Path, keys: Keys, trainer: Trainer, head_seconds: int) -> bool:
+    """Whether each HEAD was written before the one before it had run out; all else must hold of them anyway."""
     bucket = Heads(folder)
-    # Three seconds, because a busy machine may write one late.
-    with Publisher(trainer.live, bucket, signing_key=keys.private("a"), head_seconds=3) as publisher:
+    with Publisher(trainer.live, bucket, signing_key=keys.private("a"), head_seconds=head_seconds) as publisher:
         publish(publisher, trainer)
         renewals = bucket.wait(3)
         assert_all_signed(folder, keys.hex("a"))
@@ -82,10 +88,9 @@ def test_head_is_renewed_while_nothing_is_published(folder: Path, keys: Keys, tr
     versions = [head.version for head in renewals]
     assert (versions, versions[-1]) == (sorted(versions), 1)
     assert all(head.created_at is not None and head.created_at < (head.expires_at or "") for head in renewals)
-    # Each was written before the one before it had run out.
-    starts = [head.created_at or "" for _, head in bucket.written]
-    assert all(start < end for start, end in zip(starts[1:], ends, strict=False))
     assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+    starts = [head.created_at or "" for _, head in bucket.written]
+    return all(start < end for start, end in zip(starts[1:], ends, strict=False))
 
 
 def test_head_that_is_young_is_not_renewed(folder: Path, keys: Keys, trainer: Trainer) -> None:
@@ -131,7 +136,7 @@ def test_renewal_does_not_move_head_back(folder: Path, keys: Keys, trainer: Trai
         if key == HEAD_KEY and threading.current_thread().name == THREAD_NAME and not waited:
             renewing.set()
             # Nobody comes to HEAD in this second, or the test fails.
-            waited.append(committed.wait(30) and not overtaken.wait(1))
+            waited.append(committed.wait(120) and not overtaken.wait(1))
 
     def look(key: str) -> None:
         if key == HEAD_KEY and threading.current_thread().name != THREAD_NAME:
@@ -139,7 +144,7 @@ def test_renewal_does_not_move_head_back(folder: Path, keys: Keys, trainer: Trai
 
     with Publisher(trainer.live, bucket, signing_key=keys.private("a"), head_seconds=1) as publisher:
         bucket.before = hold
-        assert renewing.wait(30)
+        assert renewing.wait(120)
         bucket.reading = look
         bucket.after = lambda key: committed.set() if key == version_key(1) else None
         publish(publisher, trainer)

@@ -183,7 +183,7 @@ def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     version = max(version for _, version in seen)
     assert file.load() == mark(max(keys for keys, _ in seen), version)
 

@@ -269,7 +269,7 @@ def test_threads_that_prove_at_once(tmp_path: Path) -> None:
         barrier = threading.Barrier(8)
 
         def prove(version: int) -> None:
-            barrier.wait(30)  # noqa: B023
+            barrier.wait(120)  # noqa: B023
             try:
                 reader.manifest(chain.manifests[version], "it")  # noqa: B023
             except DeltaSyncError as error:
@@ -279,7 +279,7 @@ def test_threads_that_prove_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
         assert failures == []
 
 

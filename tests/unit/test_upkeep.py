@@ -133,7 +133,7 @@ def test_upkeep_that_fails_only_warns(bucket: Watched, trainer: Trainer, caplog:
     bucket.upkeep, fired = failing(StoreError("disk full"))
     with Publisher(trainer.live, bucket) as publisher:
         publish(publisher, trainer, 4)
-        assert fired.wait(30)
+        assert fired.wait(120)
         publish(publisher, trainer, 4)
         assert publisher.version == 8
         bucket.wait_for(fold_key(4, 8))
@@ -146,7 +146,7 @@ def test_defect_in_upkeep_does_not_end_it(bucket: Watched, trainer: Trainer, cap
     bucket.upkeep, fired = failing(ZeroDivisionError("injected"))
     with Publisher(trainer.live, bucket) as publisher:
         publish(publisher, trainer, 4)
-        assert fired.wait(30)
+        assert fired.wait(120)
         publish(publisher, trainer, 4)
         bucket.wait_for(fold_key(4, 8))
     assert "no upkeep after version" in caplog.text
@@ -157,13 +157,13 @@ def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(bucket: Watche
 
     def hang(key: str) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     bucket.upkeep = hang
     others = set(threading.enumerate())
     publisher = Publisher(trainer.live, bucket)
     publish(publisher, trainer, 4)
-    assert begun.wait(30)
+    assert begun.wait(120)
     publish(publisher, trainer, 12)
     assert publisher.version == 16
     assert listed(bucket, FOLDS_PREFIX) == []
@@ -173,7 +173,7 @@ def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(bucket: Watche
     while not publisher._upkeep._closing:
         closing.join(0.01)
     go_on.set()
-    closing.join(30)
+    closing.join(120)
     assert not closing.is_alive()
     assert THREAD_NAME not in {thread.name for thread in set(threading.enumerate()) - others}
     assert len(listed(bucket, FOLDS_PREFIX) + listed(bucket, ANCHORS_PREFIX)) <= 1

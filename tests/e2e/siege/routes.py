@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from tests.e2e.servers import PLAIN
 from tests.e2e.siege.world import TOKEN, Siege, attack
 
 NETWORK = "HTTP port"
@@ -65,7 +66,9 @@ def giant_body(siege: Siege) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     with siege.untouched():
         for content in (b'{"version":"' + b"9" * 32_000_000 + b'"}', b"[" * 100_000):
-            answer = httpx.post(siege.server.url + "/delta_sync/sync", content=content, headers=headers, timeout=60)
+            answer = httpx.post(
+                siege.server.url + "/delta_sync/sync", content=content, headers=headers, timeout=600, verify=PLAIN
+            )
             siege.seen.answers.append(answer.status_code)
             assert 400 <= answer.status_code < 500
             assert len(answer.content) < 10_000
@@ -79,8 +82,8 @@ def waiters(siege: Siege) -> None:
     def wait() -> None:
         while not stop.is_set():
             try:
-                path = "/delta_sync/wait?version=99999999&timeout=20"
-                siege.seen.answers.append(httpx.get(siege.server.url + path, timeout=25).status_code)
+                path = "/delta_sync/wait?version=99999999&timeout=5"
+                siege.seen.answers.append(httpx.get(siege.server.url + path, timeout=600, verify=PLAIN).status_code)
             except httpx.TransportError:
                 pass
             stop.wait(0.5)
@@ -91,7 +94,7 @@ def waiters(siege: Siege) -> None:
     try:
         # /wait is taken, so look at the status.
         answer = siege.publish()
-        for _ in range(100):
+        for _ in range(600):
             if (siege.server.status()["served"] or {}).get("version") == answer["version"]:
                 break
             stop.wait(0.1)

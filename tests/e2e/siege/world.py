@@ -22,11 +22,11 @@ from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
 
 TOKEN = "siege-0123456789abcdef"
-POLL_SECONDS = 20.0
+POLL_SECONDS = 120.0
 """Far longer than a notice takes: what is served sooner than that came by notice."""
-FRESH_SECONDS = 10.0
+FRESH_SECONDS = 60.0
 """Within which a version must be served once nothing is in the way; a notice is announced again every second."""
-BLOCKED_SECONDS = 2.0
+BLOCKED_SECONDS = 10.0
 """A training step that stands still for longer counts as blocked; on an idle machine it is some milliseconds."""
 FAMILY = "qwen3"
 
@@ -61,7 +61,7 @@ class Child:
     def line(self) -> dict[str, Any]:
         stdout: IO[str] | None = self.process.stdout
         text = "" if stdout is None else stdout.readline()
-        assert text, f"{self.process.args!r} ended with {self.process.wait(10)}"
+        assert text, f"{self.process.args!r} ended with {self.process.wait(120)}"
         document: dict[str, Any] = json.loads(text)
         return document
 
@@ -75,14 +75,14 @@ class Child:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(120)
 
     def close(self) -> None:
         if self.process.poll() is None:
             if self.process.stdin is not None:
                 self.process.stdin.close()
             self.process.terminate()
-            self.process.wait(60)
+            self.process.wait(120)
 
 
 class Siege:

@@ -1,0 +1,81 @@
+"""Change detection written a second time, plainly, and what its tests share."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer_side.detection import Detector
+from trainer_side.detection_held import Held, HostHeld
+from trainer_side.detection_notes import Extracted
+from vllm_delta_sync.torch_bits import TORCH_DTYPES, bits_of
+from vllm_delta_sync.wire.bits import Bits, Positions
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.wire.table import TensorSpec
+
+NAME = "layer.weight"
+
+
+@dataclass
+class Difference:
+    """What one comparison found."""
+
+    positions: list[int]
+    distances: list[int]
+    fingerprint: Fingerprint
+
+    @classmethod
+    def of(cls, found: Extracted, fingerprint: Fingerprint) -> "Difference":
+        pieces = list(found.pieces())
+        positions = [position for piece in pieces for position in piece[0].tolist()]
+        return cls(positions, [distance for piece in pieces for distance in piece[1].tolist()], fingerprint)
+
+
+def expected(dtype: str, old: Bits, new: Bits) -> Difference:
+    """The same with plain numpy operations over whole arrays."""
+    positions: Positions = np.flatnonzero(old != new)
+    ranks = [rank(dtype, bits[positions]) for bits in (old, new)]
+    distances = (ranks[1] - ranks[0]).astype(old.dtype)
+    change = fingerprint_tensor(NAME, new) - fingerprint_tensor(NAME, old)
+    return Difference(positions.tolist(), distances.tolist(), change)
+
+
+def rank(dtype: str, bits: Bits) -> Bits:
+    """Place of each pattern in the order of docs/FORMAT.md."""
+    if not DTYPES[dtype].is_float:
+        return bits
+    top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    return np.where(bits & top, ~bits, bits | top)
+
+
+def served(live: torch.Tensor, dtype: str) -> Bits:
+    """Bits of a live tensor as torch rounds it, by whole tensors."""
+    return bits_of(live.detach().contiguous().to(TORCH_DTYPES[dtype]).contiguous().cpu()).copy()
+
+
+def tensor_of(dtype: str, bits: Bits) -> torch.Tensor:
+    return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(TORCH_DTYPES[dtype])
+
+
+def disturbed(bits: Bits, share: float) -> Bits:
+    """A copy in which about a share of the elements has other bits."""
+    random = np.random.default_rng(0)
+    other = bits + random.integers(1, 256, bits.size, np.uint8).astype(bits.dtype)
+    return np.where(random.random(bits.size) < share, other, bits)
+
+
+def compared(dtype: str, held: Held, live: torch.Tensor, detector: Detector) -> tuple[Extracted, Difference]:
+    spec = TensorSpec(NAME, dtype, tuple(live.shape))
+    found = Extracted(spec.element)
+    return found, Difference.of(found, detector.collect(spec, held, live, found))
+
+
+def check(dtype: str, old: Bits, live: torch.Tensor, detector: Detector | None = None) -> None:
+    """Compare on the host: what is found, the baseline after, and after it was put back."""
+    held, new = HostHeld(old.copy()), served(live, dtype)
+    found, difference = compared(dtype, held, live, detector or Detector())
+    assert difference == expected(dtype, old, new)
+    assert np.array_equal(held.bits, new)
+    found.revert(held)
+    assert np.array_equal(held.bits, old)

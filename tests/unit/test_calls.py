@@ -1,0 +1,99 @@
+"""Many calls at once: order, errors, interrupts, and the end of the program."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket.calls import PARALLEL, in_parallel
+from vllm_delta_sync.errors import StoreError
+
+UNCLOSED = """
+import sys
+import torch
+from trainer_side import Publisher
+live = {f"w{number}": torch.zeros(100_000) for number in range(4)}
+publisher = Publisher(live, sys.argv[1], shard_bytes=250_000)
+for tensor in live.values():
+    tensor.add_(torch.rand_like(tensor))
+publisher.publish(step=1)
+"""
+
+
+def test_answers_come_in_the_order_of_the_items() -> None:
+    second = threading.Event()
+
+    def call(item: int) -> int:
+        if item == 0:
+            assert second.wait(60)
+        elif item == 1:
+            second.set()
+        return item * item
+
+    assert list(in_parallel(call, range(3 * PARALLEL))) == [item * item for item in range(3 * PARALLEL)]
+    assert list(in_parallel(call, [])) == []
+
+
+def test_an_error_comes_when_nothing_is_under_way_any_more() -> None:
+    begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def call(item: int) -> None:
+        if item == 0:
+            assert begun.wait(60)
+            go_on.set()
+            raise StoreError("no")
+        begun.set()
+        assert go_on.wait(60)
+        over.set()
+
+    with pytest.raises(StoreError, match="no"):
+        list(in_parallel(call, range(2)))
+    assert over.is_set()
+
+
+def test_calls_that_have_not_begun_are_dropped_after_an_error() -> None:
+    called: list[int] = []
+
+    def call(item: int) -> None:
+        called.append(item)
+        raise StoreError("no")
+
+    with pytest.raises(StoreError, match="no"):
+        list(in_parallel(call, range(10_000)))
+    assert len(called) <= PARALLEL
+
+
+def test_an_interrupt_does_not_wait_for_a_store_that_hangs() -> None:
+    hangs, over = threading.Event(), threading.Event()
+    begun = threading.Barrier(3)
+
+    def call(item: int) -> None:
+        begun.wait()
+        hangs.wait(120)
+        over.set()
+
+    def interrupt() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # A shell lets what it runs in the background ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(in_parallel(call, range(2)))
+        assert not over.is_set()
+    finally:
+        hangs.set()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_version_in_parts_goes_out_at_the_end_of_a_program_that_closes_nothing(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", UNCLOSED, tmp_path / "run"], check=True, timeout=600)
+    head = open_run(str(tmp_path / "run")).head()
+    assert (head.version, len(head.objects) > 1) == (1, True)
