@@ -22,7 +22,7 @@ from vllm_delta_sync.engine import reading
 from vllm_delta_sync.engine.old import HeldBits
 from vllm_delta_sync.engine.reading import Clock, read_steps
 from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.engine.trace import trace_routes
+from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, FingerprintError, FormatError, UnsupportedError
 from vllm_delta_sync.torch_bits import tensor_from_bits
 from vllm_delta_sync.wire import tiles

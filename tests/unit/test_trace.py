@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.modules import FusedModel, checkpoint_tensors
-from vllm_delta_sync.engine.trace import trace_routes
+from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.torch_bits import bits_of, dtype_name
 from vllm_delta_sync.wire.fingerprint import fingerprint_tensor

@@ -19,11 +19,12 @@ def __getattr__(name: str) -> object:
     if name == "WorkerExtension":
         # vLLM resolves the name in each worker before it builds the worker, which is the one moment to settle how
         # the CPU keeps its weights: models are loaded right after.
-        from vllm_delta_sync.engine import compat, plain_moe
+        from vllm_delta_sync.engine import compat, loading, plain_moe
         from vllm_delta_sync.engine.worker import WorkerExtension, watch_for_controller
 
         compat.keep_plain_cpu_weights()
         plain_moe.keep_plain_cpu_experts()
+        loading.watch_loading()
         watch_for_controller()
         return WorkerExtension
     if name in ("OfflineSync", "attach"):

@@ -45,7 +45,8 @@ class HeldBits:
         self._check()
         self._settle()
         spec, routes = self._routes.table[tensor], self._routes.routes[tensor]
-        held = held_rectangles(spec, [route.source for route in routes])
+        # What is loaded to several places is held once.
+        held = held_rectangles(spec, list(dict.fromkeys(route.source for route in routes)))
         bits = np.empty(spec.numel, spec.element.uint)
         flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
         for route in routes:

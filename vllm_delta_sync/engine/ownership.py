@@ -15,6 +15,8 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.table import TensorTable
 
+AGAIN = -1
+"""In the place of a group: what is counted already."""
 Slots = list[list[int]]
 """Per tensor id, per route of one rank: which of the tensor's distinct regions the route loads."""
 
@@ -35,9 +37,15 @@ class Ownership:
     members: list[tuple[int, ...]]
 
     def groups(self, rank: int) -> list[list[int]]:
-        """Per tensor id, per route of a rank: the group that holds the route's region."""
+        """Per tensor id, per route of a rank: the group that holds the route's region; AGAIN where another route of the
+        rank loads the same."""
         ids = {ranks: position for position, ranks in enumerate(self.members)}
-        return [[ids[self.holders[tensor][slot]] for slot in slots] for tensor, slots in enumerate(self.slots[rank])]
+        found = []
+        for tensor, slots in enumerate(self.slots[rank]):
+            first = [slots.index(slot) == position for position, slot in enumerate(slots)]
+            groups = [ids[self.holders[tensor][slot]] for slot in slots]
+            found.append([group if counts else AGAIN for group, counts in zip(groups, first, strict=True)])
+        return found
 
     def is_loaded(self, tensor: int) -> bool:
         """Whether any rank holds the tensor."""
@@ -78,7 +86,9 @@ def assign(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) ->
         found: dict[Region, list[int]] = {}
         for rank, of_rank in enumerate(regions):
             for region in of_rank[tensor]:
-                found.setdefault(region, []).append(rank)
+                ranks = found.setdefault(region, [])
+                if rank not in ranks[-1:]:
+                    ranks.append(rank)
         order = {region: slot for slot, region in enumerate(found)}
         for rank, of_rank in enumerate(regions):
             slots[rank].append([order[region] for region in of_rank[tensor]])

@@ -102,7 +102,13 @@ class Prover:
         self._board.set(
             undo=[],
             ranks=[
-                {"rank": rank, "tensors": len(held.fingerprints), "unloaded": answer["unloaded"], "ms": answer["ms"]}
+                {
+                    "rank": rank,
+                    "tensors": len(held.fingerprints),
+                    "unloaded": answer["unloaded"],
+                    "derived": answer["derived"],
+                    "ms": answer["ms"],
+                }
                 for rank, answer in enumerate(held.answers)
             ],
         )
@@ -110,6 +116,16 @@ class Prover:
         unloaded = [spec.name for i, spec in enumerate(table) if ownership and not ownership.is_loaded(i)]
         if unloaded:
             logger.info("tensors that this model does not load: %s", ", ".join(unloaded))
+        derived = {name for answer in held.answers for name in answer["derived"]}
+        if derived:
+            size = sum(spec.numel * spec.element.itemsize for spec in table if spec.name in derived)
+            logger.info(
+                "%d tensors that the model computes with (%.1f MB) are kept in host memory, and loaded again beside the "
+                "model when they change: %s",
+                len(derived),
+                size / 1e6,
+                ", ".join(sorted(derived)[:8]) + (", …" if len(derived) > 8 else ""),
+            )
         return held
 
     def _noted_place(self, noted: Noted, held: Held) -> Place | None:

@@ -14,6 +14,7 @@ from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.engine import commit as commits
 from vllm_delta_sync.engine.background import Background
+from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.engine.interrupts import postponed
 from vllm_delta_sync.engine.legs import Leg
 from vllm_delta_sync.engine.ownership import region_to_plain
@@ -21,8 +22,9 @@ from vllm_delta_sync.engine.patch import StagedPatch
 from vllm_delta_sync.engine.rank_runs import RankRuns
 from vllm_delta_sync.engine.reading import Clock, store_use
 from vllm_delta_sync.engine.routes import RouteMap
+from vllm_delta_sync.engine.shadows import LoadedBits
 from vllm_delta_sync.engine.staging import stage_leg
-from vllm_delta_sync.engine.trace import LoadableModel, trace_routes
+from vllm_delta_sync.engine.trace import LoadableModel
 from vllm_delta_sync.engine.transaction import Answer, as_ours
 from vllm_delta_sync.engine.undo_log import Applied, UndoLog
 from vllm_delta_sync.errors import (
@@ -117,7 +119,7 @@ class RankReceiver:
         runs = RankRuns(trusted, store, None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes))
         run = runs.open(url, info)
         noted = self._note()
-        routes = trace_routes(self.model, run.table)
+        routes = trace_routes(self.model, run.table, LoadedBits(self.model, self.folder, run, runs, self.routes))
         # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
         self.touched = None
         traced = time.perf_counter()
@@ -134,6 +136,7 @@ class RankReceiver:
             "measured": measured,
             "noted": noted,
             "unloaded": routes.unloaded,
+            "derived": [] if routes.derived is None else [run.table[tensor].name for tensor in routes.derived.tensors],
             "ms": {"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         }
 
@@ -359,7 +362,7 @@ class RankReceiver:
 
     def _gather(self, routes: RouteMap, tensors: list[int]) -> Answer:
         return {
-            "measured": {tensor: [value.hex() for value in routes.fingerprints(tensor)] for tensor in tensors},
+            "measured": {tensor: [value.hex() for value in found] for tensor, found in routes.measured(tensors)},
             "held": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
             "dead": [routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
         }

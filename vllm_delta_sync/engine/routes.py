@@ -1,7 +1,9 @@
 """Routes: where each element of a checkpoint lives in a model's memory. ``trace.py`` finds them."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +13,9 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.wire.bits import Bits, Positions
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_elements, fingerprint_tensor
 from vllm_delta_sync.wire.table import TensorTable
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.engine.derived import Derived
 
 GATHER_ELEMENTS = 1 << 22
 """Elements gathered at a time through a route that is not linear: bounds scratch memory at start-up."""
@@ -60,7 +65,8 @@ class Route:
 
 @dataclass
 class RouteMap:
-    """Routes of one rank, for every tensor of a run: each element is loaded at most once, no destination is shared.
+    """Routes of one rank, for every tensor of a run: no destination is shared, and where an element is loaded to
+    several places, the routes that lead there are of one region.
 
     Attributes:
         destinations: storages, referred to by position.
@@ -68,6 +74,7 @@ class RouteMap:
         groups: per tensor id, per route: the group of ranks that hold copies of what the route loads. All 0 until
             ``ownership.py`` says otherwise.
         loaded: per tensor id: whether any rank loads it. Until then, whether this one does.
+        derived: of the tensors that the model computes with, whose routes lead to shadows; None if there are none.
     """
 
     table: TensorTable
@@ -75,6 +82,7 @@ class RouteMap:
     routes: list[list[Route]]
     groups: list[list[int]] = field(default_factory=list)
     loaded: list[bool] = field(default_factory=list)
+    derived: "Derived | None" = None
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -90,11 +98,15 @@ class RouteMap:
     @cached_property
     def _used(self) -> list[int]:
         # Found once: asking is part of every pause, and a model of experts has many thousand routes.
-        return sorted({route.destination for routes in self.routes for route in routes})
+        outputs = (
+            [] if self.derived is None else [output.route for unit in self.derived.units for output in unit.outputs]
+        )
+        return sorted({route.destination for routes in [*self.routes, outputs] for route in routes})
 
     def is_live(self, tensor: int) -> bool:
         """Whether a tensor's destinations are still what the model computes with."""
-        return all(self.destinations[route.destination].is_live for route in self.routes[tensor])
+        own = all(self.destinations[route.destination].is_live for route in self.routes[tensor])
+        return own and (self.derived is None or self.derived.is_live(tensor, self))
 
     def check_live(self) -> None:
         """Raise ModelError if a parameter was replaced by another tensor since routes were traced."""
@@ -104,6 +116,15 @@ class RouteMap:
                 f"parameter {dead!r} was replaced by another tensor after it was proven (a reload, or .data = ...): "
                 "patches would not reach the model; start the server again"
             )
+
+    def measured(self, tensors: Sequence[int]) -> Iterator[tuple[int, list[Fingerprint]]]:
+        """(tensor, fingerprints) of each; of one that the model computes with and holds something else of: zeros."""
+        derived = set() if self.derived is None else set(tensors) & set(self.derived.tensors)
+        stale = derived if self.derived is None else derived - self.derived.held(derived, self)
+        for tensor in tensors:
+            found = self.fingerprints(tensor)
+            # No element has a fingerprint of zero.
+            yield tensor, [Fingerprint()] * len(found) if tensor in stale else found
 
     def fingerprints(self, tensor: int) -> list[Fingerprint]:
         """Gather one checkpoint tensor and hash it, per route: what this rank really holds."""

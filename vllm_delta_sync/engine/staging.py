@@ -48,6 +48,8 @@ def stage_leg(
         clock.tick("fetch")
         clock.tick("decode")
     _check_total(target, patch)
+    if routes.derived is not None:
+        routes.derived.add_to(patch, routes, everything=not leg.steps)
     clock.tick("route")
     return patch
 

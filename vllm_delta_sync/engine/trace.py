@@ -1,89 +1,129 @@
-"""Find a model's routes by watching its own loader.
+"""Watch a model's own loader: which elements of the checkpoint it puts where, and what it computes.
 
-``load_weights`` runs once with data-less (meta) tensors while every write into parameter storage is recorded and
-not executed. Each recorded copy is an affine map from flat source indices to destination elements; slices, fused
-projections, transposes and tied weights come out by themselves. What is not a plain copy is refused by name: a
-loader that computes would need its values, and guessing them would serve weights that no one published.
+``load_weights`` runs once on a replica without data, and with data-less (meta) tensors, while every operation is
+seen. Each plain copy is an affine map from flat source indices to destination elements; slices, fused projections,
+transposes and tied weights come out by themselves. Whatever else reaches a parameter (casts, transforms, sums) is
+noted with the checkpoint tensors that went into it: ``compiling.py`` says what becomes of it.
 
 Works on any torch module with a ``load_weights(iterable of (name, tensor))`` method; knows nothing of vLLM.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_delta_sync.engine.regions import Region, coalesce, find_overlap
-from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
+from vllm_delta_sync.engine.regions import Region, coalesce
+from vllm_delta_sync.engine.replica import walk
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES
 from vllm_delta_sync.wire.table import TensorTable
 
 aten = torch.ops.aten
+NOBODY: frozenset[int] = frozenset()
+_FROM_SECOND = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+"""What was there before plays no part in what is there after."""
 
 
 class LoadableModel(Protocol):
     """What tracing needs of a model; vLLM's models have it."""
 
     def load_weights(self, weights: Any) -> Any: ...
+    def named_modules(self, memo: Any = ..., prefix: str = ..., remove_duplicate: bool = ...) -> Any: ...
     def named_parameters(self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...) -> Any: ...
     def named_buffers(self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...) -> Any: ...
     def get_submodule(self, target: str) -> torch.nn.Module: ...
 
 
 @dataclass
-class _Copy:
+class Target:
+    """Memory that a loader may write: one storage of the replica.
+
+    Attributes:
+        names: every parameter or buffer that lies in it. numel: of all of it, in elements of ``dtype``.
+        is_parameter: whether one of them is a parameter.
+    """
+
+    names: list[str]
+    dtype: torch.dtype
+    numel: int
+    is_parameter: bool
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements of a checkpoint tensor, one by one, to elements of a target."""
+
     tensor: int
-    destination: int
+    target: int
     source: Region
-    target: Region
+    place: Region
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A target holds something else than elements of the checkpoint. ``tensors`` went into it; ``reason`` says how."""
+
+    target: int
+    tensors: frozenset[int]
+    reason: str
+
+
+@dataclass
+class Trace:
+    """What a loader does with the tensors of a run.
+
+    Attributes:
+        paddings: (target, region, number of copies before it) of what is set to a constant.
+        kept: per place of a tensor that hangs on the model and is no memory of it, as (path of the module, path from
+            there): the tensors that went into it.
+    """
+
+    table: TensorTable
+    targets: list[Target] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    paddings: list[tuple[int, Region, int]] = field(default_factory=list)
+    computed: list[Computed] = field(default_factory=list)
+    kept: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
 
 
 class _Recorder(TorchDispatchMode):
-    """Records writes into known storages; lets everything else run."""
+    """Follows checkpoint tensors through all operations; the replica's memory is meta, so nothing is computed."""
 
-    def __init__(self, table: TensorTable, model: LoadableModel) -> None:
+    def __init__(self, table: TensorTable, replica: LoadableModel) -> None:
         super().__init__()
-        self.table = table
+        self.trace = Trace(table)
         self.current = "(before the first tensor)"
-        self.problems: list[str] = []
-        self.copies: list[_Copy] = []
-        self.paddings: list[tuple[int, Region]] = []
-        self.destinations: list[Destination] = []
-        self._by_storage: dict[int, int] = {}
+        self._targets: dict[int, int] = {}
         self._sources: dict[int, int] = {}
+        # Which checkpoint tensors went into a storage that is neither.
+        self._made_of: dict[int, frozenset[int]] = {}
         # Storages are told apart by address of their implementation, which may be reused once one is freed.
         self._alive: list[torch.Tensor] = []
-        self.parameters: set[int] = set()
-        for name, tensor in model.named_parameters(remove_duplicate=False):
-            destination = self._add_destination(model, name, tensor)
-            if destination is not None:
-                self.parameters.add(destination)
-        for name, tensor in model.named_buffers(remove_duplicate=False):
-            self._add_destination(model, name, tensor)
+        for name, tensor in replica.named_parameters(remove_duplicate=False):
+            self._add_target(name, tensor, True)
+        for name, tensor in replica.named_buffers(remove_duplicate=False):
+            self._add_target(name, tensor, False)
 
-    def _add_destination(self, model: LoadableModel, name: str, tensor: torch.Tensor) -> int | None:
+    def _add_target(self, name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
         storage = tensor.untyped_storage()
-        if storage.size() == 0 or tensor.element_size() not in SIGNED:
-            return None
-        path, _, attribute = name.rpartition(".")
-        owner = (model.get_submodule(path), attribute)
-        known = self._by_storage.get(storage._cdata)
+        if tensor.device.type != "meta" or storage.nbytes() == 0 or tensor.element_size() not in SIGNED:
+            return
+        known = self._targets.get(storage._cdata)
         if known is not None:
-            self.destinations[known].owners.append(owner)
-            return known
-        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        flat.set_(storage, 0, (storage.size() // tensor.element_size(),), (1,))
-        self._by_storage[storage._cdata] = len(self.destinations)
-        self.destinations.append(Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), [owner]))
-        return len(self.destinations) - 1
+            self.trace.targets[known].names.append(name)
+            self.trace.targets[known].is_parameter |= is_parameter
+            return
+        self._alive.append(tensor)
+        self._targets[storage._cdata] = len(self.trace.targets)
+        numel = storage.nbytes() // tensor.element_size()
+        self.trace.targets.append(Target([name], tensor.dtype, numel, is_parameter))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The run's tensors without data, as a loader would get them."""
-        for position, spec in enumerate(self.table):
+        for position, spec in enumerate(self.trace.table):
             tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
             self._alive.append(tensor)
             self._sources[tensor.untyped_storage()._cdata] = position
@@ -92,120 +132,123 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            target = args[position] if position < len(args) else kwargs.get(argument.name)
-            destination = self._destination(target)
-            if destination is not None and isinstance(target, torch.Tensor):
-                self._record(func, destination, target, args)
-                return target
-        return func(*args, **kwargs)
+        tensors = NOBODY.union(*(self._within(tensor) for tensor in _tensors([args, kwargs])))
+        written = list(written_by(func, args, kwargs))
+        found = func(*args, **kwargs)
+        if tensors:
+            for tensor in _tensors(found):
+                self._note(tensor, tensors)
+        for tensor in written:
+            self._record(func, tensor, tensors, args)
+        return found
 
-    def _destination(self, tensor: object) -> int | None:
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
-            return None
-        return self._by_storage.get(tensor.untyped_storage()._cdata)
+    def _within(self, tensor: torch.Tensor) -> frozenset[int]:
+        key = tensor.untyped_storage()._cdata
+        source = self._sources.get(key)
+        return self._made_of.get(key, NOBODY) if source is None else frozenset((source,))
 
-    def _record(self, func: Any, destination: int, target: torch.Tensor, args: Any) -> None:
-        where = f"{self.destinations[destination].name} (while loading {self.current})"
-        if target.dtype != self.destinations[destination].dtype:
-            self.problems.append(f"{where} is written through a view of another dtype")
-        elif func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
-            self.paddings.append((destination, _region(target)))
-        elif func is not aten.copy_.default:
-            self.problems.append(f"{where} is written by {func}, which is not a copy")
+    def _note(self, tensor: torch.Tensor, tensors: frozenset[int]) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._sources:
+            if key not in self._made_of:
+                self._alive.append(tensor)
+            self._made_of[key] = self._made_of.get(key, NOBODY) | tensors
+
+    def _record(self, func: Any, tensor: torch.Tensor, tensors: frozenset[int], args: Any) -> None:
+        """A tensor was written."""
+        target = self._targets.get(tensor.untyped_storage()._cdata)
+        if target is None:
+            if tensors:
+                self._note(tensor, tensors)
+            return
+        held = self.trace.targets[target]
+        where = f"{held.names[0]} (while loading {self.current})"
+        is_copy = func is aten.copy_.default
+        came_from = tensors
+        if func in _FROM_SECOND:
+            came_from = self._within(args[1]) if isinstance(args[1], torch.Tensor) else NOBODY
+        elif func is aten.zero_.default:
+            came_from = NOBODY
+        self._note(tensor, came_from)
+        if not came_from and tensor.dtype == held.dtype:
+            self.trace.paddings.append((target, _region(tensor), len(self.trace.copies)))
+        elif tensor.dtype != held.dtype:
+            reason = f"{where} is written through a view of another dtype"
+            self.trace.computed.append(Computed(target, came_from, reason))
+        elif not is_copy:
+            reason = f"{where} is written by {func}, which is not a copy"
+            self.trace.computed.append(Computed(target, came_from, reason))
         else:
-            self._record_copy(destination, target, args[1], where)
+            self._record_copy(target, tensor, args[1], where)
 
-    def _record_copy(self, destination: int, target: torch.Tensor, source: torch.Tensor, where: str) -> None:
-        tensor = self._sources.get(source.untyped_storage()._cdata)
-        if tensor is None:
-            self.problems.append(f"{where} receives computed values, not elements of the checkpoint")
-        elif source.dtype != target.dtype:
-            name = self.table[tensor].name
-            self.problems.append(
-                f"{where} casts {name} from {source.dtype} to {target.dtype}; publish what is served: give the "
+    def _record_copy(self, target: int, tensor: torch.Tensor, source: torch.Tensor, where: str) -> None:
+        position = self._sources.get(source.untyped_storage()._cdata)
+        if position is None:
+            reason = f"{where} receives computed values, not elements of the checkpoint"
+        elif source.dtype != tensor.dtype:
+            name = self.trace.table[position].name
+            reason = (
+                f"{where} casts {name} from {source.dtype} to {tensor.dtype}; publish what is served: give the "
                 "Publisher base= with the served checkpoint, or a model whose config has that dtype"
             )
-        elif source.shape != target.shape:
-            self.problems.append(f"{where} copies {tuple(source.shape)} into {tuple(target.shape)} by broadcasting")
-        elif source.numel():
-            first, second = coalesce(
-                source.shape,
-                (int(source.storage_offset()), source.stride()),
-                (int(target.storage_offset()), target.stride()),
-            )
-            self.copies.append(_Copy(tensor, destination, first, second))
+        elif source.shape != tensor.shape:
+            reason = f"{where} copies {tuple(source.shape)} into {tuple(tensor.shape)} by broadcasting"
+        else:
+            if source.numel():
+                first, second = coalesce(
+                    source.shape,
+                    (int(source.storage_offset()), source.stride()),
+                    (int(tensor.storage_offset()), tensor.stride()),
+                )
+                self.trace.copies.append(Copy(position, target, first, second))
+            return
+        self.trace.computed.append(Computed(target, self._within(source), reason))
+
+    def note_kept(self, replica: Any) -> None:
+        """What the loader left on the model, besides what it wrote to the model's memory."""
+        for path, name, tensor in walk(replica):
+            tensors = self._within(tensor)
+            if tensors and tensor.untyped_storage()._cdata not in self._targets:
+                self.trace.kept[path, name] = tensors
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors that an operation writes to, as its schema says."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 def _region(tensor: torch.Tensor) -> Region:
     return coalesce(tensor.shape, (int(tensor.storage_offset()), tensor.stride()), (0, tensor.stride()))[0]
 
 
-def trace_routes(model: LoadableModel, table: TensorTable) -> RouteMap:
-    """Trace and prove the routes of a run's tensors in a model. No weight is touched.
+def watch_loader(replica: LoadableModel, table: TensorTable) -> Trace:
+    """Let a replica load the tensors of a run, and see what it does. What the replica is afterwards is of no use.
+
+    Args:
+        replica: all of its tensors are on the meta device.
 
     Raises:
-        ModelError: a tensor is computed rather than copied, is covered in part or twice, two tensors share memory,
-            or the loader fails; the message names tensor and reason.
+        ModelError: the loader fails; the message names tensor and reason.
     """
-    recorder = _Recorder(table, model)
+    recorder = _Recorder(table, replica)
     try:
         with torch.no_grad(), recorder:
-            model.load_weights(recorder.weights())
+            replica.load_weights(recorder.weights())
     except Exception as error:  # the loader is foreign code and may raise anything
         raise ModelError(
             f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}: {error}"
         ) from error
-    if recorder.problems:
-        more = f" (and {len(recorder.problems) - 1} more)" if len(recorder.problems) > 1 else ""
-        raise ModelError(f"this model cannot be patched in place: {recorder.problems[0]}{more}")
-    _prove_sources(recorder)
-    _prove_destinations(recorder)
-    routes: list[list[Route]] = [[] for _ in table]
-    for copy in recorder.copies:
-        routes[copy.tensor].append(Route(copy.destination, copy.source, copy.target))
-    return RouteMap(table, recorder.destinations, routes)
-
-
-def _prove_sources(recorder: _Recorder) -> None:
-    """Each element is loaded at most once on this rank; ``ownership.py`` proves that all ranks together load it."""
-    by_tensor: dict[int, list[Region]] = defaultdict(list)
-    for copy in recorder.copies:
-        name = recorder.table[copy.tensor].name
-        if not copy.source.is_injective or not copy.target.is_injective:
-            raise ModelError(f"tensor {name!r} is loaded with repeated elements (an expanded view)")
-        by_tensor[copy.tensor].append(copy.source)
-    for tensor, regions in by_tensor.items():
-        spec = recorder.table[tensor]
-        if find_overlap(regions, spec.numel) is not None:
-            raise ModelError(f"an element of tensor {spec.name!r} is loaded to two places")
-
-
-def _prove_destinations(recorder: _Recorder) -> None:
-    """No two tensors share a destination element, none is padding, and no parameter is left out.
-
-    A parameter that no tensor reaches may be derived from one that is (absorbed projections, packed copies): it would
-    go stale without anybody noticing.
-    """
-    by_destination: dict[int, list[tuple[str, Region]]] = defaultdict(list)
-    for copy in recorder.copies:
-        by_destination[copy.destination].append((recorder.table[copy.tensor].name, copy.target))
-    for destination, region in recorder.paddings:
-        if region.numel:
-            by_destination[destination].append(("padding", region))
-    for destination, owned in by_destination.items():
-        found = recorder.destinations[destination]
-        pair = find_overlap([region for _, region in owned], found.flat.numel())
-        if pair is not None:
-            first, second = (owned[position][0] for position in pair)
-            raise ModelError(f"tensors {first!r} and {second!r} are loaded to the same memory of {found.name!r}")
-    for destination in sorted(recorder.parameters):
-        found = recorder.destinations[destination]
-        covered = sum(region.numel for _, region in by_destination[destination])
-        if covered != found.flat.numel():
-            raise ModelError(
-                f"parameter {found.name!r} gets {covered} of its {found.flat.numel()} elements from the checkpoint: "
-                "the rest may be derived from other weights and would go stale, so this model is refused"
-            )
+    recorder.note_kept(replica)
+    return recorder.trace

@@ -1,0 +1,298 @@
+"""From what a loader was seen to do to routes: plain copies become routes, the rest becomes units or is refused.
+
+A checkpoint tensor that is copied, element by element, is patched by address. One that anything else happens to (a
+cast, a transform, a kernel's layout made after loading) belongs to a unit, with all memory it has a part in and all
+tensors that have a part in that: ``derived.py`` loads units again. What is left must add up: no element loaded twice,
+no memory shared, and no parameter that might follow from others without anybody having seen how.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_delta_sync.engine.derived import Derived, Part, Replayer, Shadows
+from vllm_delta_sync.engine.load_watch import Record, record_of
+from vllm_delta_sync.engine.regions import Region, find_overlap
+from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, replicate, walk
+from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
+from vllm_delta_sync.engine.trace import Copy, LoadableModel, Trace, watch_loader
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.torch_bits import SIGNED
+from vllm_delta_sync.wire.table import TensorTable
+
+
+def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | None = None) -> RouteMap:
+    """Trace and prove the routes of a run's tensors in a model. No weight is touched.
+
+    Args:
+        shadows: gives the bits of tensors that the loader computes with; None: such a model is refused.
+
+    Raises:
+        ModelError: a tensor is computed and there are no shadows, or loading the shadows again does not give what the
+            model holds; a parameter is covered in part, or the loader fails. The message names tensor and reason.
+        DeltaSyncError: what ``shadows`` raises.
+    """
+    record = record_of(model)
+    skeleton = replicate(model, MetaLeaf()) if record is None else record.skeleton
+    # A door that is watched on the instance would lead to the model itself.
+    skeleton.__dict__.pop("load_weights", None)
+    trace = watch_loader(replicate(skeleton, MetaLeaf()), table)
+    compiler = _Compiler(model, trace, record)
+    parts = compiler.parts()
+    if parts and shadows is None:
+        more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
+        raise ModelError(f"this model cannot be patched in place: {parts[0].reason}{more}")
+    routes = compiler.routes()
+    if parts and shadows is not None:
+        replayer = Replayer(model, skeleton, table, record)
+        routes.derived = Derived.prove(routes, replayer, parts, shadows)
+    return routes
+
+
+class _Compiler:
+    """Tells what is patched by address from what has to be loaded again."""
+
+    def __init__(self, model: LoadableModel, trace: Trace, record: Record | None) -> None:
+        self.trace, self.record = trace, record
+        self._changed = set() if record is None else set(record.changed)
+        self._live = live_tensors(model, record)
+        self._owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+        for path, name, tensor in walk(model):  # type: ignore[arg-type]
+            module = model.get_submodule(path)
+            if is_plain(tensor) and getattr(module, name, None) is tensor:
+                self._owners[tensor.untyped_storage()._cdata].append((module, name))
+        self._of_tensor: dict[int, list[Copy]] = defaultdict(list)
+        self._of_target: dict[int, list[Copy]] = defaultdict(list)
+        for copy in trace.copies:
+            self._of_tensor[copy.tensor].append(copy)
+            self._of_target[copy.target].append(copy)
+        # What is not patched by address, and why: by target, and by tensor.
+        self._reasons: dict[int, str] = {}
+        self._apart: set[int] = set()
+
+    def parts(self) -> list[Part]:
+        """What has to be loaded again, as groups that have nothing in common."""
+        self._seed()
+        groups = _Groups()
+        for target in self._reasons:
+            for node in self._neighbours(target):
+                groups.join(("target", target), node)
+        # What a group's tensors also reach belongs to it, and so on.
+        pending = list(self._reasons)
+        while pending:
+            target = pending.pop()
+            for tensor in self._tensors_in(target):
+                self._apart.add(tensor)
+                groups.join(("target", target), ("tensor", tensor))
+                for other in self._targets_of(tensor):
+                    groups.join(("target", other), ("tensor", tensor))
+                    if other not in self._reasons:
+                        self._reasons[other] = self._reasons[target]
+                        pending.append(other)
+                        for node in self._neighbours(other):
+                            groups.join(("target", other), node)
+        for place, tensors in self.trace.kept.items():
+            self._apart.update(tensors)
+            for tensor in tensors:
+                groups.join(("kept", place), ("tensor", tensor))
+                for other in self._targets_of(tensor):
+                    groups.join(("target", other), ("tensor", tensor))
+                    self._reasons.setdefault(other, f"{'.'.join(place)} is kept by the loader")
+        found = [self._part(nodes) for nodes in groups.all()]
+        return [part for part in found if part.tensors]
+
+    def _part(self, nodes: Iterable[tuple[str, Any]]) -> Part:
+        members: dict[str, list[Any]] = defaultdict(list)
+        for kind, value in nodes:
+            members[kind].append(value)
+        targets = sorted(members["target"])
+        names = {_split(name) for target in targets for name in self.trace.targets[target].names}
+        reason = next((self._reasons[target] for target in targets if target in self._reasons), "")
+        return Part(sorted(members["tensor"]), names | set(members["kept"]), set(members["module"]), reason)
+
+    def _seed(self) -> None:
+        """Targets that hold something else than elements of the checkpoint, or are not where the loader put them."""
+        for computed in self.trace.computed:
+            self._reasons.setdefault(computed.target, computed.reason)
+        for tensor, copies in self._of_tensor.items():
+            reason = _repeated(self.trace.table[tensor].name, self.trace.table[tensor].numel, copies)
+            if reason is not None:
+                for copy in copies:
+                    self._reasons.setdefault(copy.target, reason)
+        for position, target in enumerate(self.trace.targets):
+            if position in self._reasons:
+                continue
+            module = self._changed_above(target.names)
+            if module is not None:
+                self._reasons[position] = f"{target.names[0]} is worked on after loading, in {module or 'the model'!r}"
+            elif self._destination(position) is None:
+                self._reasons[position] = f"{target.names[0]} is not where the loader left it"
+            else:
+                clash = self._clash(position)
+                if clash is not None:
+                    self._reasons[position] = clash
+
+    def _changed_above(self, names: Iterable[str]) -> str | None:
+        """The path of a module that was changed after loading and that one of these belongs to."""
+        return next((path for name in names for path in _above(name) if path in self._changed), None)
+
+    def _neighbours(self, target: int) -> Iterable[tuple[str, Any]]:
+        """What shares memory, or a module that is worked on, with a target."""
+        names = self.trace.targets[target].names
+        for name in names:
+            for path in _above(name):
+                if path in self._changed:
+                    yield "module", path
+            tensor = self._live.get(_split(name))
+            if tensor is not None:
+                yield "storage", tensor.untyped_storage()._cdata
+
+    def _tensors_in(self, target: int) -> set[int]:
+        found = {copy.tensor for copy in self._of_target[target]}
+        return found.union(*(item.tensors for item in self.trace.computed if item.target == target))
+
+    def _targets_of(self, tensor: int) -> set[int]:
+        found = {copy.target for copy in self._of_tensor[tensor]}
+        return found | {item.target for item in self.trace.computed if tensor in item.tensors}
+
+    def _clash(self, target: int) -> str | None:
+        """Why the copies into a target cannot be told apart, if so."""
+        copies = self._of_target[target]
+        held = self.trace.targets[target]
+        repeated = next((copy for copy in copies if not copy.place.is_injective), None)
+        if repeated is not None:
+            return f"tensor {self.trace.table[repeated.tensor].name!r} is loaded with repeated elements"
+        pair = find_overlap([copy.place for copy in copies], held.numel)
+        if pair is not None:
+            first, second = (self.trace.table[copies[position].tensor].name for position in pair)
+            return f"tensors {first!r} and {second!r} are loaded to the same memory of {held.names[0]!r}"
+        for of, region, before in self.trace.paddings:
+            # Constants that were there before the copies are gone, and those beside them stay.
+            earlier = [copy for copy in self.trace.copies[:before] if copy.target == target]
+            if of != target or not region.numel or not earlier:
+                continue
+            if find_overlap([*(copy.place for copy in earlier), region], held.numel) is not None:
+                name = self.trace.table[earlier[0].tensor].name
+                return f"tensors {name!r} and 'padding' are loaded to the same memory of {held.names[0]!r}"
+        return None
+
+    def routes(self) -> RouteMap:
+        """Routes of all that is patched by address."""
+        destinations: list[Destination] = []
+        numbers: dict[int, int] = {}
+        routes: list[list[Route]] = [[] for _ in self.trace.table]
+        for position, target in enumerate(self.trace.targets):
+            if position in self._reasons:
+                continue
+            self._check_covered(position)
+            found = self._destination(position)
+            if found is not None:
+                storage = found.untyped_storage()._cdata
+                numbers[position] = len(destinations)
+                destinations.append(destination_of(target.names[0], found, self._owners[storage]))
+        for copy in self.trace.copies:
+            if copy.tensor not in self._apart:
+                routes[copy.tensor].append(Route(numbers[copy.target], copy.source, copy.place))
+        return RouteMap(self.trace.table, destinations, routes)
+
+    def _destination(self, position: int) -> torch.Tensor | None:
+        """A live tensor in the memory that stands behind a target; None if that is not one memory of the same size."""
+        target = self.trace.targets[position]
+        found = [self._live.get(_split(name)) for name in target.names]
+        first = found[0]
+        if first is None or not is_plain(first) or first.device.type == "meta":
+            return None
+        storage = first.untyped_storage()
+        same = all(tensor is not None and tensor.untyped_storage()._cdata == storage._cdata for tensor in found)
+        fits = first.dtype == target.dtype and storage.nbytes() == target.numel * first.element_size()
+        return first if same and fits else None
+
+    def _check_covered(self, position: int) -> None:
+        """A parameter that no tensor reaches may be derived from one that is: it would go stale without anybody
+        noticing. Where loading was watched, that has been seen."""
+        target = self.trace.targets[position]
+        if self.record is not None or not target.is_parameter:
+            return
+        regions = [copy.place for copy in self._of_target[position]]
+        regions += [region for of, region, _ in self.trace.paddings if of == position and region.numel]
+        covered = sum(region.numel for region in _without_repeats(regions, target.numel))
+        if covered != target.numel:
+            raise ModelError(
+                f"parameter {target.names[0]!r} gets {covered} of its {target.numel} elements from the checkpoint: "
+                "the rest may be derived from other weights and would go stale, so this model is refused"
+            )
+
+
+def live_tensors(model: LoadableModel, record: Record | None) -> dict[tuple[str, str], torch.Tensor]:
+    """(path of the module, path from there) as loaded → where it is now, which may be in another module."""
+    found = {(path, name): tensor for path, name, tensor in walk(model)}  # type: ignore[arg-type]
+    if record is not None:
+        there = {id(tensor) for tensor in found.values()}
+        for place, reference in record.live.items():
+            tensor = reference()
+            if tensor is not None and id(tensor) in there:
+                found[place] = tensor
+    return found
+
+
+def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]) -> Destination:
+    """All of the memory that a tensor lies in."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+    return Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), owners)
+
+
+def _repeated(name: str, numel: int, copies: Sequence[Copy]) -> str | None:
+    """Why the places that a tensor is loaded to are no copies of each other and no parts of it, if so."""
+    if not all(copy.source.is_injective for copy in copies):
+        return f"tensor {name!r} is loaded with repeated elements (an expanded view)"
+    if find_overlap(sorted({copy.source for copy in copies}, key=lambda region: region.offset), numel) is not None:
+        return f"an element of tensor {name!r} is loaded to two places"
+    return None
+
+
+def _without_repeats(regions: list[Region], extent: int) -> list[Region]:
+    """Regions that cover the same, without those that lie over others."""
+    kept: list[Region] = []
+    for region in regions:
+        if region.is_injective and find_overlap([*kept, region], extent) is None:
+            kept.append(region)
+    return kept
+
+
+def _above(name: str) -> Iterable[str]:
+    """Paths of the modules that a tensor belongs to, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, attribute = name.rpartition(".")
+    return path, attribute
+
+
+class _Groups:
+    """Sets that are joined by what they have in common."""
+
+    def __init__(self) -> None:
+        self._parent: dict[tuple[str, Any], tuple[str, Any]] = {}
+
+    def _root(self, node: tuple[str, Any]) -> tuple[str, Any]:
+        while self._parent.setdefault(node, node) != node:
+            node = self._parent[node]
+        return node
+
+    def join(self, first: tuple[str, Any], second: tuple[str, Any]) -> None:
+        """Two members of one set."""
+        self._parent[self._root(second)] = self._root(first)
+
+    def all(self) -> list[list[tuple[str, Any]]]:
+        """Every set, in order of its first member."""
+        found: dict[tuple[str, Any], list[tuple[str, Any]]] = defaultdict(list)
+        for node in list(self._parent):
+            found[self._root(node)].append(node)
+        return list(found.values())
