@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -52,6 +56,22 @@ def _without_head_dim() -> dict[str, Any]:
 
 
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+_LATENT = {
+    **_without_head_dim(),
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_group": 2,
+    "topk_group": 1,
+}
 _OPT = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "num_hidden_layers": 2}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=True),
@@ -64,6 +84,10 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "phi3": lambda: Phi3Config(**_without_head_dim()),
     "opt": lambda: OPTConfig(vocab_size=VOCABULARY, num_attention_heads=4, max_position_embeddings=512, **_OPT),
     "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=512),
+    "deepseek_v2": lambda: DeepseekV2Config(**_LATENT, topk_method="greedy"),
+    "deepseek_v3": lambda: DeepseekV3Config(**_LATENT, topk_method="noaux_tc"),
+    "gpt_oss": lambda: GptOssConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=64),
+    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
 }
 

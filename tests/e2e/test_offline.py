@@ -32,10 +32,12 @@ def follow_offline(root: Path, family: str) -> dict[str, Any]:
     return result
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3"]
+IN_CI = ["qwen3", "deepseek_v3"]
+"""The second computes some of what it serves: latent attention, a router's bias in float32."""
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in IN_CI]
 
 
-@pytest.mark.parametrize("family", ["qwen3", *SLOW])
+@pytest.mark.parametrize("family", [*IN_CI, *SLOW])
 def test_attach_between_two_generate_calls(tmp_path: Path, family: str) -> None:
     result = follow_offline(tmp_path, family)
     first, *later = result["seen"]

@@ -121,6 +121,9 @@ class _Compiler:
             if reason is not None:
                 for copy in copies:
                     self._reasons.setdefault(copy.target, reason)
+        behind: dict[int, int] = defaultdict(int)
+        for position in range(len(self.trace.targets)):
+            behind[self._storage(position)] += 1
         for position, target in enumerate(self.trace.targets):
             if position in self._reasons:
                 continue
@@ -129,6 +132,8 @@ class _Compiler:
                 self._reasons[position] = f"{target.names[0]} is worked on after loading, in {module or 'the model'!r}"
             elif self._destination(position) is None:
                 self._reasons[position] = f"{target.names[0]} is not where the loader left it"
+            elif behind[self._storage(position)] > 1:
+                self._reasons[position] = f"{target.names[0]} was joined with other memory after loading"
             else:
                 clash = self._clash(position)
                 if clash is not None:
@@ -208,6 +213,10 @@ class _Compiler:
         same = all(tensor is not None and tensor.untyped_storage()._cdata == storage._cdata for tensor in found)
         fits = first.dtype == target.dtype and storage.nbytes() == target.numel * first.element_size()
         return first if same and fits else None
+
+    def _storage(self, position: int) -> int:
+        found = self._destination(position)
+        return 0 if found is None else found.untyped_storage()._cdata
 
     def _check_covered(self, position: int) -> None:
         """A parameter that no tensor reaches may be derived from one that is: it would go stale without anybody

@@ -344,8 +344,8 @@ def _outputs(unit: Unit, replayer: Replayer, routes: RouteMap, found: dict[Place
     numbers: dict[int, int] = {}
     for where, made in found.items():
         held = live.get(where)
-        if held is None or not is_plain(held):
-            # The model has let go of it.
+        if held is None or not is_plain(held) or not made.numel():
+            # The model has let go of it, or filled it later, as it does with caches.
             continue
         reason = _unlike(made, held)
         if reason is not None:
@@ -353,8 +353,6 @@ def _outputs(unit: Unit, replayer: Replayer, routes: RouteMap, found: dict[Place
                 f"tensor {first!r} is not patched by address ({unit.part.reason}), and loading it again beside the "
                 f"model gives {_spelled(where)} {reason}"
             )
-        if not held.numel():
-            continue
         storage = held.untyped_storage()._cdata
         source, target = coalesce(held.shape, (0, made.stride()), (int(held.storage_offset()), held.stride()))
         if (storage, target) in outputs:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, replicate, walk, walk_numbers
-from vllm_delta_sync.engine.trace import written_by
+from vllm_delta_sync.engine.trace import OVERWRITES, tensors_in, written_by
 
 Place = tuple[str, str]
 """(path of a module, path of a tensor from there)."""
@@ -30,7 +30,7 @@ class Record:
 
     Attributes:
         skeleton: the model as its loader knows it, on the meta device.
-        changed: paths of the modules that the step left otherwise, in its order.
+        changed: paths of the modules that the step left with other tensors made of what the model had, in its order.
         process: the step, for modules of a replica.
         initial: small tensors as they were before the step, copied.
         live: where each tensor of the skeleton's modules is now, for as long as it is.
@@ -51,18 +51,42 @@ def record_of(model: Any) -> Record | None:
     return _records.get(model)
 
 
-class _Writes(TorchDispatchMode):
-    """Notes the storages that are written."""
+class _Follow(TorchDispatchMode):
+    """Follows what is made of a model's tensors, and what is written.
 
-    def __init__(self) -> None:
+    A storage counts as made of them until it is known not to be: one that was made without being filled, and that no
+    operation seen here filled, may have been filled by a kernel that is called in another way.
+    """
+
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.storages: set[int] = set()
+        self.written: set[int] = set()
+        self.made_of_it = {t.untyped_storage()._cdata for _, _, t in walk(model) if is_plain(t)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
-            if is_plain(tensor):
-                self.storages.add(tensor.untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs]) if is_plain(tensor)}
+        targets = [tensor for tensor in written_by(func, args, kwargs) if is_plain(tensor)]
+        touched = {tensor.untyped_storage()._cdata for tensor in targets}
+        whole = {tensor.untyped_storage()._cdata for tensor in targets if _is_whole(tensor)}
+        found = func(*args, **kwargs)
+        # What fills memory anew does not depend on what was there.
+        sources = given - touched if func in OVERWRITES else given
+        made_of_it = bool(sources & self.made_of_it)
+        self.written |= touched
+        fresh = {t.untyped_storage()._cdata for t in tensors_in(found) if is_plain(t)} - given
+        is_blank = "empty" in func.__name__
+        for storage in fresh | touched:
+            if made_of_it or (is_blank and storage in fresh):
+                self.made_of_it.add(storage)
+            elif storage in fresh or (func in OVERWRITES and storage in whole):
+                # An address may be that of memory that is gone.
+                self.made_of_it.discard(storage)
+        return found
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,12 @@ class _Seen:
 
     tensor: "weakref.ref[torch.Tensor]"
     storage: int
-    layout: tuple[Any, ...]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it still is, and where it was."""
+        tensor = self.tensor()
+        return tensor is not None and tensor.untyped_storage()._cdata == self.storage
 
 
 def watched(model: Any, process: Process) -> Record:
@@ -80,25 +109,23 @@ def watched(model: Any, process: Process) -> Record:
     record = Record(replicate(model, MetaLeaf()), process)
     for path, name, tensor in walk(model):
         if is_plain(tensor):
-            before[path, name] = _Seen(weakref.ref(tensor), tensor.untyped_storage()._cdata, _layout(tensor))
+            before[path, name] = _Seen(weakref.ref(tensor), tensor.untyped_storage()._cdata)
             if tensor.numel() <= INITIAL_ELEMENTS:
                 record.initial[path, name] = tensor.detach().clone()
     numbers = _floats(model)
-    # The mode is left before anything else is done: what it sees counts as the step's.
-    writes = _Writes()
-    with writes:
+    follow = _Follow(model)
+    with follow:
         process(model, None)
+    # Another view of memory that is as it was shows whatever is written there.
+    kept = {seen.storage for seen in before.values() if seen.is_kept} - follow.written
     changed: set[str] = set()
-    left = set(before)
     for path, name, tensor in walk(model):
-        left.discard((path, name))
         if not is_plain(tensor):
             continue
         record.live[path, name] = weakref.ref(tensor)
-        seen = before.get((path, name))
-        if seen is None or _is_other(seen, tensor) or seen.storage in writes.storages:
+        storage = tensor.untyped_storage()._cdata
+        if storage in follow.made_of_it and storage not in kept:
             changed.add(path)
-    changed.update(path for path, _ in left)
     changed.update(at[0] for at, value in _floats(model).items() if numbers.get(at) != value)
     record.changed = [path for path, _ in model.named_modules() if path in changed]
     _records[model] = record
@@ -108,13 +135,3 @@ def watched(model: Any, process: Process) -> Record:
 def _floats(model: Any) -> dict[Place, float]:
     """Whole numbers are sizes and flags; a float may be a scale that was computed from weights."""
     return {(path, name): value for path, name, value in walk_numbers(model) if isinstance(value, float)}
-
-
-def _is_other(seen: _Seen, tensor: torch.Tensor) -> bool:
-    return (
-        seen.tensor() is not tensor or seen.storage != tensor.untyped_storage()._cdata or seen.layout != _layout(tensor)
-    )
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.device

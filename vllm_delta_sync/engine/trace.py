@@ -23,7 +23,7 @@ from vllm_delta_sync.wire.table import TensorTable
 
 aten = torch.ops.aten
 NOBODY: frozenset[int] = frozenset()
-_FROM_SECOND = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 """What was there before plays no part in what is there after."""
 
 
@@ -132,11 +132,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = NOBODY.union(*(self._within(tensor) for tensor in _tensors([args, kwargs])))
+        tensors = NOBODY.union(*(self._within(tensor) for tensor in tensors_in([args, kwargs])))
         written = list(written_by(func, args, kwargs))
         found = func(*args, **kwargs)
         if tensors:
-            for tensor in _tensors(found):
+            for tensor in tensors_in(found):
                 self._note(tensor, tensors)
         for tensor in written:
             self._record(func, tensor, tensors, args)
@@ -165,10 +165,8 @@ class _Recorder(TorchDispatchMode):
         where = f"{held.names[0]} (while loading {self.current})"
         is_copy = func is aten.copy_.default
         came_from = tensors
-        if func in _FROM_SECOND:
-            came_from = self._within(args[1]) if isinstance(args[1], torch.Tensor) else NOBODY
-        elif func is aten.zero_.default:
-            came_from = NOBODY
+        if func in OVERWRITES:
+            came_from = NOBODY.union(*(self._within(source) for source in tensors_in(args[1:])))
         self._note(tensor, came_from)
         if not came_from and tensor.dtype == held.dtype:
             self.trace.paddings.append((target, _region(tensor), len(self.trace.copies)))
@@ -212,21 +210,22 @@ class _Recorder(TorchDispatchMode):
                 self.trace.kept[path, name] = tensors
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
     """The tensors that an operation writes to, as its schema says."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 def _region(tensor: torch.Tensor) -> Region:

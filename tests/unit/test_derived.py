@@ -1,0 +1,197 @@
+"""Weights that a model computes from its checkpoint, through the whole receiver: followed, taken back, found when they
+were changed from outside, replaced by an anchor; or refused by name where nothing shows what they are."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.modules import WIDTH, FusedModel, ModulePort, ShardedModel, checkpoint_tensors, save_base
+from tests.world import World
+from vllm_delta_sync.engine import load_watch
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.replica import walk
+from vllm_delta_sync.errors import ModelError
+
+DERIVED = ["model.norm.weight", "v.weight"]
+
+
+class Latent(nn.Module):
+    """Keeps no weight as it was loaded: a packed copy, and a product that no parameter shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = nn.Parameter(torch.zeros(WIDTH, 16, dtype=torch.bfloat16), False)
+
+    def finish(self) -> None:
+        assert self.weight is not None
+        self.packed = nn.Parameter(self.weight.data.t().contiguous().float() * 3, requires_grad=False)
+        self.absorbed = self.weight.data.float() @ self.weight.data.float().t()
+        self.weight = None
+
+
+class Worked(nn.Module):
+    """FusedModel, or a rank of it, that transforms its norm while loading and works on v afterwards."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.body = FusedModel() if ranks == 1 else ShardedModel(rank, ranks)
+        self.gain = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.latent = Latent()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "model.norm.weight":
+                self.gain.data.copy_(-torch.exp(tensor.float()))
+            elif name == "v.weight":
+                assert self.latent.weight is not None
+                self.latent.weight.data.copy_(tensor.t())
+            else:
+                self.body.load_weights([(name, tensor)])
+
+
+def finish(model: nn.Module, paths: Iterable[str] | None) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, Latent) and (paths is None or path in list(paths)):
+            module.finish()
+
+
+def load(tensors: dict[str, torch.Tensor], ranks: int = 1) -> list[Any]:
+    models = [Worked(rank, ranks) for rank in range(ranks)]
+    for model in models:
+        model.load_weights((name, tensor.bfloat16()) for name, tensor in tensors.items())
+        load_watch.watched(model, finish)
+    return models
+
+
+class WorkedWorld(World):
+    """A world whose model computes; its ranks know the folder that they were loaded from."""
+
+    def __init__(self, root: Path, ranks: int = 1, **rest: Any) -> None:
+        self.folder = str(root / "base")
+        super().__init__(root, ranks=ranks, **rest)
+
+    def fresh(self) -> list[Any]:
+        return load(self.tensors, self.ranks)
+
+    def use(self, port: ModulePort) -> None:
+        for rank in port.ranks:
+            rank.folder = self.folder
+        super().use(port)
+
+    def bits(self) -> list[torch.Tensor]:
+        return [every(model) for model in self.models]
+
+    def expect_exact(self) -> None:
+        for model, other in zip(self.models, self.fresh(), strict=True):
+            assert torch.equal(every(model), every(other))
+
+
+def every(model: nn.Module) -> torch.Tensor:
+    """All bytes of all tensors that hang on a model, in order of their places."""
+    found = {(path, name): tensor for path, name, tensor in walk(model)}
+    assert ("latent", "absorbed") in found
+    return torch.cat([found[at].detach().reshape(-1).contiguous().view(torch.uint8) for at in sorted(found)])
+
+
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_versions_are_followed_and_taken_back(tmp_path: Path, ranks: int, codec: str) -> None:
+    world = WorkedWorld(tmp_path, ranks, codec=codec)
+    seen = [world.bits()]
+    world.receiver.advance()
+    for step in range(1, 5):
+        world.train(step)
+        world.receiver.advance()
+        world.expect_exact()
+        assert world.receiver.verify()["verdict"]
+        seen.append(world.bits())
+    assert len({value.numpy().tobytes() for value, *_ in seen}) == 5
+    for version in (2, 1):
+        world.receiver.rollback(version)
+        world.expect_bits(seen[version])
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_bits(seen[4])
+    assert [entry["derived"] for entry in world.receiver.status()["ranks"]] == [DERIVED] * ranks
+
+
+def test_several_versions_in_one_commit(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.receiver.advance()
+    for step in range(1, 6):
+        world.train(step)
+    world.receiver.advance()
+    assert world.receiver.served_version == 5
+    world.expect_exact()
+
+
+@pytest.mark.parametrize("name", ["absorbed", "packed"])
+def test_what_was_changed_from_outside_is_found_and_made_good(tmp_path: Path, name: str) -> None:
+    world = WorkedWorld(tmp_path)
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    getattr(world.model.latent, name).data.view(-1)[3] += 1
+    report = world.receiver.verify()
+    assert not report["verdict"]
+    assert report["mismatched"] == ["v.weight"]
+    assert world.receiver.can_repair
+    world.receiver.advance()
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+
+
+def test_an_anchor_replaces_what_was_computed_from_other_weights(tmp_path: Path) -> None:
+    other = checkpoint_tensors(seed=9)
+    save_base(tmp_path / "base", other)
+    world = WorkedWorld(tmp_path, with_base=False)
+    world.models = load(other)
+    world.model = world.models[0]
+    world.use(ModulePort(*world.models))
+    world.receiver.advance()
+    world.expect_exact()
+    world.train(1)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_another_receiver_finds_what_the_ranks_hold(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    world.receiver = Receiver(world.port, world.receiver.settings)
+    world.train(2)
+    world.receiver.advance()
+    assert world.receiver.served_version == 2
+    world.expect_exact()
+
+
+def test_without_what_it_was_loaded_from_it_is_refused_by_name(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.port.ranks[0].folder = str(tmp_path / "nowhere")
+    error = world.expect_fails("model")
+    assert any(name in error.message for name in DERIVED)
+    assert "nowhere" in error.message
+
+
+def test_other_weights_than_those_of_the_folder_are_refused_by_name(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.models = load(checkpoint_tensors(seed=3))
+    world.use(ModulePort(*world.models))
+    error = world.expect_fails("model")
+    assert "other bits than the model has" in error.message
+
+
+def test_a_tensor_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.receiver.advance()
+    world.train(1)
+    world.model.latent.packed = nn.Parameter(world.model.latent.packed.data.clone(), False)
+    with pytest.raises(ModelError, match=r"latent\.packed"):
+        world.receiver.advance()
+    assert world.receiver.status()["served"] is None
