@@ -195,3 +195,25 @@ def test_a_tensor_that_was_replaced_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"latent\.packed"):
         world.receiver.advance()
     assert world.receiver.status()["served"] is None
+
+
+def test_a_copy_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
+    """As kernels keep it that pack weights into memory of their own and give out a handle."""
+    kept = []
+
+    @torch.library.custom_op("delta_sync_test::pack", mutates_args=())
+    def pack(weight: torch.Tensor) -> int:
+        kept.append(weight.clone())
+        return len(kept)
+
+    def packed(model: Any, paths: Iterable[str] | None) -> None:
+        finish(model, paths)
+        model.handle = pack(model.body.qkv.data)
+
+    world = WorkedWorld(tmp_path)
+    model = Worked(0, 1)
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    load_watch.watched(model, packed)
+    world.models = [model]
+    world.use(ModulePort(model))
+    assert "delta_sync_test.pack" in world.expect_fails("model").message

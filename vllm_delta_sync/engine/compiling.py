@@ -35,6 +35,11 @@ def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | No
         DeltaSyncError: what ``shadows`` raises.
     """
     record = record_of(model)
+    if record is not None and record.hidden:
+        raise ModelError(
+            f"this model cannot be patched in place: after loading, weights were handed to {', '.join(record.hidden)}, "
+            "which keeps a copy of them that cannot be reached; serve it without that quantization or kernel"
+        )
     skeleton = replicate(model, MetaLeaf()) if record is None else record.skeleton
     # A door that is watched on the instance would lead to the model itself.
     skeleton.__dict__.pop("load_weights", None)

@@ -34,6 +34,8 @@ class Record:
         process: the step, for modules of a replica.
         initial: small tensors as they were before the step, copied.
         live: where each tensor of the skeleton's modules is now, for as long as it is.
+        hidden: operations that were given weights and answered with something else than tensors: a kernel's handle to a
+            copy that nobody else can reach.
     """
 
     skeleton: Any
@@ -41,6 +43,7 @@ class Record:
     changed: list[str] = field(default_factory=list)
     initial: dict[Place, torch.Tensor] = field(default_factory=dict)
     live: dict[Place, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
+    hidden: list[str] = field(default_factory=list)
 
 
 _records: "weakref.WeakKeyDictionary[Any, Record]" = weakref.WeakKeyDictionary()
@@ -61,6 +64,7 @@ class _Follow(TorchDispatchMode):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.written: set[int] = set()
+        self.hidden: set[str] = set()
         self.made_of_it = {t.untyped_storage()._cdata for _, _, t in walk(model) if is_plain(t)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,6 +77,9 @@ class _Follow(TorchDispatchMode):
         # What fills memory anew does not depend on what was there.
         sources = given - touched if func in OVERWRITES else given
         made_of_it = bool(sources & self.made_of_it)
+        # What torch's own operators answer with are values that a module keeps where they can be compared.
+        if made_of_it and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
+            self.hidden.add(str(func))
         self.written |= touched
         fresh = {t.untyped_storage()._cdata for t in tensors_in(found) if is_plain(t)} - given
         is_blank = "empty" in func.__name__
@@ -127,6 +134,7 @@ def watched(model: Any, process: Process) -> Record:
         if storage in follow.made_of_it and storage not in kept:
             changed.add(path)
     changed.update(at[0] for at, value in _floats(model).items() if numbers.get(at) != value)
+    record.hidden = sorted(follow.hidden)
     record.changed = [path for path, _ in model.named_modules() if path in changed]
     _records[model] = record
     return record
