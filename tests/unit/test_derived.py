@@ -11,10 +11,14 @@ from torch import nn
 
 from tests.modules import WIDTH, FusedModel, ModulePort, ShardedModel, checkpoint_tensors, save_base
 from tests.world import World
+from vllm_delta_sync import open_run
 from vllm_delta_sync.engine import load_watch
+from vllm_delta_sync.engine.loader import Loaded
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.replica import walk
 from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
 
 DERIVED = ["model.norm.weight", "v.weight"]
 
@@ -81,6 +85,9 @@ class WorkedWorld(World):
         for rank in port.ranks:
             rank.folder = self.folder
         super().use(port)
+
+    def served(self, name: str) -> torch.Tensor:
+        return self.tensors[name].bfloat16()
 
     def bits(self) -> list[torch.Tensor]:
         return [every(model) for model in self.models]
@@ -168,6 +175,25 @@ def test_another_receiver_finds_what_the_ranks_hold(tmp_path: Path) -> None:
     world.train(2)
     world.receiver.advance()
     assert world.receiver.served_version == 2
+    world.expect_exact()
+
+
+def test_shadows_come_from_the_version_that_a_server_was_started_from(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    for step in (1, 2):
+        world.train(step)
+    run = open_run(world.url)
+    fingerprints = [fingerprint_tensor(spec.name, bits_of(world.served(spec.name))).hex() for spec in run.table]
+    loaded = Loaded(run.info.run, world.url, 2, run.manifest(2).digest, tuple(fingerprints))
+    world.models = world.fresh()
+    for model in world.models:
+        model.delta_sync_loaded = loaded
+    port = ModulePort(*world.models)
+    world.use(port)
+    world.receiver.advance()
+    assert world.receiver.served_version == 2
+    world.train(3)
+    world.receiver.advance()
     world.expect_exact()
 
 
