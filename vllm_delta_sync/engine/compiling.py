@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from vllm_delta_sync.engine.derived import Derived, Part, Replayer, Shadows
+from vllm_delta_sync.engine.derived import Derived, Shadows, destination_of
 from vllm_delta_sync.engine.load_watch import Record, record_of
 from vllm_delta_sync.engine.regions import Region, find_overlap
-from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, replicate, walk
+from vllm_delta_sync.engine.replaying import Part, Replayer, live_tensors, owners_in
+from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, replicate
 from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
 from vllm_delta_sync.engine.trace import Copy, LoadableModel, Trace, watch_loader
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.torch_bits import SIGNED
 from vllm_delta_sync.wire.table import TensorTable
 
 
@@ -63,11 +63,7 @@ class _Compiler:
         self.trace, self.record = trace, record
         self._changed = set() if record is None else set(record.changed)
         self._live = live_tensors(model, record)
-        self._owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
-        for path, name, tensor in walk(model):  # type: ignore[arg-type]
-            module = model.get_submodule(path)
-            if is_plain(tensor) and getattr(module, name, None) is tensor:
-                self._owners[tensor.untyped_storage()._cdata].append((module, name))
+        self._owners = owners_in(model)
         self._of_tensor: dict[int, list[Copy]] = defaultdict(list)
         self._of_target: dict[int, list[Copy]] = defaultdict(list)
         for copy in trace.copies:
@@ -201,7 +197,7 @@ class _Compiler:
             if found is not None:
                 storage = found.untyped_storage()._cdata
                 numbers[position] = len(destinations)
-                destinations.append(destination_of(target.names[0], found, self._owners[storage]))
+                destinations.append(destination_of(target.names[0], found, self._owners.get(storage, [])))
         for copy in self.trace.copies:
             if copy.tensor not in self._apart:
                 routes[copy.tensor].append(Route(numbers[copy.target], copy.source, copy.place))
@@ -237,26 +233,6 @@ class _Compiler:
                 f"parameter {target.names[0]!r} gets {covered} of its {target.numel} elements from the checkpoint: "
                 "the rest may be derived from other weights and would go stale, so this model is refused"
             )
-
-
-def live_tensors(model: LoadableModel, record: Record | None) -> dict[tuple[str, str], torch.Tensor]:
-    """(path of the module, path from there) as loaded → where it is now, which may be in another module."""
-    found = {(path, name): tensor for path, name, tensor in walk(model)}  # type: ignore[arg-type]
-    if record is not None:
-        there = {id(tensor) for tensor in found.values()}
-        for place, reference in record.live.items():
-            tensor = reference()
-            if tensor is not None and id(tensor) in there:
-                found[place] = tensor
-    return found
-
-
-def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]) -> Destination:
-    """All of the memory that a tensor lies in."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
-    return Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), owners)
 
 
 def _repeated(name: str, numel: int, copies: Sequence[Copy]) -> str | None:

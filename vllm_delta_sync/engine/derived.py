@@ -7,144 +7,26 @@ when the version is committed, and lies in the patch for the way back. It is sho
 the shadows as they are, what the model holds, bit for bit; otherwise the model is refused.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_delta_sync.engine.load_watch import Place, Record
+from vllm_delta_sync.engine.load_watch import Place
 from vllm_delta_sync.engine.patch import DensePatch, StagedPatch, dense_view
 from vllm_delta_sync.engine.regions import Region, coalesce
-from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, place, replicate, walk, walk_numbers
+from vllm_delta_sync.engine.replaying import Loaded, Part, Replayer, numbers_in
+from vllm_delta_sync.engine.replica import is_plain
 from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
-from vllm_delta_sync.engine.trace import written_by
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES, tensor_from_bits
+from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES
 from vllm_delta_sync.wire.bits import Bits, apply_distances
-from vllm_delta_sync.wire.table import TensorTable
 
 Shadows = Callable[[list[int]], dict[int, Bits]]
 """Tensor ids → (numel,) bits of what the model was loaded with, each an array that may be kept."""
 NO_TENSOR = -1
 """In the place of a tensor's id, in patches of what no single tensor leads to."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What has to be loaded again together.
-
-    Attributes:
-        tensors: ids, ascending. places: memory that they are loaded to.
-        modules: paths of those worked on after loading. reason: why they are not patched by address.
-    """
-
-    tensors: list[int]
-    places: set[Place]
-    modules: set[str]
-    reason: str
-
-
-class _Guard(TorchDispatchMode):
-    """Lets nothing be written to the memory of a model."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self._storages = {t.untyped_storage()._cdata for _, _, t in walk(model) if is_plain(t)}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
-            if is_plain(tensor) and tensor.untyped_storage()._cdata in self._storages:
-                raise ModelError(f"loading it again beside the model would write to the model itself, by {func}")
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What loading a part again made: tensors, and numbers that worked-on modules keep beside them."""
-
-    tensors: dict[Place, torch.Tensor]
-    numbers: dict[Place, float]
-
-
-def numbers_in(model: Any, part: Part) -> dict[Place, float]:
-    """Numbers in the modules of a part that are worked on after loading, by where they are."""
-    if not part.modules:
-        return {}
-    return {(path, name): value for path, name, value in walk_numbers(model) if _is_under(path, part.modules)}
-
-
-class Replayer:
-    """Loads parts of a model again, into memory of their own."""
-
-    def __init__(self, model: Any, skeleton: Any, table: TensorTable, record: Record | None) -> None:
-        self.model, self.record = model, record
-        self._skeleton, self._table = skeleton, table
-        self._device = next((t.device for _, _, t in walk(model) if is_plain(t)), torch.device("cpu"))
-
-    def load(self, part: Part, bits: dict[int, Bits]) -> "Loaded":
-        """What the loader makes of these bits, by where it lies in the model.
-
-        Raises:
-            ModelError: it cannot be done beside the model.
-        """
-        replica = replicate(self._skeleton, self._leaf(part))
-        weights = ((self._table[i].name, tensor_from_bits(bits[i].copy(), self._table[i])) for i in part.tensors)
-        name = self._table[part.tensors[0]].name
-        try:
-            with torch.no_grad(), _Guard(self.model):
-                replica.load_weights(weights)
-                if part.modules and self.record is not None:
-                    self.record.process(replica, self._under(part.modules))
-        except ModelError as error:
-            raise ModelError(f"tensor {name!r} is not patched by address ({part.reason}); {error.message}") from error
-        except Exception as error:  # loader and kernels are foreign code and may raise anything
-            raise ModelError(
-                f"tensor {name!r} is not patched by address ({part.reason}), and cannot be loaded again beside the "
-                f"model: {type(error).__name__}: {error}"
-            ) from error
-        tensors = {
-            (path, attribute): tensor
-            for path, attribute, tensor in walk(replica)
-            if is_plain(tensor)
-            and tensor.device.type != "meta"
-            and ((path, attribute) in part.places or _is_under(path, part.modules))
-        }
-        return Loaded(tensors, numbers_in(replica, part))
-
-    def _under(self, modules: set[str]) -> list[str]:
-        return [path for path, _ in self._skeleton.named_modules() if _is_under(path, modules)]
-
-    def _leaf(self, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Memory for a part's tensors, filled as before loading where that is known; none for all others."""
-        bare = MetaLeaf()
-        wanted: dict[int, torch.UntypedStorage] = {}
-        fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for path, name, tensor in walk(self._skeleton):
-            if not is_plain(tensor) or not ((path, name) in part.places or _is_under(path, part.modules)):
-                continue
-            known = tensor.untyped_storage()
-            if known._cdata not in wanted:
-                zeros = torch.zeros(known.nbytes(), dtype=torch.uint8, device=self._device)
-                wanted[known._cdata] = zeros.untyped_storage()
-            initial = None if self.record is None else self.record.initial.get((path, name))
-            if initial is not None:
-                fillings.append((place(tensor, wanted[known._cdata]), initial))
-        for there, initial in fillings:
-            there.copy_(initial)
-
-        def leaf(tensor: torch.Tensor) -> torch.Tensor:
-            found = wanted.get(tensor.untyped_storage()._cdata)
-            return bare(tensor) if found is None else place(tensor, found)
-
-        return leaf
-
-
-def _is_under(path: str, modules: set[str]) -> bool:
-    return any(not module or path == module or path.startswith(module + ".") for module in modules)
 
 
 @dataclass
@@ -211,13 +93,13 @@ class Derived:
                 whole = _line(spec.numel)
                 routes.routes[tensor] = [Route(unit.shadows[tensor], whole, whole)] if spec.numel else []
                 routes.loaded[tensor], routes.groups[tensor] = bool(spec.numel), [0] * len(routes.routes[tensor])
-            again = replayer.load(part, {tensor: bits[tensor] for tensor in part.tensors})
+            found.units.append(unit)
+        for unit, (part, again) in zip(found.units, replayer.load(parts, bits), strict=True):
             unit.outputs = _outputs(unit, replayer, routes, again.tensors)
             held = numbers_in(replayer.model, part)
             unit.numbers = {
                 at: value for at, value in again.numbers.items() if at in held and _is_same(held[at], value)
             }
-            found.units.append(unit)
         return found
 
     @property
@@ -234,30 +116,36 @@ class Derived:
         Raises:
             ModelError: what was loaded again does not fit the model any more.
         """
+        bits: dict[int, Bits] = {}
+        touched: list[Unit] = []
         for unit in self.units:
-            bits = {tensor: _after(patch, number, routes) for tensor, number in unit.shadows.items()}
-            if not everything and all(value is None for value in bits.values()):
-                continue
-            after = {}
-            for tensor, number in unit.shadows.items():
-                changed = bits[tensor]
-                after[tensor] = _shadow(routes, number) if changed is None else changed
-            parts = _exchanges(unit, self.replayer.load(unit.part, after), routes)
-            if parts:
-                patch.dense.append(DensePatch(NO_TENSOR, parts))
+            after = {tensor: _after(patch, number, routes) for tensor, number in unit.shadows.items()}
+            if everything or any(value is not None for value in after.values()):
+                touched.append(unit)
+                for tensor, value in after.items():
+                    bits[tensor] = _shadow(routes, unit.shadows[tensor]) if value is None else value
+        # A patch must not be seen to grow while it is read.
+        added = [parts for parts in self._exchanges(touched, bits, routes) if parts]
+        patch.dense += [DensePatch(NO_TENSOR, parts) for parts in added]
 
     def held(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
         """Those of some tensors of which the model holds what their shadows lead to."""
         wanted = set(tensors)
+        touched = [unit for unit in self.units if wanted & set(unit.shadows)]
+        bits = {tensor: _shadow(routes, number) for unit in touched for tensor, number in unit.shadows.items()}
         held: set[int] = set()
-        for unit in self.units:
-            mine = wanted & set(unit.shadows)
-            if not mine:
-                continue
-            found = self.replayer.load(unit.part, {t: _shadow(routes, n) for t, n in unit.shadows.items()})
-            if not _exchanges(unit, found, routes):
-                held |= mine
+        for unit, parts in zip(touched, self._exchanges(touched, bits, routes), strict=True):
+            if not parts:
+                held |= wanted & set(unit.shadows)
         return held
+
+    def _exchanges(
+        self, units: list[Unit], bits: dict[int, Bits], routes: RouteMap
+    ) -> Iterator[list[tuple[Route, torch.Tensor]]]:
+        """Per unit: where the model holds something else than what these bits lead to, and what to put there."""
+        loaded = self.replayer.load([unit.part for unit in units], bits)
+        for unit, (_, found) in zip(units, loaded, strict=True):
+            yield _exchanges(unit, found, routes)
 
     def is_live(self, tensor: int, routes: RouteMap) -> bool:
         """Whether a tensor's memory is still what the model computes with."""
@@ -331,19 +219,11 @@ def _exchanges(unit: Unit, found: Loaded, routes: RouteMap) -> list[tuple[Route,
 
 def _outputs(unit: Unit, replayer: Replayer, routes: RouteMap, found: dict[Place, torch.Tensor]) -> list[Output]:
     """Find in the model, bit for bit, what came out of loading a part again from what the model was loaded with."""
-    from vllm_delta_sync.engine.compiling import destination_of, live_tensors
-
-    live = live_tensors(replayer.model, replayer.record)
-    owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
-    for path, name, tensor in walk(replayer.model):
-        module = replayer.model.get_submodule(path)
-        if is_plain(tensor) and getattr(module, name, None) is tensor:
-            owners[tensor.untyped_storage()._cdata].append((module, name))
     first = routes.table[unit.part.tensors[0]].name
     outputs: dict[tuple[int, Region], Output] = {}
     numbers: dict[int, int] = {}
     for where, made in found.items():
-        held = live.get(where)
+        held = replayer.live.get(where)
         if held is None or not is_plain(held) or not made.numel():
             # The model has let go of it, or filled it later, as it does with caches.
             continue
@@ -360,9 +240,17 @@ def _outputs(unit: Unit, replayer: Replayer, routes: RouteMap, found: dict[Place
             continue
         if storage not in numbers:
             numbers[storage] = len(routes.destinations)
-            routes.destinations.append(destination_of(_spelled(where), held, owners[storage]))
+            routes.destinations.append(destination_of(_spelled(where), held, replayer.owners.get(storage, [])))
         outputs[storage, target] = Output({where: source}, Route(numbers[storage], source, target))
     return list(outputs.values())
+
+
+def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]) -> Destination:
+    """All of the memory that a tensor lies in."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+    return Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), owners)
 
 
 def _unlike(made: torch.Tensor, held: torch.Tensor) -> str | None:

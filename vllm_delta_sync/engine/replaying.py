@@ -1,0 +1,193 @@
+"""Load parts of a model again, beside it: by its own loader, on a replica that has memory for these parts only."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_delta_sync.engine.load_watch import Place, Record
+from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, place, replicate, walk, walk_numbers
+from vllm_delta_sync.engine.trace import written_by
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.torch_bits import SIGNED, tensor_from_bits
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.table import TensorTable
+
+BATCH_BYTES = 1 << 30
+"""Of shadows that are loaded again at once: a replica is made for each time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What has to be loaded again together.
+
+    Attributes:
+        tensors: ids, ascending. places: memory that they are loaded to.
+        modules: paths of those worked on after loading. reason: why they are not patched by address.
+    """
+
+    tensors: list[int]
+    places: set[Place]
+    modules: set[str]
+    reason: str
+
+
+class _Guard(TorchDispatchMode):
+    """Lets nothing be written to the memory of a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._storages = {t.untyped_storage()._cdata for _, _, t in walk(model) if is_plain(t)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            if is_plain(tensor) and tensor.untyped_storage()._cdata in self._storages:
+                raise ModelError(f"loading it again beside the model would write to the model itself, by {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What loading a part again made: tensors, and numbers that worked-on modules keep beside them."""
+
+    tensors: dict[Place, torch.Tensor]
+    numbers: dict[Place, float]
+
+
+def numbers_in(model: Any, part: Part) -> dict[Place, float]:
+    """Numbers in the modules of a part that are worked on after loading, by where they are."""
+    if not part.modules:
+        return {}
+    return {(path, name): value for path, name, value in walk_numbers(model) if _is_under(path, part.modules)}
+
+
+class Replayer:
+    """Loads parts of a model again, into memory of their own."""
+
+    def __init__(self, model: Any, skeleton: Any, table: TensorTable, record: Record | None) -> None:
+        self.model, self.record = model, record
+        self._skeleton, self._table = skeleton, table
+        self.live = live_tensors(model, record)
+        self.owners = owners_in(model)
+        self._device = next((t.device for _, _, t in walk(model) if is_plain(t)), torch.device("cpu"))
+
+    def load(self, parts: Sequence[Part], bits: dict[int, Bits]) -> Iterator[tuple[Part, "Loaded"]]:
+        """What the loader makes of these bits, for each part; several at once, as far as memory is to go.
+
+        Raises:
+            ModelError: it cannot be done beside the model.
+        """
+        batch: list[Part] = []
+        size = 0
+        for part in parts:
+            of_part = sum(bits[tensor].nbytes for tensor in part.tensors)
+            if batch and size + of_part > BATCH_BYTES:
+                yield from self._load(batch, bits)
+                batch, size = [], 0
+            batch.append(part)
+            size += of_part
+        if batch:
+            yield from self._load(batch, bits)
+
+    def _load(self, parts: list[Part], bits: dict[int, Bits]) -> Iterator[tuple[Part, "Loaded"]]:
+        replica = self._loaded(_joined(parts), bits)
+        found = [at for at in walk(replica) if is_plain(at[2]) and at[2].device.type != "meta"]
+        for part in parts:
+            tensors = {
+                (path, name): tensor
+                for path, name, tensor in found
+                if ((path, name) in part.places or _is_under(path, part.modules)) and tensor.element_size() in SIGNED
+            }
+            yield part, Loaded(tensors, numbers_in(replica, part))
+
+    def _loaded(self, part: Part, bits: dict[int, Bits]) -> Any:
+        """A replica that has loaded a part, and is worked on as far as that needs it."""
+        replica = replicate(self._skeleton, self._leaf(part))
+        weights = ((self._table[i].name, tensor_from_bits(bits[i].copy(), self._table[i])) for i in part.tensors)
+        name = self._table[part.tensors[0]].name
+        try:
+            with torch.no_grad(), _Guard(self.model):
+                replica.load_weights(weights)
+                if part.modules and self.record is not None:
+                    self.record.process(replica, self._under(part.modules))
+        except ModelError as error:
+            raise ModelError(f"tensor {name!r} is not patched by address ({part.reason}); {error.message}") from error
+        except Exception as error:  # loader and kernels are foreign code and may raise anything
+            raise ModelError(
+                f"tensor {name!r} is not patched by address ({part.reason}), and cannot be loaded again beside the "
+                f"model: {type(error).__name__}: {error}"
+            ) from error
+        return replica
+
+    def _under(self, modules: set[str]) -> list[str]:
+        return [path for path, _ in self._skeleton.named_modules() if _is_under(path, modules)]
+
+    def _leaf(self, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Memory for a part's tensors, filled as before loading where that is known; none for all others."""
+        bare = MetaLeaf()
+        wanted: dict[int, torch.UntypedStorage] = {}
+        fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for path, name, tensor in walk(self._skeleton):
+            if not is_plain(tensor) or not ((path, name) in part.places or _is_under(path, part.modules)):
+                continue
+            known = tensor.untyped_storage()
+            if known._cdata not in wanted:
+                zeros = torch.zeros(known.nbytes(), dtype=torch.uint8, device=self._device)
+                wanted[known._cdata] = zeros.untyped_storage()
+            initial = self._initial(path, name, tensor, part)
+            if initial is not None:
+                fillings.append((place(tensor, wanted[known._cdata]), initial))
+        for there, initial in fillings:
+            there.copy_(initial)
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            found = wanted.get(tensor.untyped_storage()._cdata)
+            return bare(tensor) if found is None else place(tensor, found)
+
+        return leaf
+
+    def _initial(self, path: str, name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor | None:
+        """What a tensor holds where no loader writes, if that is known."""
+        if _is_under(path, part.modules):
+            return None if self.record is None else self.record.initial.get((path, name))
+        live = self.live.get((path, name))
+        same = live is not None and (live.shape, live.dtype) == (tensor.shape, tensor.dtype)
+        return live.detach() if same and live is not None else None
+
+
+def _joined(parts: list[Part]) -> Part:
+    return Part(
+        sorted(tensor for part in parts for tensor in part.tensors),
+        set().union(*(part.places for part in parts)),
+        set().union(*(part.modules for part in parts)),
+        parts[0].reason,
+    )
+
+
+def live_tensors(model: Any, record: Record | None) -> dict[Place, torch.Tensor]:
+    """Place as loaded → the tensor that is there now, which may be in another module."""
+    found = {(path, name): tensor for path, name, tensor in walk(model)}
+    if record is not None:
+        there = {id(tensor) for tensor in found.values()}
+        for at, reference in record.live.items():
+            tensor = reference()
+            if tensor is not None and id(tensor) in there:
+                found[at] = tensor
+    return found
+
+
+def _is_under(path: str, modules: set[str]) -> bool:
+    return any(not module or path == module or path.startswith(module + ".") for module in modules)
+
+
+def owners_in(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
+    """Storage → the (module, attribute) pairs that have it."""
+    found: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+    for path, name, tensor in walk(model):
+        module = model.get_submodule(path)
+        if is_plain(tensor) and getattr(module, name, None) is tensor:
+            found[tensor.untyped_storage()._cdata].append((module, name))
+    return found
