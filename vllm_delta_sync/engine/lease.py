@@ -228,7 +228,11 @@ class Guard:
 
     def _restore(self, lease: Lease) -> None:
         """The scheduler as somebody else had it before the lease."""
-        if lease.before.name == "UNPAUSED":
+        # Engines that run in step stop once all of them are asked to, and do not resume before they have stopped.
+        stopping = getattr(self._engine, "pending_pause", False)
+        if stopping:
+            self._engine.pending_pause = False
+        if lease.before.name == "UNPAUSED" and not stopping:
             self._engine.resume_scheduler()
         else:
             self._engine.scheduler.set_pause_state(lease.before)

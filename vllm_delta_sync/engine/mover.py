@@ -134,8 +134,7 @@ class Mover:
             self.distrust(changed)
             raise changed
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
-        for answer in self._port.call("trust", {"touches": [answer["touches"] for answer in ranks]}):
-            raise_if_error(answer)
+        self._ranks.trust([answer["touches"] for answer in ranks])
 
     def _check_notes(self, ranks: list[Answer], served: Manifest) -> None:
         """What ranks hold is what is served; and the last commit is confirmed, if that call was lost."""

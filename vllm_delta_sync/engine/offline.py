@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.engine.features import check_features
+from vllm_delta_sync.engine.layout import check_layout
 from vllm_delta_sync.engine.ports import OfflinePort
 from vllm_delta_sync.engine.receiver import Receiver
 
@@ -57,13 +59,14 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
         trusted_keys: public key files; in one string, separated by commas. None: as the environment says.
 
     Raises:
-        EngineError: the extension is missing, or the layout is not supported.
+        EngineError: the extension is missing, or an option or the layout is not supported.
         SettingsError: a setting cannot be used.
     """
     chosen = trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else ",".join(map(str, trusted_keys))
     settings = load_settings({"bucket": bucket, "trusted_keys": chosen})
     config = llm.llm_engine.vllm_config
     compat.check_extension(config, WORKER_EXTENSION)
-    compat.check_layout(config, api_servers=1)
+    check_features(config)
+    check_layout(config, offline=True)
     compat.warn_untested()
     return OfflineSync(Receiver(OfflinePort(llm, settings), settings))

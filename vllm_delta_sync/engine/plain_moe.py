@@ -46,7 +46,7 @@ SUM_TOKENS = 256
 _OPERATOR = "delta_sync::plain_experts"
 _SCHEMA = (
     "plain_experts(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor? bias13, Tensor? bias2, "
-    "Tensor weights, Tensor ids, str activation, bool weighted) -> ()"
+    "Tensor weights, Tensor ids, Tensor? expert_map, str activation, bool weighted) -> ()"
 )
 _mkldnn_lock = threading.Lock()
 _library: "torch.library.Library | None" = None
@@ -86,6 +86,7 @@ def keep_plain_cpu_experts() -> None:
             self.w2_bias,
             rest["topk_weights"],
             rest["topk_ids"],
+            rest["expert_map"],
             rest["activation"].value,
             # With one expert per token vLLM may have weighted the input already.
             not rest["apply_router_weight_on_input"],
@@ -147,8 +148,6 @@ def _check_layer(experts: Any, layer: Any) -> None:
             f"w13_weight and w2_weight have shapes {tuple(w13.shape)} and {tuple(w2.shape)}, expected "
             f"{(count, 2 * inner, hidden)} and {(count, hidden, inner)}"
         )
-    if getattr(layer, "expert_map", None) is not None:
-        raise EngineError("expert parallelism is on, which vLLM's CPU experts do not follow; turn it off")
 
 
 def _unexpected(finding: str) -> EngineError:
@@ -177,10 +176,11 @@ def plain_experts(
     bias2: torch.Tensor | None,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
     activation: str,
     weighted: bool,
 ) -> None:
-    """Write the weighted sum of each token's experts into ``out``.
+    """Write the weighted sum of each token's experts, of those that are here, into ``out``.
 
     Args:
         out: (tokens, hidden), the dtype of ``x``.
@@ -190,14 +190,20 @@ def plain_experts(
         bias13: (experts, 2 * inner), or None.
         bias2: (experts, hidden), or None.
         weights: (tokens, chosen) of float32.
-        ids: (tokens, chosen) of integers below ``experts``.
+        ids: (tokens, chosen) of integers: rows of ``w13`` and ``w2``; or of ``expert_map``, if there is one.
+        expert_map: under expert parallelism, per expert of the model, its row here, or -1 if another rank has it.
         activation: a key of ACTIVATIONS, or swigluoai.
         weighted: whether ``weights`` apply to the outputs.
     """
     tokens, chosen = ids.shape
+    experts = w2.shape[0]
     flat = ids.reshape(-1).long()
+    if expert_map is not None:
+        here = expert_map.index_select(0, flat).long()
+        # Last, after all that are here.
+        flat = torch.where(here < 0, experts, here)
     order = flat.argsort(stable=True)
-    groups = _groups(torch.bincount(flat, minlength=w2.shape[0]).tolist())
+    groups = _groups(torch.bincount(flat, minlength=experts)[:experts].tolist())
     rows = x.index_select(0, order // chosen)
     gate_up = x.new_empty(tokens * chosen, w13.shape[1])
     _multiply(gate_up, rows, w13, bias13, groups)
@@ -207,6 +213,8 @@ def plain_experts(
     else:
         getattr(torch.ops._C, ACTIVATIONS[activation])(inner, gate_up)
     _multiply(rows, inner, w2, bias2, groups)
+    # What other ranks compute comes with their sums.
+    rows[groups[-1][2] if groups else 0 :].zero_()
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel())
     factors = (weights if weighted else torch.ones_like(weights)).float().unsqueeze(1)

@@ -45,21 +45,25 @@ class EndpointPlugin:
         """
         from vllm_delta_sync.config import load_settings
         from vllm_delta_sync.engine import core_guard, spans
+        from vllm_delta_sync.engine.layout import check_layout
+        from vllm_delta_sync.engine.leading import Controller
         from vllm_delta_sync.engine.ports import ServerPort
         from vllm_delta_sync.engine.service import ReceiverService
+        from vllm_delta_sync.engine.siblings import siblings_of
 
         settings = load_settings()
         compat.warn_untested()
         compat.check_extension(engine_client.vllm_config, WORKER_EXTENSION)
-        compat.check_layout(engine_client.vllm_config, getattr(args, "api_server_count", None) or 1)
-        service = ReceiverService(ServerPort(engine_client, asyncio.get_running_loop(), settings), settings)
-        state.delta_sync = service
+        check_layout(engine_client.vllm_config, missing=core_guard.missing_names())
+        port = ServerPort(engine_client, asyncio.get_running_loop(), settings)
+        controller = Controller(lambda: ReceiverService(port, settings), siblings_of(engine_client))
+        state.delta_sync = controller
         state.delta_sync_token = settings.admin_token()
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
             logger.warning("admin_token_file can be read by others than its owner; run chmod 600 on it")
         core_guard.fail_when_engine_died(engine_client)
-        spans.install(engine_client, state, lambda: service.receiver.served_run)
-        service.start()
+        spans.install(engine_client, state, lambda: controller.receiver.served_run)
+        await controller.start()
         logger.info("following %s (policy %s)", public_url(settings.bucket), settings.policy)
 
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import compat, core_guard, rank_calls
+from vllm_delta_sync.engine import compat, rank_calls
+from vllm_delta_sync.engine.engines import Engines
 from vllm_delta_sync.engine.transaction import Answer
 from vllm_delta_sync.errors import EngineError, WeightsLostError
 
@@ -19,10 +20,10 @@ PAUSED = ("commit", "revert")
 
 
 class ServerPort:
-    """The engine of a vLLM server, called from the receiver's thread through the server's event loop."""
+    """All engines of a vLLM server, called from the receiver's thread through the server's event loop."""
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
-        self._client = client
+        self._engines = Engines(client)
         self._loop = loop
         self._mode = settings.pause_mode
         self._clear = settings.prefix_cache == "reset"
@@ -47,41 +48,41 @@ class ServerPort:
         """
         answers: list[Answer]
         if method not in PAUSED:
-            answers = self._run(core_guard.call(self._client, method, arguments))
+            answers = self._run(self._engines.call(method, arguments))
             return answers
         try:
             outcome = self._run(
-                core_guard.call_paused(self._client, method, arguments, self._seconds), self._seconds + ANSWER_SECONDS
+                self._engines.call_paused(method, arguments, self._seconds), self._seconds + ANSWER_SECONDS
             )
         except EngineError as error:
             raise WeightsLostError(f"{method} has no outcome: {error.message}") from error
         if outcome["expired"]:
-            raise EngineError(f"the pause expired before {method}, so nothing was done")
+            raise EngineError(f"the pause expired before {method}, so it was not done on every rank")
         answers = outcome["answers"]
         return answers
 
     def pause(self) -> None:
         """See EnginePort. Mode ``wait`` lasts as long as the requests in flight."""
         timeout = None if self._mode == "wait" else CALL_TIMEOUT_S
-        self._run(core_guard.pause(self._client, self._mode, self._clear, self._seconds), timeout)
+        self._run(self._engines.pause(self._mode, self._clear, self._seconds), timeout)
 
     def resume(self) -> bool:
         """See EnginePort."""
-        outcome = self._run(core_guard.resume(self._client))
+        outcome = self._run(self._engines.resume())
         return bool(outcome["expired"])
 
     def label(self, version: int | None) -> None:
         """See EnginePort."""
-        self._run(compat.label_weights(self._client, version))
+        self._run(self._engines.label(version))
 
     def label_paused(self, version: int | None) -> None:
         """See EnginePort."""
-        if self._run(core_guard.label_paused(self._client, version))["expired"]:
+        if self._run(self._engines.label_paused(version))["expired"]:
             raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
 
     def end(self, reason: str) -> None:
         """See EnginePort; the server ends with its engine."""
-        self._run(core_guard.end_engine(self._client, reason))
+        self._run(self._engines.end(reason))
 
 
 @contextmanager
@@ -103,7 +104,7 @@ class OfflinePort:
         """See EnginePort."""
         number = rank_calls.next_number()
         with _engine_errors():
-            answers = self._llm.collective_rpc(rank_calls.METHOD, args=(method, arguments, number))
+            answers = self._llm.collective_rpc(rank_calls.METHOD, args=(method, rank_calls.of_ranks(arguments), number))
         return rank_calls.checked(answers, number)
 
     def pause(self) -> None:

@@ -20,6 +20,15 @@ def next_number() -> int:
     return next(_numbers)
 
 
+class PerRank(list[Any]):
+    """An argument that has one entry per rank, over all engines: each engine gets those of its own ranks."""
+
+
+def of_ranks(arguments: Answer, first: int = 0, end: int | None = None) -> Answer:
+    """Arguments for the ranks from ``first`` on, up to but not including ``end`` (None: all the rest)."""
+    return {name: list(value[first:end]) if isinstance(value, PerRank) else value for name, value in arguments.items()}
+
+
 def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) -> list[Answer]:
     """``delta_sync_call`` on every rank of an executor; answers in the order of ranks.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_delta_sync.engine.legs import Leg, Place
 from vllm_delta_sync.engine.ownership import Ownership, assign, region_from_plain
+from vllm_delta_sync.engine.rank_calls import PerRank
 from vllm_delta_sync.engine.transaction import Answer, EnginePort, raise_if_error
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.wire.fingerprint import Fingerprint
@@ -98,7 +99,7 @@ class Ranks:
         ownership = self._proven()
         loaded = [ownership.is_loaded(tensor) for tensor in range(len(fingerprints))]
         hexes = [value.hex() for value in fingerprints]
-        groups = [ownership.groups(rank) for rank in range(len(ownership.slots))]
+        groups = PerRank(ownership.groups(rank) for rank in range(len(ownership.slots)))
         arguments: Answer = {"version": version, "fingerprints": hexes, "groups": groups, "loaded": loaded}
         if place is not None:
             arguments["note"] = {
@@ -164,6 +165,15 @@ class Ranks:
         for answer in answers:
             raise_if_error(answer)
         return answers
+
+    def trust(self, touches: list[int]) -> None:
+        """Tell every rank that its weights were rescanned.
+
+        Args:
+            touches: per rank, how often somebody else had touched them when they were.
+        """
+        for answer in self._port.call("trust", {"touches": PerRank(touches)}):
+            raise_if_error(answer)
 
     def _combined(self, tensor: int, answers: list[Answer]) -> Fingerprint | None:
         ownership = self._proven()

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,11 +34,13 @@ class ReceiverService:
 
     Attributes:
         receiver: for ``status`` and ``served_version``, from any thread.
+        show: what requests are answered with; the receiver's status, where nobody has more to say.
     """
 
     def __init__(self, port: EnginePort, settings: Settings) -> None:
         self._notice_keys = client_keys(settings.notice_key, settings.notice_server_key)
         self.receiver = Receiver(port, settings)
+        self.show: Callable[[], dict[str, Any]] = self.receiver.status
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -210,7 +213,7 @@ class ReceiverService:
             receiver.hold()
         else:
             receiver.release()
-        return receiver.status()
+        return self.show()
 
     def _listen(self) -> None:
         """Take notices; the run's id is the topic, so wait until it is known."""

@@ -5,6 +5,7 @@ import importlib.metadata
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Literal
 
 from vllm_delta_sync import __version__
@@ -79,6 +80,11 @@ class Board:
         self.used: list[Answer] = []
         self.listens = False
         self.heard: float | None = None
+        self._watchers: list[Callable[[], None]] = []
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call back, from whatever thread, after every change."""
+        self._watchers.append(changed)
 
     def set(self, **values: Any) -> None:
         """Change attributes at once, so that nobody reads half of it."""
@@ -87,6 +93,8 @@ class Board:
                 if not hasattr(self, name):
                     raise AttributeError(name)
                 setattr(self, name, value)
+        for changed in self._watchers:
+            changed()
 
     def rest(self, **values: Any) -> None:
         """Nothing is under way any more."""
@@ -120,6 +128,8 @@ class Board:
             self.timings = rounded
             self.commits += 1
             self._recent.append(entry)
+        for changed in self._watchers:
+            changed()
 
     def document(self) -> Answer:
         """The body of ``GET /delta_sync/status``."""

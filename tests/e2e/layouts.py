@@ -1,0 +1,139 @@
+"""A trainer, and the engines of a server with any layout of ranks.
+
+Run as ``python -m tests.e2e.layouts FOLDER FAMILY FLAG=VALUE...`` (flags of ``AsyncEngineArgs``).
+
+The engines are those that ``vllm serve`` starts, with their own processes, behind the same client and the same port.
+After every version each rank of each engine compares its parameters with those that it loads anew by vLLM's own loader.
+In the end engines are started anew from the last checkpoint, and say what they make of it.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.e2e import exchanging
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS
+from tests.e2e.parallel import equals_fresh_load
+from tests.tiny import make_model, save_checkpoint, train_steps
+
+VERSIONS = 3
+BACK = 1
+LOST_SECONDS = 0.5
+PATIENCE_SECONDS = 60
+SIZES = {"llama_one_kv_head": {"num_hidden_layers": 4}}
+TRACED = {"compilation_config": {"mode": 2, "backend": "eager"}}
+"""With ``enforce_eager`` vLLM's CPU workers never make the buffers that a pipeline's later stages receive into, and end
+in the first forward pass. Traced by dynamo, and not compiled, they do make them."""
+
+
+def make_engines(checkpoint: Path, flags: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    exchanging.exchange_tokens()
+    arguments = AsyncEngineArgs(
+        str(checkpoint),
+        worker_extension_cls="tests.e2e.exchanging.WorkerExtension",
+        max_model_len=256,
+        max_num_seqs=16,
+        **{**flags, **(TRACED if flags.get("pipeline_parallel_size", 1) > 1 else {"enforce_eager": True})},
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+async def on_every_rank(client: Any, function: Any, *args: Any) -> list[Any]:
+    """What a function answers in each worker, over all engines."""
+    each = await client.engine_core.call_utility_all_async("collective_rpc", function, None, args, {})
+    return [answer for answers in each for answer in answers]
+
+
+async def said(client: Any) -> list[list[dict[str, Any]]]:
+    """Per engine, greedy tokens and their log probabilities."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, logprobs=1, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    engines = len(client.engine_core.core_engines)
+    found = []
+    for engine in range(engines):
+        outputs = []
+        for number, prompt in enumerate(PROMPTS):
+            rank = engine if engines > 1 else None
+            async for output in client.generate(prompt, params, f"{engine}-{number}", data_parallel_rank=rank):
+                completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            chosen = zip(tokens, completion.logprobs, strict=True)
+            outputs.append({"tokens": tokens, "logprobs": [entry[token].logprob for token, entry in chosen]})
+        found.append(outputs)
+    return found
+
+
+async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
+    from trainer_side import Publisher
+    from vllm_delta_sync.config import load_settings
+    from vllm_delta_sync.engine.core_guard import missing_names
+    from vllm_delta_sync.engine.engines import Engines
+    from vllm_delta_sync.engine.layout import check_layout
+    from vllm_delta_sync.engine.ports import ServerPort
+    from vllm_delta_sync.engine.receiver import Receiver
+
+    model = make_model(family, seed=5, **SIZES.get(family, {}))
+    base = save_checkpoint(model, root / "base")
+    steps = train_steps(model, lr=3e-5)
+    client = make_engines(base, flags)
+    check_layout(client.vllm_config, missing=missing_names())
+    settings = load_settings({"bucket": str(root / "run")})
+    receiver = Receiver(ServerPort(client, asyncio.get_running_loop(), settings), settings)
+    seen: list[dict[str, Any]] = [{"outputs": await said(client)}]
+
+    async def look(checkpoint: Path, outcome: Any) -> None:
+        seen.append(
+            {
+                "status": receiver.status(),
+                "equal": await on_every_rank(client, equals_fresh_load, str(checkpoint)),
+                "verify": await asyncio.to_thread(receiver.verify),
+                "label": await client.engine_core.call_utility_all_async("get_weight_version"),
+            }
+        )
+
+    with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
+        await look(base, await asyncio.to_thread(receiver.advance))
+        seen[-1]["outputs"] = await said(client)
+        for step in range(1, VERSIONS + 1):
+            next(steps)
+            publisher.publish(step=step, wait=True)
+            publisher.flush()
+            checkpoint = save_checkpoint(model, root / f"v{step}")
+            await look(checkpoint, await asyncio.to_thread(receiver.advance))
+    seen[-1]["outputs"] = await said(client)
+    await look(root / f"v{BACK}", await asyncio.to_thread(receiver.rollback, BACK))
+    seen[-1]["outputs"] = await said(client)
+    # Whoever paused is lost: every engine goes on by itself, in whatever step they are.
+    await Engines(client).pause("keep", True, LOST_SECONDS)
+    await look(root / f"v{BACK}", None)
+    seen[-1]["outputs"] = await asyncio.wait_for(said(client), PATIENCE_SECONDS)
+    (root / "seen.json").write_text(json.dumps(seen))
+    client.shutdown()
+
+
+async def fresh(root: Path, flags: dict[str, Any]) -> None:
+    client = make_engines(root / f"v{VERSIONS}", flags)
+    (root / "fresh.json").write_text(json.dumps(await said(client)))
+    client.shutdown()
+
+
+async def main(root: Path, family: str, flags: dict[str, Any]) -> None:
+    await follow(root, family, flags)
+    await fresh(root, flags)
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc of a function of these tests
+    folder, name, *pairs = sys.argv[1:]
+    given = {flag: json.loads(value) for flag, value in (pair.split("=", 1) for pair in pairs)}
+    asyncio.run(main(Path(folder), name, given))

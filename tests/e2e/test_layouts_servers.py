@@ -1,0 +1,126 @@
+"""Several API servers of several engines: one leads, the others show what it shows and pass on what they are asked."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.fresh import PROMPTS
+from tests.e2e.servers import PLAIN, Server, delta_sync_serve, serving
+from tests.tiny import make_model, save_checkpoint, train_steps
+from trainer_side import Publisher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+PATIENCE_SECONDS = 60.0
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+FLAGS = ["--poll-seconds", "0.2", "--data-parallel-size", "2"]
+
+
+class Each:
+    """A connection to every API server behind one port, by what it calls itself.
+
+    A connection stays with the process that accepted it, and new ones go to the process that has the fewest.
+    """
+
+    def __init__(self, server: Server, count: int) -> None:
+        self.by_role: dict[str, list[httpx.Client]] = {"leader": [], "follower": []}
+        self._clients: list[httpx.Client] = []
+        found: set[int] = set()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(found) < count and time.monotonic() < deadline:
+            client = httpx.Client(base_url=server.url, timeout=PATIENCE_SECONDS, verify=PLAIN)
+            self._clients.append(client)
+            status = client.get("/delta_sync/status").json()
+            if status["server"] not in found:
+                found.add(status["server"])
+                self.by_role[status["role"]].append(client)
+        assert len(found) == count, "some of the API servers were not reached"
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+@contextmanager
+def each_of(server: Server, count: int) -> Iterator[Each]:
+    each = Each(server, count)
+    try:
+        yield each
+    finally:
+        each.close()
+
+
+def eventually(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def served(client: httpx.Client) -> int | None:
+    found = client.get("/delta_sync/status").json()["served"]
+    return None if found is None else int(found["version"])
+
+
+def digests_of(client: httpx.Client) -> list[dict[str, str]]:
+    """Per engine, SHA-256 of every runtime parameter, from vLLM's own weight checker."""
+    found = client.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+    engines: dict[str, dict[str, str]] = {}
+    for name, digest in found.items():
+        engine, _, parameter = name.partition(":")
+        engines.setdefault(engine, {})[parameter] = digest
+    return list(engines.values())
+
+
+def spans_of(client: httpx.Client, engine: int) -> set[int]:
+    """The versions that made an answer of one engine."""
+    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(engine)}).json()
+    return {span["version"] for span in answer["delta_sync"]["spans"]}
+
+
+def test_one_leads_and_the_others_pass_on(tmp_path: Path) -> None:
+    model = make_model("llama_one_kv_head", seed=5)
+    base = save_checkpoint(model, tmp_path / "base")
+    steps = train_steps(model, lr=3e-5)
+    url = str(tmp_path / "run")
+    command = delta_sync_serve(base, "--bucket", url, *FLAGS)
+    with (
+        Publisher(model, bucket=url, base=base) as publisher,
+        serving(base, tmp_path / "server.log", command, ENVIRONMENT) as server,
+        each_of(server, 2) as each,
+    ):
+        (leader,), (follower,) = each.by_role["leader"], each.by_role["follower"]
+        both = (leader, follower)
+        for step in (1, 2):
+            next(steps)
+            publisher.publish(step=step, wait=True)
+            publisher.flush()
+            for client in both:
+                assert client.get("/delta_sync/wait", params={"version": step, "timeout": 60}).status_code == 200
+                assert [spans_of(client, engine) for engine in (0, 1)] == [{step}, {step}]
+        status = follower.get("/delta_sync/status").json()
+        assert status["role"] == "follower"
+        assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
+        assert sorted(one["role"] for one in status["servers"]) == ["follower", "leader"]
+
+        first, second = digests_of(follower)
+        assert first == second
+        assert follower.post("/delta_sync/verify").json()["verdict"] is True
+        back = follower.post("/delta_sync/rollback", json={"version": 1}).json()
+        assert (back["served"]["version"], back["state"], back["role"]) == (1, "held", "follower")
+        assert [served(client) for client in both] == [1, 1]
+        refused = follower.post("/delta_sync/sync", json={"version": 9})
+        assert refused.status_code == leader.post("/delta_sync/sync", json={"version": 9}).status_code == 404
+        assert follower.post("/delta_sync/release").json()["state"] == "idle"
+        eventually(lambda: served(leader) == 2, "released, it follows again")
+
+        first_leader = next(one["pid"] for one in status["servers"] if one["role"] == "leader")
+        # vLLM ends all of a server with any one of its API servers, so that a supervisor starts all of it again.
+        os.kill(first_leader, signal.SIGTERM)
+        assert server.process.wait(PATIENCE_SECONDS) != 0
