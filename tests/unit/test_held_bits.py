@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.chains import TABLE, models_of
 from tests.samples import changes_between, random_bits
+from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.engine.old import MOST_RECTANGLES, HeldBits, held_rectangles, moved
 from vllm_delta_sync.engine.regions import Region, coalesce
-from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.errors import EngineError, UnsupportedError
 from vllm_delta_sync.torch_bits import tensor_from_bits
 from vllm_delta_sync.wire.bits import Bits

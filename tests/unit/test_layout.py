@@ -39,7 +39,6 @@ def test_layouts_that_are_followed(found: Any) -> None:
 @pytest.mark.parametrize(
     ("found", "given", "says"),
     [
-        pytest.param(config(speculative=object()), {}, "speculative decoding is on", id="draft model"),
         pytest.param(config(enable_eplb=True), {}, "--enable-eplb is on", id="experts that move"),
         pytest.param(config(enable_elastic_ep=True), {}, "--enable-elastic-ep is on", id="ranks that come and go"),
         pytest.param(config(data_parallel_size=2), {"offline": True}, "data_parallel_size is 2", id="LLM object"),

@@ -19,10 +19,10 @@ from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.chain.plan import Step
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import reading
+from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.engine.old import HeldBits
 from vllm_delta_sync.engine.reading import Clock, read_steps
 from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, FingerprintError, FormatError, UnsupportedError
 from vllm_delta_sync.torch_bits import tensor_from_bits
 from vllm_delta_sync.wire import tiles

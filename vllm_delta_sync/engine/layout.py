@@ -24,8 +24,6 @@ def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] 
     """
     parallel = vllm_config.parallel_config
     engines = parallel.data_parallel_size
-    if vllm_config.speculative_config is not None:
-        raise EngineError("speculative decoding is on: the draft model's weights would go stale; turn it off")
     if parallel.enable_eplb:
         raise EngineError(
             "--enable-eplb is on: it moves experts between ranks while they serve, so that nobody knows where a "

@@ -45,6 +45,7 @@ class EndpointPlugin:
         """
         from vllm_delta_sync.config import load_settings
         from vllm_delta_sync.engine import core_guard, spans
+        from vllm_delta_sync.engine.features import check_features
         from vllm_delta_sync.engine.layout import check_layout
         from vllm_delta_sync.engine.leading import Controller
         from vllm_delta_sync.engine.ports import ServerPort
@@ -54,6 +55,7 @@ class EndpointPlugin:
         settings = load_settings()
         compat.warn_untested()
         compat.check_extension(engine_client.vllm_config, WORKER_EXTENSION)
+        check_features(engine_client.vllm_config)
         check_layout(engine_client.vllm_config, missing=core_guard.missing_names())
         port = ServerPort(engine_client, asyncio.get_running_loop(), settings)
         controller = Controller(lambda: ReceiverService(port, settings), siblings_of(engine_client))

@@ -120,7 +120,7 @@ class Prover:
         if derived:
             size = sum(spec.numel * spec.element.itemsize for spec in table if spec.name in derived)
             logger.info(
-                "%d tensors that the model computes with (%.1f MB) are kept in host memory, and loaded again beside the "
+                "%d tensors that the model computes with (%.1f MB) are kept in host memory and loaded again beside the "
                 "model when they change: %s",
                 len(derived),
                 size / 1e6,

@@ -26,10 +26,10 @@ class SpanRecord:
         """Pass outputs through and note the spans of those that have them (finished ones)."""
         async for output in outputs:
             for completion in output.outputs:
-                for span in completion.weight_versions or ():
+                for label, start, end in compat.version_spans(completion):
                     index = prompt * choices + completion.index
-                    version = int(span.version) if span.version.isdecimal() else None
-                    self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
+                    version = int(label) if label.isdecimal() else None
+                    self.spans.append({"index": index, "version": version, "start": start, "end": end})
             yield output
 
 

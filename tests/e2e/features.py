@@ -1,0 +1,166 @@
+"""Follow a run with an offline ``LLM`` under some of vLLM's options: ``python -m tests.e2e.features FOLDER OPTIONS``.
+
+OPTIONS is JSON: keyword arguments of ``vllm.LLM``, and two of ours: ``sleep`` (a level), and ``family``, of a model
+that this machine can load and not compute with, so that its weights are compared and nothing is asked. Where LoRA is
+on, an adapter is asked as well as the served weights. Everything said at the end is compared with what a new engine
+says that loads the last version's checkpoint under the same options.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS, worker_model
+from tests.tiny import make_model, save_checkpoint, train_steps
+
+FAMILY = "qwen3"
+VERSIONS = 3
+RATE = 1e-3
+"""Of learning: high enough for other tokens after each version."""
+DRAFT = "DRAFT"
+"""Stands in OPTIONS for the folder of a second model."""
+
+
+def main(root: Path, options: dict[str, Any]) -> None:
+    from trainer_side import Publisher
+    from vllm_delta_sync.engine import attach
+
+    level = options.pop("sleep", None)
+    silent = "family" in options
+    model = make_model(options.pop("family", FAMILY), seed=5)
+    base = save_checkpoint(model, root / "base")
+    speculative = options.get("speculative_config", {})
+    if speculative.get("model") == DRAFT:
+        speculative["model"] = str(save_checkpoint(make_model(FAMILY, seed=7), root / "draft"))
+    adapter = make_adapter(model, root / "adapter") if options.get("enable_lora") and not silent else None
+    steps = train_steps(model, lr=RATE)
+    with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
+        llm = make_engine(base, options)
+        sync = attach(llm, bucket=str(root / "run"))
+        sync.to()
+        seen: dict[str, Any] = {"first": digests(llm) if silent else say(llm, adapter), "verdicts": [], "asleep": []}
+        places = addresses(llm)
+        for step in range(1, VERSIONS + 1):
+            next(steps)
+            publisher.publish(step=step, wait=True)
+            publisher.flush()
+            if level is not None:
+                seen["asleep"].append(sleep(llm, sync, level))
+            sync.to()
+            seen["verdicts"].append(sync.verify()["verdict"])
+        seen["served"] = sync.status()["served"]["version"]
+        seen["same_places"] = addresses(llm) == places
+        seen["last"] = digests(llm) if silent else say(llm, adapter)
+    fresh = make_engine(save_checkpoint(model, root / "last"), options)
+    seen["fresh"] = digests(fresh) if silent else say(fresh, adapter)
+    (root / "seen.json").write_text(json.dumps(seen))
+
+
+def make_engine(checkpoint: Path, options: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    from vllm_delta_sync.engine import WORKER_EXTENSION
+
+    return LLM(
+        str(checkpoint),
+        worker_extension_cls=WORKER_EXTENSION,
+        max_model_len=256,
+        max_num_seqs=4,
+        **options,
+    )
+
+
+def make_adapter(model: Any, folder: Path, rank: int = 4) -> Path:
+    """A LoRA adapter in PEFT's files, large enough to change what is said."""
+    generator = torch.Generator().manual_seed(11)
+    tensors = {}
+    targets = ("q_proj", "v_proj", "down_proj")
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight").endswith(targets):
+            rows, columns = parameter.shape
+            path = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, columns, generator=generator)
+            tensors[f"{path}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) / 8
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 8, "target_modules": [*targets]}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+    return folder
+
+
+def say(llm: Any, adapter: Path | None) -> dict[str, Any]:
+    """Greedy tokens and their log probabilities, of the served weights alone and with the adapter."""
+    said = {"plain": _say(llm, None)}
+    if adapter is not None:
+        from vllm.lora.request import LoRARequest
+
+        said["adapter"] = _say(llm, LoRARequest("adapter", 1, str(adapter)))
+        said["plain again"] = _say(llm, None)
+    return said
+
+
+def _say(llm: Any, lora: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=1, ignore_eos=True)
+    said = []
+    for prompt in PROMPTS:
+        completion = llm.generate([prompt], params, use_tqdm=False, lora_request=lora)[0].outputs[0]
+        tokens = list(completion.token_ids)
+        chosen = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
+        said.append([tokens, chosen])
+    return said
+
+
+def digests(llm: Any) -> dict[str, str]:
+    """SHA-256 of each parameter's bytes."""
+    return {
+        name: hashlib.sha256(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        for name, parameter in worker_model(llm).named_parameters()
+    }
+
+
+def addresses(llm: Any) -> dict[str, int]:
+    """Where each parameter and buffer lies: captured graphs and compiled code go on reading there."""
+    model = worker_model(llm)
+    found = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.data_ptr() for name, tensor in found}
+
+
+def sleep(llm: Any, sync: Any, level: int) -> str:
+    """Send the workers to sleep, try to move them, and wake them; what was said to the attempt.
+
+    CPU workers keep their memory while they sleep. At level 2 others do not, so it is overwritten here.
+    """
+    from vllm_delta_sync.errors import BusyError, FingerprintError
+
+    llm.collective_rpc("sleep", args=(level,))
+    try:
+        sync.to()
+        said = "moved"
+    except BusyError as error:
+        said = error.message
+    if level == 2:
+        with torch.no_grad():
+            for parameter in worker_model(llm).parameters():
+                parameter.zero_()
+    llm.collective_rpc("wake_up")
+    if level == 2:
+        try:
+            sync.to()
+            return "nothing was noticed"
+        except FingerprintError:
+            # The next attempt rebuilds them from the bucket.
+            assert sync.status()["served"] is None
+    return said
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,134 @@
+"""Options of vLLM under which patched weights say what a fresh load says, bit for bit. See docs/features.md."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.features import DRAFT, VERSIONS
+from tests.e2e.servers import ENVIRONMENT, START_SECONDS, VLLM_FLAGS, end_group, free_port
+from tests.tiny import make_model, save_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+EAGER = {"enforce_eager": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+DRAFT_MODEL = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}
+
+
+def follow(root: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Run tests/e2e/features.py in a process of its own and read what it saw."""
+    done = run(root, options)
+    assert done.returncode == 0, done.stdout.decode()[-4000:]
+    seen: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    return seen
+
+
+def run(root: Path, options: dict[str, Any]) -> "subprocess.CompletedProcess[bytes]":
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "delta_sync"}
+    # Code that is compiled for a test is of no use to anybody else.
+    environment["VLLM_CACHE_ROOT"] = str(root / "cache")
+    return subprocess.run(
+        [sys.executable, "-m", "tests.e2e.features", str(root), json.dumps(options)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="compiled"),
+        pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8}, id="lora"),
+        pytest.param({**EAGER, "sleep": 2}, id="sleep-2"),
+        pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model"),
+        pytest.param({**EAGER, "sleep": 1}, id="sleep-1", marks=pytest.mark.slow),
+        pytest.param({**EAGER, "kv_cache_dtype": "fp8"}, id="kv-cache-fp8", marks=pytest.mark.slow),
+        pytest.param({**EAGER, "speculative_config": NGRAM}, id="ngram", marks=pytest.mark.slow),
+        pytest.param(
+            {"compilation_config": {"mode": 3, "backend": "eager"}}, id="compiled-eager", marks=pytest.mark.slow
+        ),
+        pytest.param({"enable_lora": True, "max_lora_rank": 8}, id="lora-compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_followed_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    seen = follow(tmp_path, options)
+    assert seen["served"] == VERSIONS
+    assert seen["verdicts"] == [True] * VERSIONS
+    assert seen["same_places"], "compiled code and captured graphs read where weights no longer are"
+    assert seen["last"] == seen["fresh"]
+    assert seen["last"]["plain"] != seen["first"]["plain"], "the versions do not differ enough to tell"
+    if "enable_lora" in options:
+        assert seen["last"]["adapter"] != seen["last"]["plain"], "the adapter does too little to tell"
+        assert seen["last"]["adapter"] != seen["first"]["adapter"]
+        assert seen["last"]["plain again"] == seen["last"]["plain"]
+    if "sleep" in options:
+        assert all("wake it up" in said for said in seen["asleep"]), seen["asleep"]
+    if options == {}:
+        assert list((tmp_path / "cache").rglob("*compile*")), "nothing was compiled"
+
+
+@pytest.mark.slow
+def test_experts_under_lora_hold_what_a_fresh_load_holds(tmp_path: Path) -> None:
+    """vLLM gives experts under LoRA to Triton, which the CPU lacks: their weights are compared."""
+    seen = follow(tmp_path, {**EAGER, "enable_lora": True, "max_lora_rank": 8, "family": "qwen3_moe"})
+    assert seen["served"] == VERSIONS
+    assert seen["verdicts"] == [True] * VERSIONS
+    assert any("base_layer" in name for name in seen["last"])
+    assert seen["last"] == seen["fresh"]
+    assert all(seen["last"][name] != digest for name, digest in seen["first"].items() if "experts" in name)
+
+
+def test_offline_start_from_random_weights_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, {**EAGER, "load_format": "dummy"})
+    assert done.returncode != 0
+    assert "--load-format is 'dummy': random weights are no version of any run" in done.stdout.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "flags", "words"),
+    [
+        ({}, ["--load-format", "dummy"], "--load-format is 'dummy'"),
+        (
+            {"VLLM_USE_RUST_FRONTEND": "1"},
+            [],
+            "VLLM_USE_RUST_FRONTEND is '1': vLLM's Rust API server loads no plugins",
+        ),
+    ],
+    ids=["dummy", "rust"],
+)
+def test_server_is_refused_at_its_start(
+    tmp_path: Path, environment: dict[str, str], flags: list[str], words: str
+) -> None:
+    # Stands for vLLM's Rust program, which its CPU build lacks: it is started, and is to end with the engine.
+    front_end = tmp_path / "front_end"
+    front_end.write_text("#!/bin/sh\nexec sleep 600\n")
+    front_end.chmod(0o700)
+    if environment:
+        environment = {**environment, "VLLM_RUST_FRONTEND_PATH": str(front_end)}
+    base = save_checkpoint(make_model("qwen3"), tmp_path / "base")
+    program = str(Path(sys.executable).with_name("vllm"))
+    extension = ["--worker-extension-cls", "vllm_delta_sync.engine.WorkerExtension"]
+    address = ["--host", "127.0.0.1", "--port", str(free_port())]
+    plugin = {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_BUCKET": str(tmp_path / "run")}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [program, "serve", str(base), *extension, *flags, *VLLM_FLAGS, *address],
+            env={**os.environ, **ENVIRONMENT, **plugin, **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            assert process.wait(START_SECONDS) != 0
+        finally:
+            end_group(process)
+    assert words in (tmp_path / "log").read_text()
