@@ -9,7 +9,7 @@ from vllm_delta_sync.engine.layout import check_layout
 from vllm_delta_sync.errors import EngineError
 
 
-def config(moe: bool = False, speculative: Any = None, **parallel: Any) -> Any:
+def config(moe: bool = False, **parallel: Any) -> Any:
     settings = {
         "data_parallel_size": 1,
         "enable_eplb": False,
@@ -20,7 +20,6 @@ def config(moe: bool = False, speculative: Any = None, **parallel: Any) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**settings),
         model_config=SimpleNamespace(is_moe=moe),
-        speculative_config=speculative,
     )
 
 

@@ -6,6 +6,7 @@ tensors that have a part in that: ``derived.py`` loads units again. What is left
 no memory shared, and no parameter that might follow from others without anybody having seen how.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
 from vllm_delta_sync.engine.trace import Copy, LoadableModel, Trace, watch_loader
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.wire.table import TensorTable
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
 
 
 def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | None = None) -> RouteMap:
@@ -50,6 +54,8 @@ def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | No
         more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
         raise ModelError(f"this model cannot be patched in place: {parts[0].reason}{more}")
     routes = compiler.routes()
+    if compiler.unfilled:
+        logger.warning("no tensor of the run is loaded to %s; that stays as it is", ", ".join(compiler.unfilled))
     if parts and shadows is not None:
         replayer = Replayer(model, skeleton, table, record)
         routes.derived = Derived.prove(routes, replayer, parts, shadows)
@@ -71,6 +77,7 @@ class _Compiler:
             self._of_target[copy.target].append(copy)
         # What is not patched by address, and why: by target, and by tensor.
         self._reasons: dict[int, str] = {}
+        self.unfilled: list[str] = []
         self._apart: set[int] = set()
 
     def parts(self) -> list[Part]:
@@ -223,7 +230,11 @@ class _Compiler:
         """A parameter that no tensor reaches may be derived from one that is: it would go stale without anybody
         noticing. Where loading was watched, that has been seen."""
         target = self.trace.targets[position]
-        if self.record is not None or not target.is_parameter:
+        if not target.is_parameter:
+            return
+        if self.record is not None:
+            if not self._of_target[position]:
+                self.unfilled.append(target.names[0])
             return
         regions = [copy.place for copy in self._of_target[position]]
         regions += [region for of, region, _ in self.trace.paddings if of == position and region.numel]
