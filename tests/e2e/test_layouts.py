@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.layouts import BACK, VERSIONS
 from tests.e2e.servers import ENVIRONMENT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 DENSE, EXPERTS = "llama_one_kv_head", "qwen3_moe"
 TENSOR, PIPELINE, DATA = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 EXPERT = "enable_expert_parallel"
@@ -23,9 +23,9 @@ EXPERT = "enable_expert_parallel"
     [
         pytest.param(DENSE, {PIPELINE: 2}, id="PP2"),
         pytest.param(DENSE, {DATA: 2}, id="DP2"),
-        pytest.param(DENSE, {TENSOR: 2, PIPELINE: 2}, id="TP2-PP2"),
-        pytest.param(EXPERTS, {TENSOR: 2, EXPERT: True}, id="TP2-EP"),
-        pytest.param(EXPERTS, {DATA: 2, EXPERT: True}, id="DP2-EP"),
+        pytest.param(DENSE, {TENSOR: 2, PIPELINE: 2}, id="TP2-PP2", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, {TENSOR: 2, EXPERT: True}, id="TP2-EP", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, {DATA: 2, EXPERT: True}, id="DP2-EP", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_follows_bit_for_bit(tmp_path: Path, family: str, flags: dict[str, Any]) -> None:
