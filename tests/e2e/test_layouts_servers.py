@@ -15,7 +15,7 @@ from tests.e2e.servers import PLAIN, Server, delta_sync_serve, serving
 from tests.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 PATIENCE_SECONDS = 60.0
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 FLAGS = ["--poll-seconds", "0.2", "--data-parallel-size", "2"]
