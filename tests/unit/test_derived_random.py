@@ -83,13 +83,29 @@ FINISHES: dict[str, Finish] = {
 }  # fmt: skip
 
 
+class Both(nn.Module):
+    """Makes something of two pieces, which are its children or not."""
+
+    def __init__(self, pieces: list[Piece], way: str) -> None:
+        super().__init__()
+        if way == "children":
+            self.first, self.second = pieces[0], pieces[-1]
+        self.pieces = [pieces[0], pieces[-1]]
+
+    def finish(self, _: Any = None) -> None:
+        weights = [tensor for piece in self.pieces for tensor in piece.parameters()]
+        self.product = torch.stack([weight.float().sum() for weight in weights]).prod()
+
+
 class Finished(nn.Module):
     """A model that is loaded like any, and worked on afterwards."""
 
-    def __init__(self, drawn: list[tuple[Layer, str]], dtype: torch.dtype) -> None:
+    def __init__(self, drawn: list[tuple[Layer, str]], dtype: torch.dtype, both: str = "") -> None:
         super().__init__()
         self.pieces = [Piece(layer, FINISHES[finish], dtype) for layer, finish in drawn]
         self.parts = nn.ModuleList(self.pieces)
+        if both:
+            self.both = Both(self.pieces, both)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -111,12 +127,14 @@ def _bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 def finish(model: Finished, paths: Iterable[str] | None) -> None:
     for path, module in model.named_modules():
-        if isinstance(module, Piece) and (paths is None or path in set(paths)):
-            module.finish(module)
+        if isinstance(module, Piece | Both) and (paths is None or path in set(paths)):
+            finished: Any = module.finish
+            finished(module)
 
 
-def fresh(drawn: list[tuple[Layer, str]], dtype: str, table: TensorTable, bits: list[Bits]) -> Finished:
-    model = Finished(drawn, DTYPES[dtype])
+def fresh(drawn: list[tuple[Layer, str]], dtype: str, both: str, version: "Version") -> Finished:
+    table, bits = version.table, version.bits
+    model = Finished(drawn, DTYPES[dtype], both)
     model.load_weights((spec.name, tensor_from_bits(one.copy(), spec)) for spec, one in zip(table, bits, strict=True))
     load_watch.watched(model, finish)
     return model
@@ -138,9 +156,10 @@ class Version:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[list[tuple[Layer, str]], str, int]:
+def models(draw: st.DrawFn) -> tuple[list[tuple[Layer, str]], str, str, int]:
     drawn = draw(st.lists(st.tuples(layers(), st.sampled_from(sorted(FINISHES))), min_size=1, max_size=3))
-    return drawn, draw(st.sampled_from(list(DTYPES))), draw(st.integers(0, 2**32))
+    both = draw(st.sampled_from(["", "children", "strangers"]))
+    return drawn, draw(st.sampled_from(list(DTYPES))), both, draw(st.integers(0, 2**32))
 
 
 def staged(routes: RouteMap, old: Version, new: Version) -> StagedPatch:
@@ -160,8 +179,8 @@ def traced(model: Finished, loaded: Version) -> RouteMap | str:
 
 @settings(max_examples=400, deadline=None)
 @given(models())
-def test_exact_or_refused(case: tuple[list[tuple[Layer, str]], str, int]) -> None:
-    drawn, dtype, seed = case
+def test_exact_or_refused(case: tuple[list[tuple[Layer, str]], str, str, int]) -> None:
+    drawn, dtype, both, seed = case
     names = [
         (f"{number}.{part}", shape)
         for number, (layer, _) in enumerate(drawn)
@@ -172,8 +191,8 @@ def test_exact_or_refused(case: tuple[list[tuple[Layer, str]], str, int]) -> Non
     first = Version(table, checkpoint(table, chance))
     second = Version(table, moved(first.bits, chance))
     try:
-        model = fresh(drawn, dtype, table, first.bits)
-        right = fresh(drawn, dtype, table, second.bits).everything()
+        model = fresh(drawn, dtype, both, first)
+        right = fresh(drawn, dtype, both, second).everything()
     except (RuntimeError, NotImplementedError):
         event("not loadable")
         return

@@ -67,7 +67,11 @@ class _Compiler:
 
     def __init__(self, model: LoadableModel, trace: Trace, record: Record | None) -> None:
         self.trace, self.record = trace, record
-        self._changed = set() if record is None else set(record.changed)
+        # Modules that were left with something made of a tensor.
+        self._made_of: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for path, places in record.changed.items() if record is not None else ():
+            for at in places:
+                self._made_of[at].append(path)
         self._live = live_tensors(model, record)
         self._owners = owners_in(model)
         self._of_tensor: dict[int, list[Copy]] = defaultdict(list)
@@ -118,7 +122,8 @@ class _Compiler:
         targets = sorted(members["target"])
         names = {_split(name) for target in targets for name in self.trace.targets[target].names}
         reason = next((self._reasons[target] for target in targets if target in self._reasons), "")
-        return Part(sorted(members["tensor"]), names | set(members["kept"]), set(members["module"]), reason)
+        others = {_split(name) for target in self.trace.targets for name in target.names} - names
+        return Part(sorted(members["tensor"]), names | set(members["kept"]), set(members["module"]), others, reason)
 
     def _seed(self) -> None:
         """Targets that hold something else than elements of the checkpoint, or are not where the loader put them."""
@@ -135,9 +140,10 @@ class _Compiler:
         for position, target in enumerate(self.trace.targets):
             if position in self._reasons:
                 continue
-            module = self._changed_above(target.names)
-            if module is not None:
-                self._reasons[position] = f"{target.names[0]} is worked on after loading, in {module or 'the model'!r}"
+            modules = [path for name in target.names for path in self._made_of[_split(name)]]
+            if modules:
+                where = modules[0] or "the model"
+                self._reasons[position] = f"{target.names[0]} is worked on after loading, in {where!r}"
             elif self._destination(position) is None:
                 self._reasons[position] = f"{target.names[0]} is not where the loader left it"
             elif behind[self._storage(position)] > 1:
@@ -147,17 +153,12 @@ class _Compiler:
                 if clash is not None:
                     self._reasons[position] = clash
 
-    def _changed_above(self, names: Iterable[str]) -> str | None:
-        """The path of a module that was changed after loading and that one of these belongs to."""
-        return next((path for name in names for path in _above(name) if path in self._changed), None)
-
     def _neighbours(self, target: int) -> Iterable[tuple[str, Any]]:
         """What shares memory, or a module that is worked on, with a target."""
         names = self.trace.targets[target].names
         for name in names:
-            for path in _above(name):
-                if path in self._changed:
-                    yield "module", path
+            for path in self._made_of[_split(name)]:
+                yield "module", path
             tensor = self._live.get(_split(name))
             if tensor is not None:
                 yield "storage", tensor.untyped_storage()._cdata
@@ -262,13 +263,6 @@ def _without_repeats(regions: list[Region], extent: int) -> list[Region]:
         if region.is_injective and find_overlap([*kept, region], extent) is None:
             kept.append(region)
     return kept
-
-
-def _above(name: str) -> Iterable[str]:
-    """Paths of the modules that a tensor belongs to, the nearest first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _split(name: str) -> tuple[str, str]:

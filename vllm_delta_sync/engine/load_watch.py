@@ -20,6 +20,9 @@ Place = tuple[str, str]
 """(path of a module, path of a tensor from there)."""
 Process = Callable[[Any, "Iterable[str] | None"], None]
 """(model, paths of modules, None for all): do what is done after loading."""
+NOTHING: frozenset[int] = frozenset()
+UNKNOWN = -1
+"""In the place of a storage: something within the module may have gone into it."""
 INITIAL_ELEMENTS = 4096
 """Tensors up to this size are kept as they were before the step: scales and the like that no checkpoint fills."""
 
@@ -30,7 +33,7 @@ class Record:
 
     Attributes:
         skeleton: the model as its loader knows it, on the meta device.
-        changed: paths of the modules that the step left with other tensors made of what the model had, in its order.
+        changed: per module that the step left with other tensors, or numbers, made of what the model had: of which.
         process: the step, for modules of a replica.
         initial: small tensors as they were before the step, copied.
         live: where each tensor of the skeleton's modules is now, for as long as it is.
@@ -40,7 +43,7 @@ class Record:
 
     skeleton: Any
     process: Process
-    changed: list[str] = field(default_factory=list)
+    changed: dict[str, set[Place]] = field(default_factory=dict)
     initial: dict[Place, torch.Tensor] = field(default_factory=dict)
     live: dict[Place, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     hidden: list[str] = field(default_factory=list)
@@ -57,15 +60,16 @@ def record_of(model: Any) -> Record | None:
 class _Follow(TorchDispatchMode):
     """Follows what is made of a model's tensors, and what is written.
 
-    A storage counts as made of them until it is known not to be: one that was made without being filled, and that no
-    operation seen here filled, may have been filled by a kernel that is called in another way.
+    Memory that was made without being filled may have been filled by a kernel that is not called as an operator, of
+    whatever: it counts as made of UNKNOWN too.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.written: set[int] = set()
         self.hidden: set[str] = set()
-        self.made_of_it = {t.untyped_storage()._cdata for _, _, t in walk(model) if is_plain(t)}
+        storages = (tensor.untyped_storage()._cdata for _, _, tensor in walk(model) if is_plain(tensor))
+        self.made_of = {storage: frozenset((storage,)) for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,20 +80,25 @@ class _Follow(TorchDispatchMode):
         found = func(*args, **kwargs)
         # What fills memory anew does not depend on what was there.
         sources = given - touched if func in OVERWRITES else given
-        made_of_it = bool(sources & self.made_of_it)
+        made_of = NOTHING.union(*(self.made_of.get(storage, NOTHING) for storage in sources))
         # What torch's own operators answer with are values that a module keeps where they can be compared.
-        if made_of_it and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
+        if made_of and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
             self.hidden.add(str(func))
         self.written |= touched
         fresh = {t.untyped_storage()._cdata for t in tensors_in(found) if is_plain(t)} - given
-        is_blank = "empty" in func.__name__
-        for storage in fresh | touched:
-            if made_of_it or (is_blank and storage in fresh):
-                self.made_of_it.add(storage)
-            elif storage in fresh or (func in OVERWRITES and storage in whole):
-                # An address may be that of memory that is gone.
-                self.made_of_it.discard(storage)
+        unfilled = frozenset((UNKNOWN,)) if "empty" in func.__name__ else NOTHING
+        for storage in fresh:
+            # An address may be that of memory that is gone.
+            self.made_of[storage] = made_of | unfilled
+        for storage in touched - fresh:
+            before = NOTHING if func in OVERWRITES and storage in whole else self.made_of.get(storage, NOTHING)
+            self.made_of[storage] = before | made_of
         return found
+
+
+def is_under(path: str, modules: Iterable[str]) -> bool:
+    """Whether a module is one of these, or within one."""
+    return any(not module or path == module or path.startswith(module + ".") for module in modules)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -125,17 +134,24 @@ def watched(model: Any, process: Process) -> Record:
         process(model, None)
     # Another view of memory that is as it was shows whatever is written there.
     kept = {seen.storage for seen in before.values() if seen.is_kept} - follow.written
-    changed: set[str] = set()
+    made_of: dict[str, frozenset[int]] = {}
     for path, name, tensor in walk(model):
         if not is_plain(tensor):
             continue
         record.live[path, name] = weakref.ref(tensor)
         storage = tensor.untyped_storage()._cdata
-        if storage in follow.made_of_it and storage not in kept:
-            changed.add(path)
-    changed.update(at[0] for at, value in _floats(model).items() if numbers.get(at) != value)
+        if storage not in kept and follow.made_of.get(storage):
+            made_of[path] = made_of.get(path, NOTHING) | follow.made_of[storage]
+    for (path, name), value in _floats(model).items():
+        if numbers.get((path, name)) != value:
+            made_of[path] = made_of.get(path, NOTHING) | {UNKNOWN}
+    for path, storages in made_of.items():
+        record.changed[path] = {
+            at
+            for at, seen in before.items()
+            if seen.storage in storages or (UNKNOWN in storages and is_under(at[0], (path,)))
+        }
     record.hidden = sorted(follow.hidden)
-    record.changed = [path for path, _ in model.named_modules() if path in changed]
     _records[model] = record
     return record
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_delta_sync.engine.load_watch import Place, Record
+from vllm_delta_sync.engine.load_watch import Place, Record, is_under
 from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, place, replicate, walk, walk_numbers
 from vllm_delta_sync.engine.trace import written_by
 from vllm_delta_sync.errors import ModelError
@@ -26,13 +26,19 @@ class Part:
 
     Attributes:
         tensors: ids, ascending. places: memory that they are loaded to.
-        modules: paths of those worked on after loading. reason: why they are not patched by address.
+        modules: paths of those worked on after loading. others: memory that none of it is about, wherever it is.
+        reason: why they are not patched by address.
     """
 
     tensors: list[int]
     places: set[Place]
     modules: set[str]
+    others: set[Place]
     reason: str
+
+    def holds(self, path: str, name: str) -> bool:
+        """Whether a tensor is this part's memory, or what may come out of it."""
+        return (path, name) in self.places or (is_under(path, self.modules) and (path, name) not in self.others)
 
 
 class _Guard(TorchDispatchMode):
@@ -61,7 +67,7 @@ def numbers_in(model: Any, part: Part) -> dict[Place, float]:
     """Numbers in the modules of a part that are worked on after loading, by where they are."""
     if not part.modules:
         return {}
-    return {(path, name): value for path, name, value in walk_numbers(model) if _is_under(path, part.modules)}
+    return {(path, name): value for path, name, value in walk_numbers(model) if is_under(path, part.modules)}
 
 
 class Replayer:
@@ -99,7 +105,7 @@ class Replayer:
             tensors = {
                 (path, name): tensor
                 for path, name, tensor in found
-                if ((path, name) in part.places or _is_under(path, part.modules)) and tensor.element_size() in SIGNED
+                if part.holds(path, name) and tensor.element_size() in SIGNED
             }
             yield part, Loaded(tensors, numbers_in(replica, part))
 
@@ -112,7 +118,7 @@ class Replayer:
             with torch.no_grad(), _Guard(self.model):
                 replica.load_weights(weights)
                 if part.modules and self.record is not None:
-                    self.record.process(replica, self._under(part.modules))
+                    self.record.process(replica, self._worked_on(part))
         except ModelError as error:
             raise ModelError(f"tensor {name!r} is not patched by address ({part.reason}); {error.message}") from error
         except Exception as error:  # loader and kernels are foreign code and may raise anything
@@ -122,8 +128,11 @@ class Replayer:
             ) from error
         return replica
 
-    def _under(self, modules: set[str]) -> list[str]:
-        return [path for path, _ in self._skeleton.named_modules() if _is_under(path, modules)]
+    def _worked_on(self, part: Part) -> list[str]:
+        """Modules of a part, and those within them that hold its memory."""
+        holders = {path for path, _ in part.places}
+        paths = [path for path, _ in self._skeleton.named_modules()]
+        return [p for p in paths if p in part.modules or (p in holders and is_under(p, part.modules))]
 
     def _leaf(self, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
         """Memory for a part's tensors, filled as before loading where that is known; none for all others."""
@@ -131,7 +140,7 @@ class Replayer:
         wanted: dict[int, torch.UntypedStorage] = {}
         fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
         for path, name, tensor in walk(self._skeleton):
-            if not is_plain(tensor) or not ((path, name) in part.places or _is_under(path, part.modules)):
+            if not is_plain(tensor) or not part.holds(path, name):
                 continue
             known = tensor.untyped_storage()
             if known._cdata not in wanted:
@@ -151,7 +160,7 @@ class Replayer:
 
     def _initial(self, path: str, name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor | None:
         """What a tensor holds where no loader writes, if that is known."""
-        if _is_under(path, part.modules):
+        if is_under(path, part.modules):
             return None if self.record is None else self.record.initial.get((path, name))
         live = self.live.get((path, name))
         same = live is not None and (live.shape, live.dtype) == (tensor.shape, tensor.dtype)
@@ -163,6 +172,7 @@ def _joined(parts: list[Part]) -> Part:
         sorted(tensor for part in parts for tensor in part.tensors),
         set().union(*(part.places for part in parts)),
         set().union(*(part.modules for part in parts)),
+        set.intersection(*(part.others for part in parts)),
         parts[0].reason,
     )
 
@@ -177,10 +187,6 @@ def live_tensors(model: Any, record: Record | None) -> dict[Place, torch.Tensor]
             if tensor is not None and id(tensor) in there:
                 found[at] = tensor
     return found
-
-
-def _is_under(path: str, modules: set[str]) -> bool:
-    return any(not module or path == module or path.startswith(module + ".") for module in modules)
 
 
 def owners_in(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
