@@ -13,7 +13,6 @@ from vllm_delta_sync.engine.transaction import (
     Answer,
     EnginePort,
     Mismatch,
-    PauseExpiredError,
     Transaction,
     brief,
     raise_if_error,
@@ -208,7 +207,7 @@ class Mover:
             return
         if served is not None:
             self._history.behind[served.version] = served
-        timings = timings | self._go_on(transaction, target, served)
+        timings = timings | self._go_on(transaction, target)
         self._ways.lessons.committed(target.version)
         self._trim()
         self._board.committed(leg, timings)
@@ -227,14 +226,12 @@ class Mover:
     def _transaction(self, target: int, **options: Any) -> Transaction:
         return Transaction(self._port, target, self._served_version, **options)
 
-    def _go_on(self, transaction: Transaction, target: Manifest, before: Manifest | None) -> dict[str, float]:
+    def _go_on(self, transaction: Transaction, target: Manifest) -> dict[str, float]:
         """Let generation go on with a new version; the timings."""
+        # Not shown before: the pause may have run out meanwhile, and then the engine has gone back.
+        timings = transaction.resume()
         self._board.set(served=target, broken=False)
-        try:
-            return transaction.resume()
-        except PauseExpiredError:
-            self._board.set(served=before)
-            raise
+        return timings
 
     def _trim(self) -> None:
         """Confirm the last commit. Only once generation goes on: until then, the undo data is the way back.
@@ -281,7 +278,7 @@ class Mover:
         except FingerprintError as error:
             self.distrust(error)
             raise
-        timings = self._go_on(transaction, target, served)
+        timings = self._go_on(transaction, target)
         self._board.set(holding=True, undo=[known for known in self._board.undo if known < version])
         self._trim()
         logger.info("went back from version %d to %d: pause %.1f ms", served.version, version, timings["pause"])
