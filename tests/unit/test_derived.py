@@ -243,3 +243,24 @@ def test_a_copy_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
     world.models = [model]
     world.use(ModulePort(model))
     assert "delta_sync_test.pack" in world.expect_fails("model").message
+
+
+def test_a_step_that_talks_to_other_ranks_is_refused(tmp_path: Path) -> None:
+    """It would be heard among what they say to each other while they generate."""
+
+    def summed(model: Any, paths: Iterable[str] | None) -> None:
+        finish(model, paths)
+        if paths is None or "latent" in list(paths):
+            torch.distributed.all_reduce(model.latent.absorbed)
+
+    world = WorkedWorld(tmp_path)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = Worked(0, 1)
+        model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+        load_watch.watched(model, summed)
+        world.models = [model]
+        world.use(ModulePort(model))
+        assert "talk to other ranks" in world.expect_fails("model").message
+    finally:
+        torch.distributed.destroy_process_group()

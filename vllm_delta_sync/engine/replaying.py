@@ -41,14 +41,20 @@ class Part:
         return (path, name) in self.places or (is_under(path, self.modules) and (path, name) not in self.others)
 
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+
+
 class _Guard(TorchDispatchMode):
-    """Lets nothing be written to the memory of a model."""
+    """Lets nothing be written to the memory of a model, and nothing be said to other ranks: generation goes on
+    meanwhile, and talks over the same channels."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._storages = {t.untyped_storage()._cdata for _, _, t in walk(model) if is_plain(t)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise ModelError(f"loading it again would talk to other ranks while they generate, by {func}")
         for tensor in written_by(func, args, kwargs or {}):
             if is_plain(tensor) and tensor.untyped_storage()._cdata in self._storages:
                 raise ModelError(f"loading it again beside the model would write to the model itself, by {func}")
