@@ -57,7 +57,8 @@ def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | No
     if compiler.unfilled:
         logger.warning("no tensor of the run is loaded to %s; that stays as it is", ", ".join(compiler.unfilled))
     if parts and shadows is not None:
-        replayer = Replayer(model, skeleton, table, record)
+        places = frozenset(_split(name) for target in trace.targets for name in target.names)
+        replayer = Replayer(model, skeleton, table, record, places)
         routes.derived = Derived.prove(routes, replayer, parts, shadows)
     return routes
 
@@ -122,8 +123,7 @@ class _Compiler:
         targets = sorted(members["target"])
         names = {_split(name) for target in targets for name in self.trace.targets[target].names}
         reason = next((self._reasons[target] for target in targets if target in self._reasons), "")
-        others = {_split(name) for target in self.trace.targets for name in target.names} - names
-        return Part(sorted(members["tensor"]), names | set(members["kept"]), set(members["module"]), others, reason)
+        return Part(sorted(members["tensor"]), names | set(members["kept"]), set(members["module"]), reason)
 
     def _seed(self) -> None:
         """Targets that hold something else than elements of the checkpoint, or are not where the loader put them."""

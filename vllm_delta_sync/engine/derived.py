@@ -7,6 +7,7 @@ when the version is committed, and lies in the patch for the way back. It is sho
 the shadows as they are, what the model holds, bit for bit; otherwise the model is refused.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,9 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.load_watch import Place
-from vllm_delta_sync.engine.patch import DensePatch, StagedPatch, dense_view
+from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch, dense_view
 from vllm_delta_sync.engine.regions import Region, coalesce
-from vllm_delta_sync.engine.replaying import Loaded, Part, Replayer, numbers_in
+from vllm_delta_sync.engine.replaying import Loaded, Part, Replayer
 from vllm_delta_sync.engine.replica import is_plain
 from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
 from vllm_delta_sync.errors import ModelError
@@ -94,9 +95,9 @@ class Derived:
                 routes.routes[tensor] = [Route(unit.shadows[tensor], whole, whole)] if spec.numel else []
                 routes.loaded[tensor], routes.groups[tensor] = bool(spec.numel), [0] * len(routes.routes[tensor])
             found.units.append(unit)
-        for unit, (part, again) in zip(found.units, replayer.load(parts, bits), strict=True):
+        for unit, (_, again) in zip(found.units, replayer.load(parts, bits), strict=True):
             unit.outputs = _outputs(unit, replayer, routes, again.tensors)
-            held = numbers_in(replayer.model, part)
+            held = replayer.numbers
             unit.numbers = {
                 at: value for at, value in again.numbers.items() if at in held and _is_same(held[at], value)
             }
@@ -118,8 +119,9 @@ class Derived:
         """
         bits: dict[int, Bits] = {}
         touched: list[Unit] = []
+        changes = _by_destination(patch)
         for unit in self.units:
-            after = {tensor: _after(patch, number, routes) for tensor, number in unit.shadows.items()}
+            after = {tensor: _after(changes[number], number, routes) for tensor, number in unit.shadows.items()}
             if everything or any(value is not None for value in after.values()):
                 touched.append(unit)
                 for tensor, value in after.items():
@@ -161,22 +163,33 @@ def _shadow(routes: RouteMap, number: int) -> Bits:
     return routes.destinations[number].bits
 
 
-def _after(patch: StagedPatch, number: int, routes: RouteMap) -> Bits | None:
-    """The bits that a shadow will have; None if they stay."""
-    bits: Bits | None = None
+Change = SparsePatch | tuple[Route, torch.Tensor]
+
+
+def _by_destination(patch: StagedPatch) -> dict[int, list[Change]]:
+    """What a patch does to each destination, in its order."""
+    found: dict[int, list[Change]] = defaultdict(list)
     for sparse in patch.sparse:
-        if sparse.destination == number:
-            bits = _shadow(routes, number).copy() if bits is None else bits
-            if sparse.relative:
-                apply_distances(sparse.element, bits, sparse.positions.astype(np.int64), sparse.data)
-            else:
-                bits[sparse.positions] = sparse.data
+        found[sparse.destination].append(sparse)
     for dense in patch.dense:
         for route, buffer in dense.parts:
-            if route.destination == number:
-                bits = _shadow(routes, number).copy() if bits is None else bits
-                signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
-                dense_view(signed, route).copy_(buffer)
+            found[route.destination].append((route, buffer))
+    return found
+
+
+def _after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
+    """The bits that a shadow will have; None if they stay."""
+    if not changes:
+        return None
+    bits = _shadow(routes, number).copy()
+    for change in changes:
+        if not isinstance(change, SparsePatch):
+            signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
+            dense_view(signed, change[0]).copy_(change[1])
+        elif change.relative:
+            apply_distances(change.element, bits, change.positions.astype(np.int64), change.data)
+        else:
+            bits[change.positions] = change.data
     return bits
 
 

@@ -26,19 +26,13 @@ class Part:
 
     Attributes:
         tensors: ids, ascending. places: memory that they are loaded to.
-        modules: paths of those worked on after loading. others: memory that none of it is about, wherever it is.
-        reason: why they are not patched by address.
+        modules: paths of those worked on after loading. reason: why they are not patched by address.
     """
 
     tensors: list[int]
     places: set[Place]
     modules: set[str]
-    others: set[Place]
     reason: str
-
-    def holds(self, path: str, name: str) -> bool:
-        """Whether a tensor is this part's memory, or what may come out of it."""
-        return (path, name) in self.places or (is_under(path, self.modules) and (path, name) not in self.others)
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -69,19 +63,19 @@ class Loaded:
     numbers: dict[Place, float]
 
 
-def numbers_in(model: Any, part: Part) -> dict[Place, float]:
-    """Numbers in the modules of a part that are worked on after loading, by where they are."""
-    if not part.modules:
-        return {}
-    return {(path, name): value for path, name, value in walk_numbers(model) if is_under(path, part.modules)}
-
-
 class Replayer:
-    """Loads parts of a model again, into memory of their own."""
+    """Loads parts of a model again, into memory of their own.
 
-    def __init__(self, model: Any, skeleton: Any, table: TensorTable, record: Record | None) -> None:
+    Args:
+        targets: all memory that the loader may write.
+    """
+
+    def __init__(
+        self, model: Any, skeleton: Any, table: TensorTable, record: Record | None, targets: frozenset[Place]
+    ) -> None:
         self.model, self.record = model, record
-        self._skeleton, self._table = skeleton, table
+        self._skeleton, self._table, self._targets = skeleton, table, targets
+        self.numbers = {(path, name): value for path, name, value in walk_numbers(model)}
         self.live = live_tensors(model, record)
         self.owners = owners_in(model)
         self._device = next((t.device for _, _, t in walk(model) if is_plain(t)), torch.device("cpu"))
@@ -106,14 +100,16 @@ class Replayer:
 
     def _load(self, parts: list[Part], bits: dict[int, Bits]) -> Iterator[tuple[Part, "Loaded"]]:
         replica = self._loaded(_joined(parts), bits)
-        found = [at for at in walk(replica) if is_plain(at[2]) and at[2].device.type != "meta"]
-        for part in parts:
-            tensors = {
-                (path, name): tensor
-                for path, name, tensor in found
-                if part.holds(path, name) and tensor.element_size() in SIGNED
-            }
-            yield part, Loaded(tensors, numbers_in(replica, part))
+        found = [Loaded({}, {}) for _ in parts]
+        of = _Index(parts, self._targets)
+        for path, name, tensor in walk(replica):
+            if is_plain(tensor) and tensor.device.type != "meta" and tensor.element_size() in SIGNED:
+                for number in of.holders(path, name):
+                    found[number].tensors[path, name] = tensor
+        for path, name, value in walk_numbers(replica):
+            for number in of.workers(path):
+                found[number].numbers[path, name] = value
+        yield from zip(parts, found, strict=True)
 
     def _loaded(self, part: Part, bits: dict[int, Bits]) -> Any:
         """A replica that has loaded a part, and is worked on as far as that needs it."""
@@ -145,8 +141,9 @@ class Replayer:
         bare = MetaLeaf()
         wanted: dict[int, torch.UntypedStorage] = {}
         fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
+        of = _Index([part], self._targets)
         for path, name, tensor in walk(self._skeleton):
-            if not is_plain(tensor) or not part.holds(path, name):
+            if not is_plain(tensor) or not of.holders(path, name):
                 continue
             known = tensor.untyped_storage()
             if known._cdata not in wanted:
@@ -173,12 +170,40 @@ class Replayer:
         return live.detach() if same and live is not None else None
 
 
+class _Index:
+    """Finds the parts that something in a model belongs to, by their numbers."""
+
+    def __init__(self, parts: Sequence[Part], targets: frozenset[Place]) -> None:
+        self._targets = targets
+        self._of_place: dict[Place, list[int]] = defaultdict(list)
+        self._of_module: dict[str, list[int]] = defaultdict(list)
+        for number, part in enumerate(parts):
+            for at in part.places:
+                self._of_place[at].append(number)
+            for module in part.modules:
+                self._of_module[module].append(number)
+
+    def holders(self, path: str, name: str) -> list[int]:
+        """Parts that a tensor is the memory of, or may come out of."""
+        known = self._of_place.get((path, name))
+        if known is not None or (path, name) in self._targets:
+            return known or []
+        return self.workers(path)
+
+    def workers(self, path: str) -> list[int]:
+        """Parts that work on a module, or on one that it is within."""
+        found = list(self._of_module.get(path, ()))
+        while path:
+            path = path.rpartition(".")[0]
+            found += self._of_module.get(path, ())
+        return sorted(set(found))
+
+
 def _joined(parts: list[Part]) -> Part:
     return Part(
         sorted(tensor for part in parts for tensor in part.tensors),
         set().union(*(part.places for part in parts)),
         set().union(*(part.modules for part in parts)),
-        set.intersection(*(part.others for part in parts)),
         parts[0].reason,
     )
 
