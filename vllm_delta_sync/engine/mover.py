@@ -229,7 +229,11 @@ class Mover:
     def _go_on(self, transaction: Transaction, target: Manifest) -> dict[str, float]:
         """Let generation go on with a new version; the timings."""
         # Not shown before: the pause may have run out meanwhile, and then the engine has gone back.
-        timings = transaction.resume()
+        try:
+            timings = transaction.resume()
+        except WeightsLostError:
+            self._board.set(served=target, broken=False)
+            raise
         self._board.set(served=target, broken=False)
         return timings
 
