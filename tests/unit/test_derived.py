@@ -264,3 +264,48 @@ def test_a_step_that_talks_to_other_ranks_is_refused(tmp_path: Path) -> None:
         assert "talk to other ranks" in world.expect_fails("model").message
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Keeping(Worked):
+    """Keeps something of one of the tensors that it fuses."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            if name == "q.weight":
+                self.doubled = tensor.float() * 2
+
+
+def test_what_a_loader_keeps_is_loaded_again_with_all_that_is_fused(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+
+    def fresh() -> Any:
+        model = Keeping(0, 1)
+        model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+        load_watch.watched(model, finish)
+        return model
+
+    model = fresh()
+    world.models = [model]
+    world.use(ModulePort(model))
+    for version in range(1, 4):
+        world.train(version)
+        world.receiver.advance()
+        assert torch.equal(every(model), every(fresh()))
+    assert world.receiver.status()["ranks"][0]["derived"] == ["k.weight", "model.norm.weight", "q.weight", "v.weight"]
+
+
+def test_a_step_that_reaches_for_the_model_itself_is_refused(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    (model,) = load(world.tensors)
+
+    def reaching(_: Any, paths: Iterable[str] | None) -> None:
+        if paths is not None:
+            model.latent.absorbed.mul_(2)
+
+    record = load_watch.record_of(model)
+    assert record is not None
+    record.process = reaching
+    world.models = [model]
+    world.use(ModulePort(model))
+    assert "write to the model itself" in world.expect_fails("model").message

@@ -80,6 +80,12 @@ class _Compiler:
         for copy in trace.copies:
             self._of_tensor[copy.tensor].append(copy)
             self._of_target[copy.target].append(copy)
+        self._computed_of_tensor: dict[int, set[int]] = defaultdict(set)
+        self._computed_of_target: dict[int, set[int]] = defaultdict(set)
+        for computed in trace.computed:
+            self._computed_of_target[computed.target] |= computed.tensors
+            for tensor in computed.tensors:
+                self._computed_of_tensor[tensor].add(computed.target)
         # What is not patched by address, and why: by target, and by tensor.
         self._reasons: dict[int, str] = {}
         self.unfilled: list[str] = []
@@ -107,12 +113,10 @@ class _Compiler:
                         for node in self._neighbours(other):
                             groups.join(("target", other), node)
         for place, tensors in self.trace.kept.items():
+            # Of a tensor that is loaded nowhere else, too.
             self._apart.update(tensors)
             for tensor in tensors:
                 groups.join(("kept", place), ("tensor", tensor))
-                for other in self._targets_of(tensor):
-                    groups.join(("target", other), ("tensor", tensor))
-                    self._reasons.setdefault(other, f"{'.'.join(place)} is kept by the loader")
         found = [self._part(nodes) for nodes in groups.all()]
         return [part for part in found if part.tensors]
 
@@ -129,6 +133,9 @@ class _Compiler:
         """Targets that hold something else than elements of the checkpoint, or are not where the loader put them."""
         for computed in self.trace.computed:
             self._reasons.setdefault(computed.target, computed.reason)
+        for place, tensors in self.trace.kept.items():
+            for other in (other for tensor in tensors for other in self._targets_of(tensor)):
+                self._reasons.setdefault(other, f"{'.'.join(place)} is kept by the loader")
         for tensor, copies in self._of_tensor.items():
             reason = _repeated(self.trace.table[tensor].name, self.trace.table[tensor].numel, copies)
             if reason is not None:
@@ -164,12 +171,10 @@ class _Compiler:
                 yield "storage", tensor.untyped_storage()._cdata
 
     def _tensors_in(self, target: int) -> set[int]:
-        found = {copy.tensor for copy in self._of_target[target]}
-        return found.union(*(item.tensors for item in self.trace.computed if item.target == target))
+        return {copy.tensor for copy in self._of_target[target]} | self._computed_of_target[target]
 
     def _targets_of(self, tensor: int) -> set[int]:
-        found = {copy.target for copy in self._of_tensor[tensor]}
-        return found | {item.target for item in self.trace.computed if tensor in item.tensors}
+        return {copy.target for copy in self._of_tensor[tensor]} | self._computed_of_tensor[tensor]
 
     def _clash(self, target: int) -> str | None:
         """Why the copies into a target cannot be told apart, if so."""
@@ -183,11 +188,11 @@ class _Compiler:
             first, second = (self.trace.table[copies[position].tensor].name for position in pair)
             return f"tensors {first!r} and {second!r} are loaded to the same memory of {held.names[0]!r}"
         for of, region, before in self.trace.paddings:
+            if of != target or not region.numel:
+                continue
             # Constants that were there before the copies are gone, and those beside them stay.
             earlier = [copy for copy in self.trace.copies[:before] if copy.target == target]
-            if of != target or not region.numel or not earlier:
-                continue
-            if find_overlap([*(copy.place for copy in earlier), region], held.numel) is not None:
+            if earlier and find_overlap([*(copy.place for copy in earlier), region], held.numel) is not None:
                 name = self.trace.table[earlier[0].tensor].name
                 return f"tensors {name!r} and 'padding' are loaded to the same memory of {held.names[0]!r}"
         return None

@@ -71,7 +71,7 @@ class Derived:
         routes: RouteMap,
         replayer: Replayer,
         parts: Sequence[Part],
-        shadows: Callable[[list[int]], dict[int, Bits]],
+        shadows: Shadows,
     ) -> "Derived":
         """Make units of parts, with routes to their shadows.
 
@@ -126,9 +126,8 @@ class Derived:
                 touched.append(unit)
                 for tensor, value in after.items():
                     bits[tensor] = _shadow(routes, unit.shadows[tensor]) if value is None else value
-        # A patch must not be seen to grow while it is read.
-        added = [parts for parts in self._exchanges(touched, bits, routes) if parts]
-        patch.dense += [DensePatch(NO_TENSOR, parts) for parts in added]
+        found = self._exchanges(touched, bits, routes)
+        patch.dense += [DensePatch(NO_TENSOR, parts) for parts in found if parts]
 
     def held(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
         """Those of some tensors of which the model holds what their shadows lead to."""
