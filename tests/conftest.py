@@ -1,6 +1,7 @@
-"""For all tests: nothing that they start reaches anything outside of this machine."""
+"""For all tests: nothing that they start reaches anything outside of this machine, or what earlier tests left."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -16,3 +17,11 @@ settings.load_profile("fixed")
 def pytest_configure(config: pytest.Config) -> None:
     """A client without credentials would ask a cloud's metadata service for some."""
     os.environ.update(NOWHERE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What servers keep for their next life; a run of these tests may lie where one of earlier tests lay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield

@@ -22,7 +22,7 @@ from vllm_delta_sync.engine.service import ReceiverService
 HERE, ELSEWHERE = ("127.0.0.1", 50000), ("192.0.2.7", 50000)
 TOKEN = "correct-horse-battery-staple"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
-CHANGING = ("sync", "rollback", "hold", "release", "verify")
+CHANGING = ("sync", "rollback", "target", "hold", "release", "verify")
 """Every route that changes state."""
 
 

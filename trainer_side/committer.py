@@ -96,7 +96,7 @@ class Committer:
             self._check_share(patch, version)
             self._judge(patch, version, step, progress)
             self._make_durable(patch, version, step, progress, watch)
-            self.writer.announce()
+            self.writer.point_head()
             progress.seconds["upload"] = watch.lap()
             progress.seconds["total"] = watch.total
         except DeltaSyncError as error:
@@ -273,6 +273,8 @@ class Committer:
             )
             progress.payload_bytes, progress.codec = manifest.payload_bytes, manifest.codec
             self._commit(self._options.keyring.signed(manifest), patch)
+            # What is left to do for the run takes as many round trips as its receivers need to see the version.
+            self.writer.notify()
             for ref, data in zip(objects, encoded, strict=True):
                 self.writer.put_missing(ref, data)
         except (ConflictError, UncertainError):

@@ -29,6 +29,7 @@ from vllm_delta_sync.trust.head import HEAD_SECONDS
 from vllm_delta_sync.wire.compression import Compression
 
 if TYPE_CHECKING:
+    from vllm_delta_sync.chain.fleet import Replica
     from vllm_delta_sync.wire.documents import Tag
 
 logger = guarded_logger(__name__)
@@ -291,6 +292,31 @@ class Publisher:
             if milestone:
                 self._upkeep.milestone(number)
         return tag
+
+    def wait_served(self, version: int | None = None, replicas: int = 1, timeout: float = 60.0) -> "list[Replica]":
+        """Wait until all servers that follow the run, and have a ``receiver_id``, serve a version: see ``Fleet.wait``.
+
+        Other threads may publish meanwhile.
+
+        Args:
+            version: None for the newest, once everything published is durable. timeout: seconds, from then on.
+
+        Returns:
+            all servers, those that have ended included, as they were then.
+
+        Raises:
+            FleetLateError: they do not, in that time; the message names who lags. StoreError: the store failed.
+            UsageError: a number makes no sense, or the publisher is closed. Else as ``flush``.
+        """
+        from vllm_delta_sync.chain.fleet import Fleet
+
+        with self._lock:
+            self._refuse_closed()
+            if version is None:
+                self._settled()
+            wanted = self.version if version is None else check_version(version)
+            run = self._committer.run
+        return Fleet(run).wait(wanted, replicas, timeout)
 
     def close(self) -> None:
         """Flush, and give back threads, sockets and connections. May be called twice.

@@ -1,6 +1,6 @@
 """The writing end of a run: one version after another.
 
-Order: objects, manifest (create-if-absent: the commit point), HEAD, notice. A reader that comes at any moment
+Order: objects, manifest (create-if-absent: the commit point), notice, HEAD. A reader that comes at any moment
 finds whole versions only.
 """
 
@@ -112,7 +112,7 @@ class RunWriter:
     def use_notice(self, notice: NoticePublisher) -> None:
         """Announce versions there from now on, the newest one at once; the caller closes it."""
         self._notice = notice
-        self._notify()
+        self.notify()
 
     def put_object(self, data: bytes) -> ObjectRef:
         """Store a version's object under its digest; from any thread.
@@ -197,11 +197,12 @@ class RunWriter:
         self._tried.clear()
 
     def announce(self) -> None:
-        """Point HEAD at the newest version and send a notice; a failure only warns."""
+        """Send a notice of the newest version and point HEAD at it; a failure only warns."""
+        self.notify()
         self.point_head()
-        self._notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Send a notice of the newest version: readers look beyond HEAD. A failure only warns."""
         if self._notice is None or self.newest is None:
             return
         try:

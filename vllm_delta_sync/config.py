@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync import admin_token
-from vllm_delta_sync.bucket import StoreOptions, scheme_of
-from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.bucket import StoreOptions, check_url, scheme_of
+from vllm_delta_sync.errors import SettingsError, UsageError
 from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.documents import RECEIVER_ID, TAG_NAME
+from vllm_delta_sync.wire.limits import MAX_LEASE_SECONDS, MAX_SLOTS
 
 ENV_PREFIX = "DELTA_SYNC_"
 CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
@@ -47,12 +48,15 @@ class Settings(StoreOptions):
         Field(
             pattern=TARGET,
             description="Version to serve: head, a version's number, or tag:NAME, which is followed as the tag moves "
-            "forward. A server never goes back by itself.",
+            "forward. A server never goes back by itself. POST /delta_sync/target chooses another one at run time.",
         ),
     ] = HEAD
     policy: Annotated[
         Literal["follow", "manual"],
-        Field(description="follow: every new version is taken at once. manual: only on POST /delta_sync/sync."),
+        Field(
+            description="follow: every new version is taken at once. manual: only on POST /delta_sync/sync; until then "
+            "the bucket is looked into, and `lag` says what waits there."
+        ),
     ] = "follow"
     poll_seconds: Annotated[
         float, Field(gt=0, le=3600, description="Seconds between looks into the bucket when no notice comes.")
@@ -83,8 +87,9 @@ class Settings(StoreOptions):
     state_dir: Annotated[
         Path | None,
         Field(
-            description="Directory of this user, on a disk that outlives the server, where it keeps what it has seen "
-            "of the run. Goes with `trusted_keys`. Default: `vllm-delta-sync` in $XDG_STATE_HOME or ~/.local/state."
+            description="Directory of this user, on a disk that outlives the server, where it keeps what it was told "
+            "at run time (a hold, a target) and, with `trusted_keys`, what it has seen of the run. Default: "
+            "`vllm-delta-sync` in $XDG_STATE_HOME or ~/.local/state."
         ),
     ] = None
     expired_head: Annotated[
@@ -112,6 +117,15 @@ class Settings(StoreOptions):
             "abort: end them."
         ),
     ] = "keep"
+    wait_seconds: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=86400,
+            description="With `pause_mode` wait: longest that a commit waits for requests in flight to finish, while "
+            "new ones wait. After that generation goes on as before, and the commit is tried again later.",
+        ),
+    ] = 600.0
     prefix_cache: Annotated[
         Literal["reset", "keep"],
         Field(
@@ -140,7 +154,8 @@ class Settings(StoreOptions):
         int,
         Field(
             ge=0,
-            description="Memory of each rank for the undo log: commits that POST /delta_sync/rollback can take back.",
+            description="Memory of each rank for the undo log: commits that POST /delta_sync/rollback takes back "
+            "without the bucket.",
         ),
     ] = 1024**3
     rescan_bytes: Annotated[
@@ -171,10 +186,45 @@ class Settings(StoreOptions):
         str | None,
         Field(
             pattern=rf"^{RECEIVER_ID.pattern}$",
-            description="Name under which this server tells retention what it serves and may go back to, in an object "
-            "that it writes into the bucket again and again. Without it nothing is written.",
+            description="Name of this server, one of its own among those of the run, under which it tells in the "
+            "bucket what it serves and may go back to, for `delta-sync fleet`, for who waits for a version, and for "
+            "retention. Without it nothing is written.",
         ),
     ] = None
+    lease_seconds: Annotated[
+        int,
+        Field(
+            ge=3,
+            le=MAX_LEASE_SECONDS,
+            description="How long what is told under `receiver_id` holds: a server that is gone is waited for, and its "
+            "versions are kept, no longer. It is told again after a third of that, and whenever something changes.",
+        ),
+    ] = 60
+    fleet_pauses: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_SLOTS,
+            description="Servers of the run that may be paused at once for a commit, where all of them have this "
+            "setting: they take turns, by objects in the bucket. Goes with `receiver_id`. None: whenever they like.",
+        ),
+    ] = None
+    max_lag: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="Versions behind the newest that following leads to (or a number given as `target`) beyond "
+            "which GET /delta_sync/ready says no. none: any lag is fine.",
+        ),
+    ] = None
+    min_version_seconds: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=3600,
+            description="Longest that a request with the header X-Delta-Sync-Min-Version waits for its version.",
+        ),
+    ] = 30.0
     admin_token_file: Annotated[
         Path | None,
         Field(
@@ -246,9 +296,17 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
         settings = Settings.model_validate(values)
     except ValidationError as error:
         raise SettingsError(_explain(error)) from error
+    try:
+        check_url(settings.bucket)
+    except UsageError as error:
+        raise SettingsError(f"setting 'bucket': {error.message}") from error
     if (settings.notice_key is None) != (settings.notice_server_key is None):
         missing = "notice_key" if settings.notice_key is None else "notice_server_key"
         raise SettingsError(f"setting {missing!r} is missing; notice_key and notice_server_key go together")
+    if settings.fleet_pauses is not None and settings.receiver_id is None:
+        raise SettingsError(
+            f"setting 'receiver_id' is missing: servers take turns (fleet_pauses = {settings.fleet_pauses}) under names"
+        )
     return settings
 
 

@@ -72,6 +72,63 @@ def test_url_beside_a_request_changes_nothing(tmp_path: Path) -> None:
     site.end()
 
 
+@pytest.mark.parametrize(
+    "scheme", ["http", "https", "s3", "hf", "gs", "az", "file", "memory", "ftp", "HTTP", "file+http"]
+)
+def test_bucket_to_follow_that_is_not_beside_the_configured_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Not opened, not even to look whether it is a run."""
+    site = Site(tmp_path)
+    site.serve()
+    opened: list[str] = []
+    monkeypatch.setattr("vllm_delta_sync.chain.open_run", lambda url, *rest: opened.append(url))
+    monkeypatch.setattr("vllm_delta_sync.engine.history.open_run", lambda url, *rest: opened.append(url))
+    parent = tmp_path.as_posix()
+    with trap() as place:
+        for url in (
+            f"{scheme}://{place}/run",
+            f"{scheme}://key:hidden@{place}/run",
+            f"{scheme}://{place}{parent}/other",
+            f"{scheme}:{parent}/other/../run",
+            f"{scheme}://{place}",
+        ):
+            answer = site.client().post("/delta_sync/target", json={"target": "head", "bucket": url})
+            assert answer.status_code == 400, url
+            assert place not in answer.text
+        for body in (
+            {"target": f"{scheme}://{place}/run"},
+            {"target": f"tag:{scheme}://{place}/run"},
+            {"target": "head", "url": f"{scheme}://{place}/run"},
+            {"target": "head", "bucket": {"url": f"{scheme}://{place}/run"}},
+            {"target": "head", "bucket": ""},
+        ):
+            assert site.client().post("/delta_sync/target", json=body).status_code == 400
+    assert opened == []
+    assert site.service.receiver.status()["last_error"] is None
+    site.end()
+
+
+def test_bucket_to_follow_that_is_above_below_or_hidden(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.serve()
+    for url in (
+        "/etc",
+        "/",
+        f"{tmp_path}/run/../other",
+        f"{tmp_path}/run/objects",
+        f"{tmp_path}/.run",
+        f"{tmp_path}//x",
+    ):
+        answer = site.client().post("/delta_sync/target", json={"target": "head", "bucket": url})
+        assert answer.status_code == 400, url
+        assert answer.json()["error"]["kind"] == "usage"
+    # Beside it, and not there.
+    answer = site.client().post("/delta_sync/target", json={"target": "head", "bucket": f"{tmp_path}/other"})
+    assert answer.status_code == 404
+    site.end()
+
+
 @pytest.mark.parametrize("scheme", ["http", "https", "s3", "hf", "HTTP", "file+http"])
 def test_branch_that_says_its_source_is_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, scheme: str

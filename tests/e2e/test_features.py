@@ -48,7 +48,7 @@ def run(root: Path, options: dict[str, Any]) -> "subprocess.CompletedProcess[byt
         pytest.param({}, id="compiled"),
         pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8}, id="lora"),
         pytest.param({**EAGER, "sleep": 2}, id="sleep-2"),
-        pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model"),
+        pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model", marks=pytest.mark.slow),
         pytest.param({**EAGER, "sleep": 1}, id="sleep-1", marks=pytest.mark.slow),
         pytest.param({**EAGER, "kv_cache_dtype": "fp8"}, id="kv-cache-fp8", marks=pytest.mark.slow),
         pytest.param({**EAGER, "speculative_config": NGRAM}, id="ngram", marks=pytest.mark.slow),

@@ -107,7 +107,7 @@ def command_of(family: str, base: Path, url: str, notice: str) -> tuple[list[str
     return plain_vllm_serve(base, "--worker-extension-cls", "vllm_delta_sync.engine.WorkerExtension"), environment
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_follows_training_bit_for_bit(tmp_path: Path, family: str) -> None:
     model = make_model(family)
     base = save_checkpoint(model, tmp_path / "base")
@@ -166,7 +166,7 @@ def check_in_flight(responses: list[Any]) -> None:
 
 
 def check_answers(server: Server) -> None:
-    """Header and spans of plain, several-prompt, several-choice and chat requests; none on streams."""
+    """Header and spans of plain, several-prompt, several-choice and chat requests; streams are in test_spans.py."""
     body = {"model": "tiny", "prompt": ["the", "fox"], "n": 2, "max_tokens": 5, "ignore_eos": True}
     response = server.post("/v1/completions", body)
     assert response.headers["x-delta-sync-version"] == str(VERSIONS)

@@ -1,7 +1,9 @@
 """A publisher whose store fails at every step, or that meets another writer."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from tests.faults.hooks import FailAt, Hooked, Trainer, assert_holds, assert_tru
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError, StoreError
+from vllm_delta_sync.notice import NoticeSubscriber
 from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_key
 
 STEPS = ["objects/", "versions/"]
+PATIENCE_SECONDS = 60.0
 
 
 def test_order_of_writes_keeps_the_run_whole_at_every_moment(bucket: Hooked, trainer: Trainer) -> None:
@@ -229,3 +233,24 @@ def test_own_manifest_found_at_its_place_is_no_conflict(bucket: Hooked, trainer:
         trainer.step()
         assert publisher.publish(step=1).payload_bytes > 0
     assert open_run(bucket.url).verify().head == 1
+
+
+def test_a_notice_goes_out_before_head_is_written(bucket: Hooked, trainer: Trainer) -> None:
+    heard: list[int | None] = []
+    with Publisher(trainer.live, bucket, notice="tcp://127.0.0.1:*") as publisher:
+        run = open_run(bucket.url).info.run
+        with closing(NoticeSubscriber(str(publisher.notice_address), run)) as subscriber:
+            assert subscriber.receive(PATIENCE_SECONDS) is not None
+
+            def listen(key: str) -> None:
+                deadline = time.monotonic() + PATIENCE_SECONDS
+                while key == HEAD_KEY and heard[-1:] != [1] and time.monotonic() < deadline:
+                    notice = subscriber.receive(1.0)
+                    heard.append(None if notice is None else notice.version)
+
+            bucket.before = listen
+            trainer.step()
+            publisher.publish(step=1)
+            publisher.flush()
+    assert heard[-1:] == [1]
+    assert open_run(bucket.url).head().version == 1

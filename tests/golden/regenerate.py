@@ -20,7 +20,7 @@ from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.documents import Claim, KeyEntry, LastWord, Lease, Retention, Tag
+from vllm_delta_sync.wire.documents import Claim, KeyEntry, LastWord, Lease, Retention, Tag, Turn
 from vllm_delta_sync.wire.manifest import Document
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
@@ -107,14 +107,29 @@ def write_tree(directory: Path) -> RunWriter:
         writer.beside(5, Path(scratch))
     named = {"run": RUN, "version": 5, "manifest": writer.manifests[5].digest, "created_at": CREATED}
     lease = {"run": RUN, "receiver": "rollout-1", "served": 5, "target": 7, "pins": [4], "seconds": 60}
+    told = {
+        "step": 5,
+        "head": 7,
+        "lag": 2,
+        "state": "staging",
+        "following": "head",
+        "waiting": True,
+        "started_at": CREATED,
+        "error": {"kind": "store", "message": "no answer"},
+        "pause_ms": 12.5,
+    }
+    turn = {"run": RUN, "slot": 0, "receiver": "rollout-1", "holder": RUN, "version": 7, "seconds": 46}
     documents: dict[str, Document] = {
         side.tag_key("best"): Tag.model_validate({**named, "name": "best", "milestone": True}),
         side.claim_key(1): Claim.model_validate({**named, "epoch": 1, "writer": RUN}),
-        side.lease_key("rollout-1"): Lease.model_validate({**lease, "created_at": CREATED}),
+        side.lease_key("rollout-1"): Lease.model_validate({**lease, **told, "created_at": CREATED}),
+        side.turn_key(0, 1): Turn.model_validate({**turn, "number": 1, "created_at": CREATED}),
+        side.turn_key(0, 2): Turn.model_validate({**turn, "number": 2, "created_at": CREATED}),
         side.RETENTION_KEY: Retention.model_validate({"run": RUN, "gone": [[3, 3]], "created_at": CREATED}),
     }
     for key, document in documents.items():
         writer.bucket.put(key, document.to_bytes())
+    writer.bucket.put(side.turn_end_key(0, 1), side.TURN_END)
     writer.bucket.delete(writer.manifests[3].objects[0].key)
     return writer
 

@@ -184,7 +184,7 @@ def test_a_run_without_a_version(path: Path) -> None:
 
 
 def test_no_run_at_all(tmp_path: Path, path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"no run at 'file://.*': it has no run\.json; start a publisher"):
+    with pytest.raises(NotFoundError, match=r"no run at 'file://.*': there is no such bucket or folder; start a"):
         open_run(str(tmp_path / "nothing"))
     with pytest.raises(UsageError, match="gopher"):
         open_run("gopher://run")

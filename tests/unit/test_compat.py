@@ -52,6 +52,8 @@ LOADS = "--load-format delta_sync cannot start"
 SPANS = "answers do not say which version made which token"
 DOORS = "weights written from outside are not noticed before the next rescan"
 OFFLINE = "attach() cannot drive an LLM object"
+NATIVE = "vLLM's own weight transfer calls do not reach the controller"
+ATTACHED = "attach_async() cannot drive an AsyncLLM object"
 REFUSALS = "an option that cannot be followed is not refused"
 HTTP = "the server has no /delta_sync routes and follows nothing"
 DERIVED = "what vLLM computes from weights after loading goes stale"
@@ -62,6 +64,7 @@ EXECUTOR = "vllm.v1.executor.multiproc_executor"
 LOADERS = "vllm.model_executor.model_loader"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 WORKER = "vllm.v1.worker.gpu_worker"
+TRANSFER = "vllm.distributed.weight_transfer"
 ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
 COMMUNICATORS = "vllm.distributed.device_communicators"
 
@@ -122,10 +125,20 @@ TOUCHES = [
     ),
     Touch("spans.py", "vllm.v1.engine.async_llm", "AsyncLLM.generate", SPANS, ("self", "prompt", "sampling_params")),
     Touch("compat.py", "vllm.outputs", "CompletionOutput.weight_versions", SPANS, since="0.32"),
+    Touch("spans.py", "vllm.outputs", "RequestOutput.finished", SPANS),
+    Touch("spans.py", "vllm.outputs", "CompletionOutput.token_ids", SPANS),
+    *(
+        Touch("span_stream.py", f"vllm.entrypoints.openai.{api}.protocol", f"{chunk}.choices", SPANS)
+        for api, chunk in (
+            ("completion", "CompletionStreamResponse"),
+            ("chat_completion", "ChatCompletionStreamResponse"),
+        )
+    ),
     Touch("spans.py", "vllm.entrypoints.openai.completion.serving", "OpenAIServingCompletion.create_completion", SPANS),
     Touch(
         "spans.py", "vllm.entrypoints.openai.chat_completion.serving", "OpenAIServingChat.create_chat_completion", SPANS
     ),
+    Touch("metrics.py", "vllm.v1.metrics.prometheus", "get_prometheus_registry", "/metrics shows nothing of ours"),
     Touch("plugin.py", ENDPOINTS, "EndpointPlugin.attach_router", HTTP, ("self", "app"), exactly=True),
     Touch(
         "plugin.py",
@@ -200,6 +213,36 @@ TOUCHES = [
     Touch("foreign_writers.py", WORKER, "Worker.sleep", DOORS, ("level",)),
     Touch("foreign_writers.py", WORKER, "Worker.wake_up", DOORS, ("self", "tags"), exactly=True),
     Touch("foreign_writers.py", "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", DOORS),
+    Touch("transfer.py", TRANSFER, "WeightTransferEngineFactory._registry", NATIVE),
+    Touch("transfer.py", TRANSFER, "WeightTransferEngineFactory.register_engine", NATIVE, ("name", "class_name")),
+    Touch("transfer.py", "vllm.config", "VllmConfig.weight_transfer_config", NATIVE),
+    Touch("transfer.py", "vllm.config", "WeightTransferConfig.backend", NATIVE),
+    Touch("transfer.py", "vllm.exceptions", "GracefulHTTPError", NATIVE, ("message", "http_status")),
+    *(
+        Touch("transfer.py", owner, f"{cls}.{name}", NATIVE, takes, exactly=True, since=since)
+        for owner, cls in (("vllm.v1.engine.async_llm", "AsyncLLM"), ("vllm", "LLM"))
+        for name, takes, since in (
+            ("init_weight_transfer_engine", ("self", "request"), "0"),
+            ("shutdown_weight_transfer_engine", ("self",), "0.32"),
+            ("start_weight_update", ("self",), "0"),
+            ("start_draft_weight_update", ("self",), "0"),
+            ("update_weights", ("self", "request"), "0"),
+            ("finish_weight_update", ("self", "weight_version"), "0"),
+            ("update_weight_version", ("self", "new_version"), "0"),
+        )
+    ),
+    *(
+        Touch("transfer_worker.py", f"{TRANSFER}.base", f"WeightTransferEngine.{name}", NATIVE)
+        for name in (
+            "init_transfer_engine",
+            "start_weight_update",
+            "finish_weight_update",
+            "receive_weights",
+            "shutdown",
+        )
+    ),
+    Touch("attached.py", "vllm.v1.engine.async_llm", "AsyncLLM.vllm_config", ATTACHED),
+    Touch("attached.py", "vllm.v1.engine.async_llm", "AsyncLLM.engine_core", ATTACHED),
     Touch("ports.py", "vllm", "LLM.collective_rpc", OFFLINE, ("method", "args")),
     Touch("ports.py", "vllm", "LLM.reset_prefix_cache", OFFLINE),
     Touch("ports.py", "vllm", "LLM.llm_engine", OFFLINE),

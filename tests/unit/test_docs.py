@@ -37,6 +37,7 @@ FOREIGN_FLAGS = {
     "--max-model-len",
     "--port",
     "--worker-extension-cls",
+    "--weight-transfer-config",
     "--local-dir",
     "--no-deps",
     "--api-key",
@@ -50,6 +51,8 @@ FOREIGN_FLAGS = {
     "--enable-elastic-ep",
     "--api-server-count",
     "--compilation-config",
+    "--size",
+    "--slow-start",
 }
 SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
 """Members of the status that an API server adds; tests/unit/test_layout_leading.py sees them."""

@@ -23,6 +23,7 @@ from vllm_delta_sync.wire.documents import (
     Lease,
     Retention,
     Tag,
+    Turn,
     anchor_key,
     fold_key,
 )
@@ -87,7 +88,7 @@ def test_members_of_documents() -> None:
         assert f"`{name}`" in section("HEAD.json")
 
 
-@pytest.mark.parametrize("kind", [Anchor, FoldedRange, Tag, Claim, Lease, Retention])
+@pytest.mark.parametrize("kind", [Anchor, FoldedRange, Tag, Claim, Lease, Turn, Retention])
 def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
     titles = {Anchor: "Anchors", FoldedRange: "Folded ranges"}
     title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
@@ -104,7 +105,7 @@ def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
         KeyFile.model_fields
     )
     assert all(f"`{name}`" in text for name in KeyEntry.model_fields)
-    for kind in (Anchor, Claim, FoldedRange, Head, KeyFile, Lease, Manifest, Retention, RunInfo, Tag):
+    for kind in (Anchor, Claim, FoldedRange, Head, KeyFile, Lease, Manifest, Retention, RunInfo, Tag, Turn):
         assert f"`{kind.KIND}`" in text
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from tests.hub_buckets import URL, opened
@@ -69,6 +70,19 @@ def test_the_token_is_looked_up_for_each_request_and_never_shown(
     for call in calls:
         call()
     assert bucket.url == URL
+
+
+def test_a_token_that_was_renewed_in_its_file_is_taken_up(
+    hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("hf_ended")
+    with pytest.raises(AccessError):
+        bucket.put("a", b"x")
+    (tmp_path / "token").write_text(str(hub.token))
+    bucket.put("a", b"x")
+    assert bucket.get("a") == b"x"
 
 
 def test_a_token_that_may_only_read(hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from tests.collecting import Grown, MemoryBucket
+from vllm_delta_sync.chain import leases
+from vllm_delta_sync.chain.leases import read_leases
 from vllm_delta_sync.errors import StoreError, UsageError
-from vllm_delta_sync.upkeep import leases
-from vllm_delta_sync.upkeep.leases import read_leases, write_lease
+from vllm_delta_sync.upkeep.leases import write_lease
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Lease

@@ -4,6 +4,7 @@ import logging
 import shutil
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,14 @@ from tests.golden.regenerate import DIRECTORY, table, versions
 from tests.samples import RunWriter
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import loader
 from vllm_delta_sync.engine.loader import DeltaSyncLoader
 from vllm_delta_sync.engine.rebuild import drain, newest, rebuild
+from vllm_delta_sync.engine.standing import Order, OrderFile
 from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, SettingsError
 from vllm_delta_sync.torch_bits import bits_of, tensor_from_bits
+from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.anchor import write_anchor
 from vllm_delta_sync.wire.bits import Bits
@@ -182,3 +186,44 @@ def test_drain_gives_memory_back_as_it_goes(path: Path) -> None:
             assert first() is None
         seen += 1
     assert seen == len(run.table)
+
+
+@pytest.mark.parametrize(
+    ("target", "order", "expected"),
+    [
+        ("head", {}, HEAD),
+        ("2", {}, 2),
+        ("tag:good", {}, 3),
+        ("tag:none", {}, HEAD),
+        ("99", {}, HEAD),
+        ("head", {"holding": True, "version": 1}, 1),
+        ("head", {"holding": True, "version": 99}, HEAD),
+        ("head", {"holding": True, "version": 1, "run": "f" * 32}, HEAD),
+        ("head", {"target": "4"}, 4),
+        ("2", {"target": "4", "setting": "head"}, 2),
+        ("3", {"target": "head", "setting": "3"}, HEAD),
+    ],
+)
+def test_what_is_to_be_served_is_loaded(
+    target: str, order: dict[str, Any], expected: int, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(str(path))
+    set_tag(run, "good", 3)
+    settings = Settings(bucket=str(path), target=target, state_dir=tmp_path / "state")
+    if order:
+        OrderFile(settings).save(Order(**{"setting": target, "run": run.info.run} | order))
+    for name, value in (("BUCKET", path), ("TARGET", target), ("STATE_DIR", settings.state_dir)):
+        monkeypatch.setenv(f"DELTA_SYNC_{name}", str(value))
+    assert DeltaSyncLoader(LoadConfig(load_format="delta_sync")).chosen()[1].version == expected
+
+
+def test_the_run_of_a_standing_order_is_loaded(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = path.with_name("other")
+    shutil.copytree(path, beside)
+    settings = Settings(bucket=str(path), state_dir=tmp_path / "state")
+    OrderFile(settings).save(Order(setting="head", bucket=str(beside)))
+    monkeypatch.setenv("DELTA_SYNC_BUCKET", str(path))
+    monkeypatch.setenv("DELTA_SYNC_STATE_DIR", str(settings.state_dir))
+    assert (
+        DeltaSyncLoader(LoadConfig(load_format="delta_sync")).chosen()[0].bucket.url == open_run(str(beside)).bucket.url
+    )

@@ -13,12 +13,12 @@ import pytest
 from tests.chains import Chain, Server
 from tests.unit.test_service import wait_until
 from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.chain.leases import read_leases
 from vllm_delta_sync.config import Settings, load_settings
 from vllm_delta_sync.engine.keeper import LeaseKeeper
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.service import ReceiverService
 from vllm_delta_sync.errors import BusyError, ChainError, NotFoundError, SettingsError, StoreError
-from vllm_delta_sync.upkeep.leases import read_leases
 from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire import manifest as keys
 
@@ -87,8 +87,6 @@ def test_tag_is_followed_as_it_moves_forward(chain: Chain) -> None:
     status = server.receiver.status()
     assert (status["state"], status["served"]["version"], status["holding"]) == ("held", 5, False)
     assert status["last_error"]["kind"] == "chain"
-    with pytest.raises(ChainError, match="cannot be gone back to"):
-        server.receiver.rollback(3)
     server.receiver.rollback(2)
     with pytest.raises(BusyError):
         server.receiver.advance()
@@ -223,7 +221,7 @@ def test_lease_that_cannot_be_written_is_said_once(chain: Chain, caplog: pytest.
     keeper = LeaseKeeper(server.receiver, "one", seconds=0)
     for _ in range(3):
         keeper.write_if_due()
-    assert sum("retention does not hear" in record.getMessage() for record in caplog.records) == 1
+    assert sum("the bucket is not told" in record.getMessage() for record in caplog.records) == 1
     server.serves(6)
 
 

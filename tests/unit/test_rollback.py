@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ import torch
 from tests.forge import BAD_VERSIONS
 from tests.world import World
 from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.lease import common_version
 from vllm_delta_sync.engine.patch import StagedPatch
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.undo_log import ENTRIES, FINGERPRINT_BYTES, Applied, UndoLog
-from vllm_delta_sync.errors import BusyError, ChainError, DeltaSyncError, FingerprintError
+from vllm_delta_sync.errors import BusyError, ChainError, DeltaSyncError, FingerprintError, NotFoundError
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 
@@ -117,20 +119,61 @@ def test_hold_keeps_what_is_served(world: World) -> None:
     world.expect_exact()
 
 
-def test_versions_outside_the_log_are_refused_by_name(world: World) -> None:
-    world.receiver.advance()
-    for step in range(1, 4):
-        world.train(step)
-    world.receiver.advance()
-    before = world.bits()
-    with pytest.raises(ChainError, match="holds 0"):
-        world.receiver.rollback(2)
-    with pytest.raises(ChainError):
+def test_versions_that_cannot_be_gone_back_to_are_refused_by_name(world: World) -> None:
+    seen = world.follow_each(2)
+    world.train(3)
+    with pytest.raises(NotFoundError, match="version 9 is not published; the head is 3"):
         world.receiver.rollback(9)
-    world.expect_bits(before)
-    assert world.receiver.status()["holding"] is False
-    world.receiver.rollback(0)
-    assert world.receiver.served_version == 0
+    with pytest.raises(ChainError, match="version 3 follows version 2, which is served"):
+        world.receiver.rollback(3)
+    world.expect_bits(seen[2])
+    assert (world.receiver.status()["holding"], world.receiver.status()["last_error"]) == (False, None)
+
+
+@pytest.mark.parametrize("undo_bytes", [0, 10**9])
+def test_version_outside_the_log_is_gone_back_to_through_the_chain(world: World, undo_bytes: int) -> None:
+    seen = world.follow_each(5)
+    world.follow(undo_bytes=undo_bytes)
+    world.receiver.advance()
+    for version in (3, 1, 0):
+        pauses = world.port.log.count("pause")
+        world.receiver.rollback(version)
+        assert world.port.log.count("pause") == pauses + 1
+        status = world.receiver.status()
+        assert (status["served"]["version"], status["state"], status["undo"]) == (version, "held", [])
+        world.expect_bits(seen[version])
+        assert world.receiver.verify()["verdict"]
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_bits(seen[5])
+    # The log begins anew, with the way forward.
+    assert world.receiver.status()["undo"] == ([] if undo_bytes == 0 else [0])
+
+
+def test_pause_that_runs_out_on_the_way_back_through_the_chain(world: World) -> None:
+    """What is taken back then is what was just left, not what the log holds of before."""
+    world.follow(undo_bytes=10**9)
+    seen = world.follow_each(3)
+    world.receiver.rollback(2)
+    for step in (4, 5):
+        world.train(step)
+    world.receiver.release()
+    world.receiver.advance()
+    describe = world.port.call
+    at: list[int | None] = []
+
+    def call(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        answers = describe(method, arguments)
+        if method == "commit":
+            at.append(common_version(describe("describe", {})))
+        return answers
+
+    world.port.call = call  # type: ignore[method-assign]
+    world.receiver.rollback(4)
+    assert at == [5]
+    world.receiver.rollback(3)
+    assert at == [5, 4]
+    world.expect_bits(seen[3])
 
 
 def test_log_keeps_within_its_memory(world: World) -> None:

@@ -1,7 +1,17 @@
 """Where runs live. ``open_bucket(url)`` picks the implementation; the contract is on ``Bucket``."""
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key
-from vllm_delta_sync.bucket.opening import open_beside, open_bucket, scheme_of, store_of
+from vllm_delta_sync.bucket.opening import check_url, open_beside, open_bucket, scheme_of, store_of
 from vllm_delta_sync.bucket.options import StoreOptions
 
-__all__ = ["Bucket", "ObjectInfo", "StoreOptions", "check_key", "open_beside", "open_bucket", "scheme_of", "store_of"]
+__all__ = [
+    "Bucket",
+    "ObjectInfo",
+    "StoreOptions",
+    "check_key",
+    "check_url",
+    "open_beside",
+    "open_bucket",
+    "scheme_of",
+    "store_of",
+]

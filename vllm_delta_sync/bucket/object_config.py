@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
@@ -40,6 +41,9 @@ _PROFILE_SECONDS = 600
 """How long credentials of a profile are used before boto3 is asked again; it renews them a quarter of an hour before
 they run out."""
 
+RENEW_SECONDS = 5.0
+"""So old are clients at least that are made again because credentials were refused."""
+
 _process: int | None = None
 """The process that has called obstore first."""
 
@@ -54,7 +58,8 @@ class Clients:
     sending takes: the time until the answer begins includes that. ``creating`` is ``writing`` that tries once: after an
     answer that was lost, a second try would find its own object and call that a conflict.
 
-    Each is got anew for each call: they raise StoreError, see ``check_process``.
+    Each is got anew for each call: they raise StoreError, see ``check_process``. Whatever a client keeps of credentials
+    ends with it, see ``renew``.
 
     Raises:
         UsageError: the environment has something that obstore does not take.
@@ -65,13 +70,29 @@ class Clients:
         self._lock = threading.Lock()
         self._writing: Any = None
         self._creating: Any = None
-        quick = max(1.0, options.store_deadline / 3)
-        self._reading = self._client(quick, retries=2, retry_seconds=quick)
+        self._reading: Any = None
+        self._built = -RENEW_SECONDS
+        # At once, for what is wrong with the environment.
+        self._ensure_reading()
 
     @property
     def reading(self) -> Any:
         check_process(self._url)
+        with self._lock:
+            return self._ensure_reading()
+
+    def _ensure_reading(self) -> Any:
+        if self._reading is None:
+            quick = max(1.0, self._options.store_deadline / 3)
+            self._reading = self._client(quick, retries=2, retry_seconds=quick)
+            self._built = time.monotonic()
         return self._reading
+
+    def renew(self) -> None:
+        """Credentials were refused: have the next calls read them anew, from files above all. Not at full pace."""
+        with self._lock:
+            if time.monotonic() - self._built >= RENEW_SECONDS:
+                self._reading = self._writing = self._creating = None
 
     @property
     def writing(self) -> Any:

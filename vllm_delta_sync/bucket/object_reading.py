@@ -11,7 +11,7 @@ from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key, check_ran
 from vllm_delta_sync.bucket.flow import moved
 from vllm_delta_sync.bucket.object_config import Clients
 from vllm_delta_sync.bucket.object_errors import RAISED, Request, translated
-from vllm_delta_sync.errors import LimitError, NotFoundError, StoreError, UnavailableError
+from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError
 from vllm_delta_sync.redaction import redact
 
 PIECE_BYTES = 1024 * 1024
@@ -129,6 +129,8 @@ class ObjectReader(Bucket):
             error.args = tuple(redact(said) if isinstance(said, str) else said for said in error.args)
             # A store that says that there is no such object has accepted the credentials.
             self._answered = self._answered or isinstance(failure, NotFoundError)
+            if isinstance(failure, AccessError):
+                self._clients.renew()
             raise failure from error
         self._answered = True
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from vllm_delta_sync.bucket import mirror
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.download import CONNECTIONS, download, remove
+from vllm_delta_sync.bucket.hashing import hashing
 from vllm_delta_sync.bucket.opening import OpenedBucket
 from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.wire.manifest import ObjectRef
@@ -28,7 +29,8 @@ def check_object(ref: ObjectRef, data: bytes) -> None:
         raise DigestError(
             f"object {ref.key} has {len(data)} bytes, the manifest says {ref.bytes}: truncated or replaced"
         )
-    digest = sha256(data).hexdigest()
+    with hashing():
+        digest = sha256(data).hexdigest()
     if digest != ref.sha256:
         raise damaged(ref, digest)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_delta_sync.bucket.metered import Metrics
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?")
+_MISWRITTEN = re.compile(r"(hf|s3|gs|az|memory)(?::|//)", re.IGNORECASE)
 OBJECT_STORES = ("s3", "gs", "az", "memory")
 _UNDERSTOOD = (
     "a path, file:///absolute/path, hf://buckets/NAMESPACE/BUCKET/run, s3://bucket/run, gs://bucket/run, "
@@ -79,6 +80,18 @@ def open_bucket(url: str | os.PathLike[str], options: StoreOptions | None = None
         plain = options.mirror is None and options.store_upload_limit is None and options.store_download_limit is None
         return bucket if plain else _dressed(bucket, options, network=False)
     return _dressed(_open_store(url, options), options, network=True)
+
+
+def check_url(url: str) -> None:
+    """Raise UsageError if no bucket can have that URL, whatever the environment says."""
+    _check_public(url)
+    scheme = scheme_of(url)
+    if scheme == "file":
+        _local_path(url)
+    elif scheme in ("hf", *OBJECT_STORES):
+        place_of(url)
+    else:
+        raise _unknown(url)
 
 
 def open_beside(bucket: Bucket, url: str | os.PathLike[str]) -> Bucket:
@@ -144,7 +157,11 @@ def _open_store(url: str, options: StoreOptions) -> Bucket:
         from vllm_delta_sync.bucket.object_store import ObjectStoreBucket
 
         return ObjectStoreBucket(place_of(url), options)
-    raise UsageError(f"bucket URL {url!r} has the unknown scheme {scheme!r}; understood: {_UNDERSTOOD}")
+    raise _unknown(url)
+
+
+def _unknown(url: str) -> UsageError:
+    return UsageError(f"bucket URL {url!r} has the unknown scheme {scheme_of(url)!r}; understood: {_UNDERSTOOD}")
 
 
 def _dressed(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
@@ -210,6 +227,13 @@ def _local_path(url: str) -> Path:
         raise UsageError(f"bucket URL {url!r} names nothing; give {_UNDERSTOOD}")
     scheme = _SCHEME.match(url)
     if scheme is None or (scheme[1].lower() != "file" and scheme[2] is None):
+        meant = _MISWRITTEN.match(url)
+        if meant is not None:
+            # A folder of that name would be made, or waited for, for ever.
+            raise UsageError(
+                f"bucket URL {url!r} begins like {meant[1].lower()}:// and is a path; write {meant[1].lower()}://…, "
+                f"or ./{url} for a folder of that name"
+            )
         return Path(url)
     parts = urlsplit(url)
     if scheme[2] is None or not parts.path.startswith("/"):

@@ -19,7 +19,9 @@ from vllm_delta_sync.redaction import guarded_logger
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 LOG_SECONDS = 1.0
-"""At most one line in so many seconds says that something is tried again."""
+"""So long after a line that says that something is tried again comes the next one; then twice as long, and so on."""
+LONGEST_LOG_SECONDS = 60.0
+"""And no longer than this: a store that is gone for an hour fills no log. After twice that in peace it begins anew."""
 COMPARED_BYTES = 8 * 1024 * 1024
 _Result = TypeVar("_Result")
 
@@ -46,7 +48,8 @@ class RetryingBucket(WrappedBucket):
         self._metrics = metrics
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._logged = -LOG_SECONDS
+        self._logged = -2 * LONGEST_LOG_SECONDS
+        self._quiet = LOG_SECONDS
         self._unlogged = 0
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
@@ -142,9 +145,11 @@ class RetryingBucket(WrappedBucket):
     def _log(self, action: str, error: UnavailableError, pause: float) -> None:
         now = time.monotonic()
         with self._lock:
-            if now - self._logged < LOG_SECONDS:
+            if now - self._logged < self._quiet:
                 self._unlogged += 1
                 return
+            calm = now - self._logged >= 2 * LONGEST_LOG_SECONDS
+            self._quiet = LOG_SECONDS if calm else min(2 * self._quiet, LONGEST_LOG_SECONDS)
             more, self._unlogged, self._logged = self._unlogged, 0, now
         others = f" ({more} more since the last such line)" if more else ""
         logger.warning("cannot %s, next try in %.1f s: %s%s", action, pause, error.message, others)

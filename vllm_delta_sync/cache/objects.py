@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.hashing import hashing
 from vllm_delta_sync.bucket.objects import check_object, check_stored_size, download_object, fetch_object
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DigestError
@@ -230,7 +231,9 @@ def _bytes(ref: ObjectRef, file: BufferedReader) -> bytes | None:
 
 def _file(ref: ObjectRef, file: BufferedReader) -> BufferedReader | None:
     """A file of its own."""
-    if hashlib.file_digest(file, "sha256").hexdigest() != ref.sha256:
+    with hashing():
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != ref.sha256:
         return None
     file.seek(0)
     return open(os.dup(file.fileno()), "rb")

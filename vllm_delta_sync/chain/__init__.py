@@ -9,6 +9,7 @@ from vllm_delta_sync.bucket.opening import OpenedBucket
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.fleet import Fleet
 from vllm_delta_sync.chain.read import Progress, restore
 from vllm_delta_sync.chain.verify import VerifyReport, verify_run
 from vllm_delta_sync.errors import TensorMismatchError
@@ -120,6 +121,16 @@ class Run(RunDocuments):
             for name, tensor in self.tensors(version, base):
                 if name in places:
                     places[name].copy_(tensor)
+
+    def fleet(self) -> Fleet:
+        """The receivers that follow the run and say so in it (setting ``receiver_id``): who serves what, who is gone.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        found = Fleet(self)
+        found.look()
+        return found
 
     def verify(
         self,

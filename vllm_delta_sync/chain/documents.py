@@ -1,12 +1,14 @@
 """The documents of a run, read and checked one by one: what is committed, the head, and what lies beside the chain."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from typing import Self, TypeVar
 
 from vllm_delta_sync.bucket import Bucket, open_beside, store_of
 from vllm_delta_sync.bucket.objects import fetch_object
 from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.chain.ahead import MOST_EXPECTED, Ahead
 from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.chain.checks import (
     check_follows,
@@ -60,11 +62,13 @@ class RunDocuments:
         self.cache = cache
         self.keyring = Keyring() if keyring is None else keyring
         self.pointer: Head | None = None
+        self._ahead = Ahead(bucket)
         try:
             data = bucket.get(keys.RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
         except NotFoundError as error:
+            lacks = "there is no such bucket or folder" if "does not exist" in error.message else "it has no run.json"
             raise NotFoundError(
-                f"no run at {bucket.url!r}: it has no {keys.RUN_KEY}; start a publisher there, or check the URL"
+                f"no run at {bucket.url!r}: {lacks}; start a publisher there, or check the URL"
             ) from error
         self.info = RunInfo.from_bytes(data, keys.RUN_KEY)
         self.authentic = Authentic(bucket, self.keyring, self.info)
@@ -79,13 +83,31 @@ class RunDocuments:
             )
         self.document_limit = document_limit(self.table)
 
+    def looking(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
+        """Within the block, what ``is_current`` and ``reachable_head`` read first is on its way already.
+
+        Args:
+            known: the newest version known. expected: a newer one, of which somebody has told.
+        """
+        wanted = {keys.RUN_KEY: limits.MAX_JSON_BYTES, keys.HEAD_KEY: limits.MAX_HEAD_BYTES}
+        if known is not None:
+            newer = known if expected is None else min(expected, known + MOST_EXPECTED, limits.MAX_VERSION)
+            wanted.update({keys.version_key(version): self.document_limit for version in range(known, newer + 1)})
+        return self._ahead.reading(wanted)
+
     def is_current(self) -> bool:
         """Whether run.json is still the one this object was opened from; False if another run took its place.
 
         Raises:
             NotFoundError: the run is gone. StoreError: the store failed.
         """
-        return self.bucket.get(keys.RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) == self.info.to_bytes()
+        try:
+            return self._ahead.get(keys.RUN_KEY, limits.MAX_JSON_BYTES) == self.info.to_bytes()
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"run {self.info.run} is not at {self.bucket.url!r} any more: its {keys.RUN_KEY} is gone; put it back, "
+                f"or check what the store shows ({error.message})"
+            ) from error
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of one version.
@@ -96,7 +118,7 @@ class RunDocuments:
         """
         check_limit("version", version, limits.MAX_VERSION, "MAX_VERSION")
         key = keys.version_key(version)
-        return self._parsed(version, self.bucket.get(key, max_bytes=self.document_limit))
+        return self._parsed(version, self._ahead.get(key, self.document_limit))
 
     def _parsed(self, version: int, data: bytes) -> Manifest:
         key = keys.version_key(version)
@@ -173,7 +195,7 @@ class RunDocuments:
         while passed < BAD_IN_A_ROW:
             version += 1
             try:
-                data = self.bucket.get(keys.version_key(version), max_bytes=self.document_limit)
+                data = self._ahead.get(keys.version_key(version), self.document_limit)
             except NotFoundError:
                 return newest, bad
             except LimitError as error:
@@ -193,7 +215,7 @@ class RunDocuments:
 
     def _pointer(self) -> Head | None:
         try:
-            data = self.bucket.get(keys.HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
+            data = self._ahead.get(keys.HEAD_KEY, limits.MAX_HEAD_BYTES)
         except NotFoundError:
             return None
         head = Head.from_bytes(data, keys.HEAD_KEY)

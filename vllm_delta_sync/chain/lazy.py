@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.hashing import hashing
 from vllm_delta_sync.bucket.objects import check_stored_size, damaged
 from vllm_delta_sync.chain.checks import object_limit
 from vllm_delta_sync.chain.documents import RunDocuments
@@ -123,7 +124,7 @@ def fetch_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) -> Path
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, hex."""
-    with path.open("rb") as file:
+    with path.open("rb") as file, hashing():
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

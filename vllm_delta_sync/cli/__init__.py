@@ -17,6 +17,7 @@ from vllm_delta_sync import __version__
 from vllm_delta_sync.cli import broker as cli_broker
 from vllm_delta_sync.cli import compact as cli_compact
 from vllm_delta_sync.cli import doctor as cli_doctor
+from vllm_delta_sync.cli import fleet as cli_fleet
 from vllm_delta_sync.cli import keys as cli_keys
 from vllm_delta_sync.cli import repair as cli_repair
 from vllm_delta_sync.cli import retention as cli_retention
@@ -49,7 +50,7 @@ examples:
   delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
   delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
 """
-MODULES = (cli_verify, cli_repair, cli_retention, cli_compact, cli_keys, cli_doctor, cli_broker)
+MODULES = (cli_verify, cli_repair, cli_retention, cli_compact, cli_keys, cli_doctor, cli_broker, cli_fleet)
 """Further subcommands: each has ``add`` and ``COMMANDS``."""
 # Settings that `serve` takes as flags: field, metavar, help. Values are checked where settings are.
 SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
@@ -62,6 +63,7 @@ SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("notice_server_key", "PATH", "public CURVE certificate of the publisher or broker that notices come from"),
     ("poll_seconds", "SECONDS", "how often to look into the bucket when no notice comes"),
     ("pause_mode", "MODE", "requests in flight at a commit: keep (go on), wait (finish first) or abort"),
+    ("wait_seconds", "SECONDS", "with pause mode wait: longest that a commit waits for requests in flight"),
     ("prefix_cache", "MODE", "KV cache at a commit: reset, or keep entries of the older weights"),
     ("pause_seconds", "SECONDS", "longest that generation stands still; after that a hung commit ends the engine"),
     ("stage_bytes", "BYTES", "memory of each rank for versions that are folded into one commit"),
@@ -76,8 +78,12 @@ SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("store_download_limit", "BYTES", "bytes per second that one process takes from the store"),
     ("store_upload_limit", "BYTES", "bytes per second that one process sends to the store"),
     ("store_progress", "MODE", "what shows long transfers: auto, bar, log or off"),
-    ("receiver_id", "NAME", "tell retention under this name what is served; without it nothing is written"),
+    ("receiver_id", "NAME", "tell in the bucket under this name what is served; without it nothing is written"),
+    ("lease_seconds", "SECONDS", "how long that holds; it is told again after a third of it"),
+    ("fleet_pauses", "N", "servers of the run that may be paused at once; goes with --receiver-id"),
     ("admin_token_file", "PATH", "file with the token that state-changing routes then ask for"),
+    ("max_lag", "N", "versions behind beyond which GET /delta_sync/ready says no; without it any lag is fine"),
+    ("min_version_seconds", "SECONDS", "longest that a request waits for its X-Delta-Sync-Min-Version"),
     ("target", "VERSION", "what to serve: head, a version's number, or tag:NAME, followed as the tag moves forward"),
     ("quarantined", "MODE", "versions that the publisher's gate marked as bad: skip, or serve them"),
     ("policy", "POLICY", "follow every new version, or manual: only when POST /delta_sync/sync says so"),

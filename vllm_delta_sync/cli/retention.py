@@ -14,7 +14,8 @@ GC_TEXT = """\
 Remove objects, anchors and folded ranges that no version that is kept needs. Kept are: the head; the last N versions
 and every delta of them; every K-th; those with a tag; those that another run branches from; those published within
 --keep-for; those that a receiver with a live lease serves, heads for or pins, and its way to the head. Each of them
-can be rebuilt bit for bit afterwards. Manifests stay, so the log stays whole. Safe beside publishers, receivers and
+can be rebuilt bit for bit afterwards. Manifests stay, so the log stays whole. Of receivers, leases that ended a day
+ago or more go too, and all turns but the newest. Safe beside publishers, receivers and
 other collections, and at Ctrl-C: the next collection goes on from there.
 """
 GC_EXAMPLES = """\
@@ -143,6 +144,8 @@ def _gc(options: argparse.Namespace) -> Answer:
             "objects": report.objects,
             "anchors": report.anchors,
             "folds": [{"first": first, "last": last} for first, last in report.folds],
+            "leases": report.leases,
+            "turns": report.turns,
         },
         "bytes": report.bytes,
         "gone": report.gone,
@@ -163,6 +166,8 @@ def _print_gc(document: dict[str, Any]) -> None:
     counts = (
         f"{len(removed['objects'])} objects, {len(removed['anchors'])} anchors, {len(removed['folds'])} folded ranges"
     )
+    if removed["leases"] or removed["turns"]:
+        counts += f", {len(removed['leases'])} leases, {len(removed['turns'])} turns"
     fields: list[tuple[str, object]] = [
         ("head", f"version {document['head']}"),
         ("kept", f"{len(document['kept'])} versions: {spelled(row['version'] for row in document['kept'])}"),

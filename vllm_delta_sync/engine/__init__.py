@@ -1,19 +1,21 @@
 """The vLLM side: everything that touches vLLM lives in this package, and nowhere else.
 
 Launch vLLM with ``--worker-extension-cls vllm_delta_sync.engine.WorkerExtension`` (``delta-sync serve`` does it all),
-or pass ``worker_extension_cls=WORKER_EXTENSION`` to ``vllm.LLM`` and call ``attach(llm, bucket=URL)``.
+or pass ``worker_extension_cls=WORKER_EXTENSION`` to ``vllm.LLM`` and call ``attach(llm, bucket=URL)``, or to the
+arguments of ``vllm.AsyncLLM`` and call ``await attach_async(engine, bucket=URL)``.
 """
 
 import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm_delta_sync.engine.attached import AsyncSync, attach_async
     from vllm_delta_sync.engine.offline import OfflineSync, attach
     from vllm_delta_sync.engine.worker import WorkerExtension
 
 WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
 
-__all__ = ["WORKER_EXTENSION", "OfflineSync", "WorkerExtension", "attach"]
+__all__ = ["WORKER_EXTENSION", "AsyncSync", "OfflineSync", "WorkerExtension", "attach", "attach_async"]
 
 
 def __getattr__(name: str) -> object:
@@ -33,4 +35,8 @@ def __getattr__(name: str) -> object:
         from vllm_delta_sync.engine import offline
 
         return getattr(offline, name)
+    if name in ("AsyncSync", "attach_async"):
+        from vllm_delta_sync.engine import attached
+
+        return getattr(attached, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,13 @@ Larger ones are in files of their own, and have the same three where they replac
 ``loading.py``              what is done to weights after loading is watched
 ``plain_moe.py``            the CPU's experts compute from plain weights
 ``foreign_writers.py``      methods of the worker that write weights are watched
+``transfer.py``             a weight transfer backend, and the client's calls for it
+``transfer_worker.py``      what workers have behind that backend
+``attached.py``             what is asked of an ``AsyncLLM`` object
 ``loader.py``               a load format
 ``spans.py``                ``generate`` of the client and two OpenAI routes are wrapped
+``span_stream.py``          the text of the last chunk that these routes stream
+``metrics.py``              its ``/metrics`` shows what is in the registry, or the folder, of ``prometheus_client``
 ``plugin.py``               the endpoint plugin's two methods
 ``worker.py``               what the extension reads of its worker
 ``ports.py``                what is asked of an ``LLM`` object

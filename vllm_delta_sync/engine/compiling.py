@@ -48,6 +48,11 @@ def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | No
     # A door that is watched on the instance would lead to the model itself.
     skeleton.__dict__.pop("load_weights", None)
     trace = watch_loader(replicate(skeleton, MetaLeaf()), table)
+    if not trace.copies and not trace.computed:
+        raise ModelError(
+            f"this model loads none of the {len(table)} tensors of the run, such as {table[0].name!r}: the run is of "
+            "another model; check the setting bucket, or start vLLM from the checkpoint that the run refers to"
+        )
     compiler = _Compiler(model, trace, record)
     parts = compiler.parts()
     if parts and shadows is None:

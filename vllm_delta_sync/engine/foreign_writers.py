@@ -8,15 +8,11 @@ writes into parameters directly is found by the rescan in turns (setting ``resca
 from collections.abc import Callable
 from typing import Any, Protocol
 
-WRITERS = (
-    "load_model",
-    "reload_weights",
-    "reset_weights",
-    "start_weight_update",
-    "start_draft_weight_update",
-    "update_weights",
-    "finish_weight_update",
-)
+from vllm_delta_sync.engine import transfer
+
+TRANSFERS = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
+"""What vLLM's weight transfer API calls. Where its backend is ours, workers refuse these, and nothing is written."""
+WRITERS = ("load_model", "reload_weights", "reset_weights", *TRANSFERS)
 """Methods of vLLM's workers that write weights. Absent ones are passed over: releases differ."""
 SLEEP = "sleep"
 WAKE = "wake_up"
@@ -43,7 +39,10 @@ def watch(worker: Any, model: Any, receiver: Watched) -> None:
 
         return note
 
+    ours = transfer.backend_of(getattr(worker, "vllm_config", None)) == transfer.BACKEND
     for name in WRITERS:
+        if ours and name in TRANSFERS:
+            continue
         _wrap(worker, name, touch(name), touch(name))
     _wrap(getattr(worker, "model_runner", None), "reload_weights", touch("reload_weights"), touch("reload_weights"))
     _wrap(model, "load_weights", touch("load_weights"), touch("load_weights"))

@@ -1,5 +1,7 @@
 """What a receiver knows of the run that it follows: its manifests, and those of the runs it branches from."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.engine.legs import Place
@@ -57,6 +59,12 @@ class History:
         self.head = None
         self.behind.clear()
         return self._run
+
+    def looking(self, expected: int | None) -> AbstractContextManager[object]:
+        """Within the block a look is begun ahead, where the run is known; see ``Run.looking``."""
+        if self._run is None:
+            return nullcontext()
+        return self._run.looking(None if self.head is None else self.head.version, expected)
 
     def look(self, served: Manifest | None = None) -> DeltaSyncError | None:
         """Find the newest good manifest; returns what is wrong beyond it.

@@ -1,4 +1,4 @@
-"""HTTP routes under ``/delta_sync`` and the version header, on vLLM's own server."""
+"""HTTP routes under ``/delta_sync``, on vLLM's own server."""
 
 import asyncio
 import time
@@ -8,15 +8,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine import http_target
+from vllm_delta_sync.engine.admission import VERSIONED_PATHS as VERSIONED_PATHS
+from vllm_delta_sync.engine.admission import Admission
+from vllm_delta_sync.engine.arrivals import Arrivals
 from vllm_delta_sync.engine.http_guard import Answer, CrowdedError, GuardedRoute, refusal
 from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.errors import BusyError
 from vllm_delta_sync.wire.limits import MAX_VERSION
 
-VERSION_HEADER = b"x-delta-sync-version"
-VERSIONED_PATHS = ("/v1/completions", "/v1/chat/completions")
-WAIT_STEP_SECONDS = 0.01
 LONGEST_WAIT_SECONDS = 3600.0
 
 MAX_WAITING = 64
@@ -42,7 +44,7 @@ class RollbackRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     version: Annotated[
-        int, Field(ge=0, le=MAX_VERSION, description="Version to go back to, one of `undo` in the status.")
+        int, Field(ge=0, le=MAX_VERSION, description="Version to go back to; without the bucket if `undo` has it.")
     ]
 
 
@@ -58,6 +60,19 @@ async def status(request: Request) -> dict[str, Any]:
     return service_of(request).receiver.status()
 
 
+@router.get("/ready")
+async def ready(request: Request) -> Answer:
+    """Whether requests may be sent here: 200 if `ready`, else 503; `reasons` name causes and mends.
+
+    Asks nothing of the engine, so it answers while a version is taken too."""
+    try:
+        status = service_of(request).receiver.status()
+    except BusyError as error:
+        status = {"ready": {"ready": False, "reasons": [error.message]}, "served": None, "head": None, "lag": None}
+    versions = {name: None if status[name] is None else status[name]["version"] for name in ("served", "head")}
+    return Answer({**status["ready"], **versions, "lag": status["lag"]}, 200 if status["ready"]["ready"] else 503)
+
+
 @router.post("/sync")
 async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, Any]:
     """Look into the bucket now and serve what the setting `target` says, or the version asked for; answers with the
@@ -71,7 +86,9 @@ async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, A
 
 @router.post("/rollback")
 async def rollback(request: Request, body: RollbackRequest) -> dict[str, Any]:
-    """Go back to a version in the undo log, without the network, and hold it; answers with the status reached."""
+    """Go back to an older version and hold it; answers with the status reached.
+
+    Without the bucket if the undo log has it, else through the chain; 404 if it is not published, or not kept."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("rollback", body.version))
     return outcome
 
@@ -105,22 +122,25 @@ async def wait(
     version: Annotated[int, Query(ge=0, le=MAX_VERSION)],
     timeout: Annotated[float, Query(ge=0, le=LONGEST_WAIT_SECONDS)] = 30.0,
 ) -> Answer:
-    """Answer once the version, or a later one, is served: 200 with the status; 408 when late, 503 if too many wait."""
-    receiver = service_of(request).receiver
+    """Answer once the version, or a later one, is served: 200 with the status; 408 when late, 503 if too many wait.
+
+    409 at once, kind `unreachable`, if it does not come unless somebody does something: this server is held, or told
+    to serve an older one."""
+    arrivals: Arrivals = request.app.state.delta_sync_arrivals
     deadline = time.monotonic() + timeout
-    asked = time.monotonic()
     with _place(request):
-        while True:
-            served, now = receiver.served_version, time.monotonic()
-            if served is not None and served >= version:
-                return Answer(receiver.status())
-            if now >= deadline:
-                return Answer(receiver.status(), 408)
-            if now - asked > GONE_SECONDS:
-                asked = now
-                if await request.is_disconnected():
-                    return Answer(receiver.status(), 408)
-            await asyncio.sleep(min(WAIT_STEP_SECONDS, deadline - now))
+        if arrivals.served(version) is not None:
+            return Answer(service_of(request).receiver.status())
+        arrival = asyncio.ensure_future(arrivals.reach(version))
+        try:
+            while (left := deadline - time.monotonic()) > 0 and not await request.is_disconnected():
+                await asyncio.wait({arrival}, timeout=min(GONE_SECONDS, left))
+                if arrival.done():
+                    arrival.result()
+                    return Answer(service_of(request).receiver.status())
+        finally:
+            arrival.cancel()
+        return Answer(service_of(request).receiver.status(), 408)
 
 
 @contextmanager
@@ -139,31 +159,11 @@ def _place(request: Request) -> Iterator[None]:
         state.delta_sync_waiting -= 1
 
 
-class VersionHeader:
-    """ASGI middleware: ``X-Delta-Sync-Version`` on generation routes, the version served at admission."""
-
-    def __init__(self, app: ASGIApp, state: Any) -> None:
-        self._app = app
-        self._state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service: ReceiverService | None = getattr(self._state, "delta_sync", None)
-        if scope["type"] != "http" or service is None or not scope["path"].endswith(VERSIONED_PATHS):
-            await self._app(scope, receive, send)
-            return
-        admitted = service.receiver.served_version
-
-        async def send_with_version(message: Message) -> None:
-            if message["type"] == "http.response.start" and admitted is not None:
-                message.setdefault("headers", [])
-                message["headers"] = [*message["headers"], (VERSION_HEADER, str(admitted).encode())]
-            await send(message)
-
-        await self._app(scope, receive, send_with_version)
-
-
 def attach(app: FastAPI) -> None:
     """Add the routes and the middleware to vLLM's application."""
     app.state.delta_sync_waiting = 0
+    app.state.delta_sync_min_version_seconds = Settings.model_fields["min_version_seconds"].default
+    arrivals = app.state.delta_sync_arrivals = Arrivals(lambda: app.state.delta_sync)
     app.include_router(router)
-    app.add_middleware(VersionHeader, state=app.state)
+    app.include_router(http_target.router)
+    app.add_middleware(Admission, state=app.state, arrivals=arrivals)

@@ -23,7 +23,6 @@ class Leaving:
     """Decides what takes the place of weights that may not be believed any more."""
 
     def __init__(self, settings: Settings, board: Board, history: History, mover: Mover) -> None:
-        self._target = settings.target
         self._serves_any = settings.quarantined == "serve"
         self._board = board
         self._history = history
@@ -96,7 +95,7 @@ class Leaving:
         Raises:
             NotFoundError: every version is quarantined, or there is no such tag. Else as ``Run.resolve``.
         """
-        head, goal, named = self._history.head, self._board.goal, self._target
+        head, goal, named = self._history.head, self._board.goal, self._board.target
         if named.startswith(TAG_PREFIX):
             return self._history.run.resolve(named).version
         if named != HEAD and head is not None and int(named) <= head.version:

@@ -67,7 +67,11 @@ def _check_store(run: Run, location: str) -> None:
 
 
 def across(held: list[Point], wanted: list[Point]) -> list[Stretch] | None:
-    """How to get from the first point of one line to the first of another; None if they have no run in common."""
+    """How to get from the first point of one line to the first of another; None if they have nothing in common.
+
+    Raises:
+        StoreError: the store failed.
+    """
     for up, point in enumerate(held):
         for down, other in enumerate(wanted):
             if point.run.info.run == other.run.info.run:
@@ -76,7 +80,24 @@ def across(held: list[Point], wanted: list[Point]) -> list[Stretch] | None:
                     Stretch(other.run, point.version, other.version),
                     *(Stretch(run, 0, version) for run, version in reversed(wanted[:down])),
                 ]
-    return None
+    if not held or not wanted or not _begin_alike(held[-1].run, wanted[-1].run):
+        return None
+    return [
+        *(Stretch(run, version, 0) for run, version in held),
+        *(Stretch(run, 0, version) for run, version in reversed(wanted)),
+    ]
+
+
+def _begin_alike(one: Run, other: Run) -> bool:
+    """Whether two runs begin with the same weights, such as those of one public model."""
+    if one.table.digest != other.table.digest:
+        return False
+    try:
+        return one.manifest(0).fingerprint == other.manifest(0).fingerprint
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return False
 
 
 def run_with_id(url: str, run_id: str, keyring: Keyring, store: StoreOptions | None = None) -> Run | None:

@@ -12,14 +12,17 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.config import load_settings
+from vllm_delta_sync.chain.documents import TAG_PREFIX
+from vllm_delta_sync.config import HEAD, Settings, load_settings
 from vllm_delta_sync.engine.rebuild import drain, newest, rebuild
+from vllm_delta_sync.engine.standing import chosen_by, peek
 from vllm_delta_sync.engine.witness import Witness
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
     EngineError,
     SettingsError,
+    StoreError,
     TensorMismatchError,
 )
 from vllm_delta_sync.wire.manifest import Manifest
@@ -69,7 +72,7 @@ def is_rank_0() -> bool:
 
 
 class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
-    """Loads the newest good version of the run that ``DELTA_SYNC_BUCKET`` names."""
+    """Loads what the server is to serve of the run that ``DELTA_SYNC_BUCKET`` names, else its newest good version."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
@@ -87,9 +90,12 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             SettingsError: no bucket is set. NotFoundError: there is no run.
         """
         settings = load_settings()
+        return self._open(settings, settings.bucket)
+
+    def _open(self, settings: Settings, url: str) -> Run:
         folder = settings.cache_folder()
         cache = None if folder is None else ObjectCache(folder, settings.cache_bytes)
-        return open_run(settings.bucket, settings.keyring(), settings.store(), cache)
+        return open_run(url, settings.keyring(), settings.store(), cache)
 
     @property
     def _serves_any(self) -> bool:
@@ -122,36 +128,64 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             EngineError, ChainError: ranks cannot agree on a version.
         """
         began = time.perf_counter()
-        held, state = rebuild(self.run, self._agree(), model_config.model, self._serves_any)
+        run, chosen = self._agree()
+        held, state = rebuild(run, chosen, model_config.model, self._serves_any)
         if from_rank_0(held.version) != held.version:
             raise EngineError(f"this rank could rebuild version {held.version} and rank 0 another one; start again")
         fingerprints = tuple(value.hex() for value in state.fingerprints)
-        names = model.load_weights(drain(self.run, state))
+        names = model.load_weights(drain(run, state))
         if names is not None and model_config.quantization is None:
             self._check_all_set(model, set(names))
-        model.delta_sync_loaded = Loaded(held.run, self.run.bucket.url, held.version, held.digest, fingerprints)
+        model.delta_sync_loaded = Loaded(held.run, run.bucket.url, held.version, held.digest, fingerprints)
         del state
         gc.collect()
         logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)
 
-    def _agree(self) -> Manifest:
-        """The version that all ranks load: the head may move while they look."""
+    def _agree(self) -> tuple[Run, Manifest]:
+        """The run and the version that all ranks load: the head may move while they look."""
         if not is_rank_0():
             chosen = from_rank_0(None)
             if chosen is None:
                 raise EngineError("rank 0 found no version to load; its own error says why")
-            manifest = self.run.manifest(chosen[0])
-            if manifest.digest != chosen[1]:
-                raise ChainError(f"version {chosen[0]} is {manifest.digest} here and {chosen[1]} on rank 0")
-            return manifest
+            url, version, digest = chosen
+            run = self.run if url == self.run.bucket.url else self._open(load_settings(), url)
+            manifest = run.manifest(version)
+            if manifest.digest != digest:
+                raise ChainError(f"version {version} is {manifest.digest} here and {digest} on rank 0")
+            return run, manifest
         try:
-            witness = Witness(load_settings(), self.run.keyring, writes=False)
-            manifest = newest(self.run, self._serves_any, witness)
+            run, manifest = self.chosen()
         except DeltaSyncError:
             from_rank_0(None)
             raise
-        from_rank_0((manifest.version, manifest.digest))
-        return manifest
+        from_rank_0((run.bucket.url, manifest.version, manifest.digest))
+        return run, manifest
+
+    def chosen(self) -> tuple[Run, Manifest]:
+        """What is to be served: what a standing order holds, what the target names, else the newest.
+
+        Raises:
+            DeltaSyncError: as ``open_run`` and ``newest``.
+        """
+        settings = load_settings()
+        order = peek(settings)
+        settings = settings if order is None else chosen_by(settings, order)
+        run = self.run if order is None or order.bucket is None else self._open(settings, settings.bucket)
+        head = newest(run, self._serves_any, Witness(settings, run.keyring, writes=False))
+        holds = order is not None and order.holding and order.run == run.info.run
+        version = order.version if order is not None and holds else None
+        if version is None and settings.target == HEAD:
+            return run, head
+        try:
+            # Not the newest meanwhile: what is loaded generates as soon as the server answers.
+            manifest = run.resolve(_named(settings.target) if version is None else version)
+            run.authentic.descends(head, manifest)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            logger.warning("starting with version %d of run %s: %s", head.version, run.info.run, error)
+            return run, head
+        return run, manifest
 
     def _check_all_set(self, model: Any, names: set[str]) -> None:
         try:
@@ -161,3 +195,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
                 f"run {self.run.info.run} does not have every weight of this model; is config.json that of the run? "
                 f"{error}"
             ) from error
+
+
+def _named(target: str) -> int | str:
+    return target if target.startswith(TAG_PREFIX) else int(target)

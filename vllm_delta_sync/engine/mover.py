@@ -1,9 +1,11 @@
 """Moves an engine from version to version: stages, commits, goes back, repairs; and finds out who else moved it."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine import metrics, telling
 from vllm_delta_sync.engine.history import History
 from vllm_delta_sync.engine.legs import Leg, Place
 from vllm_delta_sync.engine.ranks import Ranks
@@ -17,6 +19,7 @@ from vllm_delta_sync.engine.transaction import (
     brief,
     raise_if_error,
 )
+from vllm_delta_sync.engine.turns import TurnTaker
 from vllm_delta_sync.engine.ways import Ways
 from vllm_delta_sync.errors import (
     BusyError,
@@ -56,15 +59,19 @@ class Mover:
         self._history = history
         self._ways = ways
         self._ranks = ranks
+        self._pausing: State = "draining" if settings.pause_mode == "wait" else "committing"
         self.rotation = Rotation([], 0)
         self.damaged: Manifest | None = None
         self._repairs = 0
         self._confirmed = True
+        self._keeps = True
+        self._turns = TurnTaker(settings, board, history)
 
     @property
     def _served_version(self) -> int | None:
+        """What is served of the run followed; None if that is no version, or another run's."""
         served = self._board.served
-        return None if served is None else served.version
+        return served.version if served is not None and served.run == self._history.run.info.run else None
 
     def rescan(self, served: Manifest) -> Answer:
         before: State = self._board.state
@@ -108,16 +115,16 @@ class Mover:
         self.damaged = None
         self._board.set(served=target, broken=False)
         self._trim()
-        logger.warning(
-            "weights are version %d again: %s",
-            target.version,
-            ", ".join(f"{name} {value:.1f} ms" for name, value in timings.items()),
-        )
+        metrics.count_move("repair", timings)
+        logger.warning("%s", telling.repaired(target, timings))
 
     def check_touched(self) -> None:
         """If somebody else wrote, or may have written, weights, find out whether they are still what is served."""
         ranks = self._ranks.describe()
-        if any(answer["asleep"] for answer in ranks):
+        asleep = any(answer["asleep"] for answer in ranks)
+        if asleep != self._board.asleep:
+            self._board.set(asleep=asleep)
+        if asleep:
             raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
         reasons = sorted({answer["touched"] for answer in ranks if answer["touched"] is not None})
         served = self._board.served
@@ -142,11 +149,12 @@ class Mover:
         if not all(answer["confirmed"] for answer in ranks):
             self._trim()
 
-    def step(self, place: Place | None, target: int) -> None:
-        """Stage and commit as much of the way to a version as fits.
+    def step(self, place: Place | None, target: int, until: Callable[[], bool] = lambda: False) -> None:
+        """Stage and commit as much of the way to a version as fits; all of it, if it leads back.
 
         Args:
             place: what the ranks hold; None: weights that are no version of any run known.
+            until: asked while others have their turn to pause; if True, what is staged is not committed.
         """
         if not self._confirmed:
             self._trim()
@@ -154,7 +162,7 @@ class Mover:
             # A pause that is lost would take back the commit before, which is served.
             raise EngineError(f"version {self._served_version} is served, but could not be confirmed on every rank yet")
         while True:
-            leg = self._ways.next(place, target, self._settings.stage_bytes)
+            leg = self._ways.towards(place, target, self._settings.stage_bytes)
             try:
                 staged = self._stage(leg, place)
                 break
@@ -169,7 +177,10 @@ class Mover:
                 hopeless = isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)
                 if self._board.broken or hopeless or not self._ways.lessons.without(leg, error):
                     raise
-        self._commit(leg, place, staged)
+        with self._turns.turn(leg.target.version, until) as waited:
+            timings = None if waited is None else self._commit(leg, place, staged | {"turn": waited})
+        if timings is not None:
+            self._committed(leg, timings)
 
     def _check_decoded_against(self, leg: Leg, place: Place | None, error: DeltaSyncError) -> None:
         """A stream that does not decode may be damaged, or the weights that it was decoded against: a rescan tells.
@@ -196,35 +207,40 @@ class Mover:
         timings: dict[str, float] = staged["ms"]
         return timings
 
-    def _commit(self, leg: Leg, place: Place | None, timings: dict[str, float]) -> None:
-        self._board.set(state="committing")
+    def _commit(self, leg: Leg, place: Place | None, timings: dict[str, float]) -> dict[str, float] | None:
+        """Make what is staged what is served; all timings, or None if it was taken back."""
+        self._board.set(state=self._pausing)
         target, served = leg.target, self._board.served
         transaction = self._transaction(target.version, matches=self._ranks.matches)
         try:
             transaction.commit()
         except Mismatch as error:
             self._judge(leg, place, error)
-            return
-        if served is not None:
+            return None
+        if served is not None and served.run == target.run:
             self._history.behind[served.version] = served
-        timings = timings | self._go_on(transaction, target)
+        return timings | self._go_on(transaction, target)
+
+    def _committed(self, leg: Leg, timings: dict[str, float]) -> None:
+        """Generation goes on with a new version: what is left to do, others may pause meanwhile."""
+        target = leg.target
+        left = max((version for version in self._history.behind if version > target.version), default=None)
+        # What the log holds was committed before what was left, and would lead there again.
+        self._keeps = self._keeps and left is None
         self._ways.lessons.committed(target.version)
         self._trim()
         self._board.committed(leg, timings)
         if self._ways.avoided:
             logger.warning("version %d was reached without %s", target.version, ", ".join(self._ways.avoided[:4]))
-        logger.info(
-            "version %d (step %d) served: %s%.2f %% of the weights, %.1f kB; %s",
-            target.version,
-            target.step,
-            f"{leg.versions} versions in one commit, which changed " if leg.versions > 1 else "changed ",
-            100 * leg.changed / max(1, target.total),
-            leg.payload_bytes / 1e3,
-            ", ".join(f"{name} {value:.1f} ms" for name, value in timings.items()),
-        )
+        move = "forward" if left is None else "rollback"
+        metrics.count_move(move, timings, leg.versions, leg.payload_bytes, leg.changed)
+        logger.info("%s", telling.forward(leg, timings) if left is None else telling.back(target, left, timings))
 
     def _transaction(self, target: int, **options: Any) -> Transaction:
-        return Transaction(self._port, target, self._served_version, **options)
+        def paused() -> None:
+            self._board.set(state="committing")
+
+        return Transaction(self._port, target, self._served_version, paused=paused, **options)
 
     def _go_on(self, transaction: Transaction, target: Manifest) -> dict[str, float]:
         """Let generation go on with a new version; the timings."""
@@ -232,10 +248,20 @@ class Mover:
         try:
             timings = transaction.resume()
         except WeightsLostError:
-            self._board.set(served=target, broken=False)
+            self.show(target)
             raise
-        self._board.set(served=target, broken=False)
+        self.show(target)
         return timings
+
+    def show(self, target: Manifest) -> None:
+        """A version is served from now on, of the run followed before or of another one."""
+        head = self._history.head
+        if head is None or self._board.run == target.run:
+            self._board.set(served=target, broken=False)
+            return
+        # All at once: from here on it is another run that is followed.
+        goal = head.version if self._settings.quarantined == "serve" else head.sound
+        self._board.set(run=target.run, served=target, head=head, goal=goal, broken=False)
 
     def _trim(self) -> None:
         """Confirm the last commit. Only once generation goes on: until then, the undo data is the way back.
@@ -244,13 +270,13 @@ class Mover:
         """
         self._confirmed = False
         try:
-            answers = self._port.call("trim", {"undo_bytes": self._settings.undo_bytes})
+            answers = self._port.call("trim", {"undo_bytes": self._settings.undo_bytes if self._keeps else 0})
             for answer in answers:
                 raise_if_error(answer)
         except DeltaSyncError as error:
             logger.warning("the undo log could not be looked at: %s", error.message)
             return
-        self._confirmed = True
+        self._confirmed = self._keeps = True
         common = set.intersection(*(set(answer["undo"]) for answer in answers))
         behind = self._history.behind
         kept = [version for version in answers[0]["undo"] if version in common and version in behind]
@@ -275,7 +301,7 @@ class Mover:
                 f"version {version} cannot be gone back to; the undo log holds {known}. Versions that were folded into "
                 "one commit, or fell out of undo_bytes, are not in it"
             )
-        self._board.set(state="committing")
+        self._board.set(state=self._pausing)
         transaction = self._transaction(version, method="revert")
         try:
             transaction.commit()
@@ -285,7 +311,8 @@ class Mover:
         timings = self._go_on(transaction, target)
         self._board.set(holding=True, undo=[known for known in self._board.undo if known < version])
         self._trim()
-        logger.info("went back from version %d to %d: pause %.1f ms", served.version, version, timings["pause"])
+        metrics.count_move("rollback", timings)
+        logger.info("%s", telling.back(target, served.version, timings))
 
 
 def not_served(served: Manifest, names: list[str]) -> FingerprintError:

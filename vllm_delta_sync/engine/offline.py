@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.config import load_settings
-from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.engine import WORKER_EXTENSION, compat, transfer
 from vllm_delta_sync.engine.features import check_features
 from vllm_delta_sync.engine.layout import check_layout
 from vllm_delta_sync.engine.ports import OfflinePort
 from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.errors import EngineError
 
 
 class OfflineSync:
@@ -19,19 +20,29 @@ class OfflineSync:
         self._receiver = receiver
 
     def to(self, version: int | None = None) -> dict[str, Any]:
-        """Bring the weights to a version, what the setting ``target`` says if None; returns ``status()``.
+        """Bring the weights to a version, newer or older; what the setting ``target`` says if None.
+
+        Returns:
+            ``status()``.
 
         Raises:
             DeltaSyncError: with the weights still those of the version served before.
         """
+        served = self._receiver.served_version
+        if version is not None and served is not None and version < served:
+            return self.rollback(version)
         self._receiver.advance(version)
         return self.status()
 
     def rollback(self, version: int) -> dict[str, Any]:
-        """Go back to a version in ``status()["undo"]``, without the bucket; returns ``status()``.
+        """Go back to an older version: without the bucket if ``status()["undo"]`` has it, else through the chain.
+
+        Returns:
+            ``status()``.
 
         Raises:
-            ChainError: no commit ended at that version, or it fell out of the undo log (setting ``undo_bytes``).
+            NotFoundError: it is not published, or not kept any more. ChainError: it is newer than what is served.
+            DeltaSyncError: with the weights still those of the version served before.
         """
         self._receiver.rollback(version)
         self._receiver.release()
@@ -59,14 +70,26 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
         trusted_keys: public key files; in one string, separated by commas. None: as the environment says.
 
     Raises:
-        EngineError: the extension is missing, or an option or the layout is not supported.
+        EngineError: this is no ``LLM``, the extension is missing, or an option or the layout is not supported.
         SettingsError: a setting cannot be used.
     """
-    chosen = trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else ",".join(map(str, trusted_keys))
-    settings = load_settings({"bucket": bucket, "trusted_keys": chosen})
+    if not hasattr(llm, "llm_engine"):
+        raise EngineError(
+            f"attach is for a vllm.LLM, this is {type(llm).__name__}; for a vllm.AsyncLLM call "
+            "await attach_async(engine, bucket=URL)"
+        )
+    settings = load_settings({"bucket": bucket, "trusted_keys": joined_keys(trusted_keys)})
     config = llm.llm_engine.vllm_config
     compat.check_extension(config, WORKER_EXTENSION)
     check_features(config)
     check_layout(config, offline=True)
     compat.warn_untested()
-    return OfflineSync(Receiver(OfflinePort(llm, settings), settings))
+    sync = OfflineSync(Receiver(OfflinePort(llm, settings), settings))
+    if transfer.backend_of(config) in (None, transfer.BACKEND):
+        transfer.install_offline(llm, transfer.Checks(settings.bucket, sync.status), sync.to)
+    return sync
+
+
+def joined_keys(trusted_keys: str | Sequence[str | Path] | None) -> str | None:
+    """Public key files as the setting has them."""
+    return trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else ",".join(map(str, trusted_keys))

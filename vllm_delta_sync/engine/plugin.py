@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.redaction import guarded_logger, public_url
 
 # A child of vLLM's logger, the only one that vLLM gives a handler; one for all our modules in the engine.
@@ -14,13 +15,14 @@ logger = guarded_logger("vllm.delta_sync")
 
 def register() -> None:
     """General plugin. vLLM calls it in every process, possibly more than once."""
-    from vllm_delta_sync.engine import core_guard, loader
+    from vllm_delta_sync.engine import core_guard, loader, transfer
 
     # In the API server this comes before the engine's processes are started, so they do not get the token.
     admin_token.hide()
     compat.initialize_amx()
     compat.hide_numba_from_kernel_scan()
     loader.register()
+    transfer.register()
     core_guard.install()
 
 
@@ -37,14 +39,23 @@ class EndpointPlugin:
         http.attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Check the set-up and start to follow. An error here ends the server, which is what it should do.
+        """Check the set-up and start to follow. What is wrong with it ends the server, after one line that says so."""
+        try:
+            await self._begin(engine_client, state)
+        except DeltaSyncError as error:
+            # vLLM would show a traceback, in which that line is lost.
+            logger.critical("%s: %s; the server ends", error.kind, error.message)
+            raise SystemExit(error.exit_code) from None
+
+    async def _begin(self, engine_client: Any, state: Any) -> None:
+        """As ``init_state``.
 
         Raises:
             SettingsError: no bucket, or a setting that cannot be used.
             EngineError: the worker extension is missing, or the layout is not supported.
         """
         from vllm_delta_sync.config import load_settings
-        from vllm_delta_sync.engine import core_guard, spans
+        from vllm_delta_sync.engine import core_guard, spans, transfer
         from vllm_delta_sync.engine.features import check_features
         from vllm_delta_sync.engine.layout import check_layout
         from vllm_delta_sync.engine.leading import Controller
@@ -61,9 +72,11 @@ class EndpointPlugin:
         controller = Controller(lambda: ReceiverService(port, settings), siblings_of(engine_client))
         state.delta_sync = controller
         state.delta_sync_token = settings.admin_token()
+        state.delta_sync_min_version_seconds = settings.min_version_seconds
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
             logger.warning("admin_token_file can be read by others than its owner; run chmod 600 on it")
         core_guard.fail_when_engine_died(engine_client)
+        transfer.install_on_server(engine_client, controller, settings.bucket)
         spans.install(engine_client, state, lambda: controller.receiver.served_run)
         await controller.start()
         logger.info("following %s (policy %s)", public_url(settings.bucket), settings.policy)

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import compat, rank_calls
 from vllm_delta_sync.engine.engines import Engines
-from vllm_delta_sync.engine.transaction import Answer
+from vllm_delta_sync.engine.transaction import Answer, DrainError
 from vllm_delta_sync.errors import EngineError, WeightsLostError
 
 CALL_TIMEOUT_S = 120.0
@@ -28,6 +28,7 @@ class ServerPort:
         self._mode = settings.pause_mode
         self._clear = settings.prefix_cache == "reset"
         self._seconds = settings.pause_seconds
+        self._patience = settings.wait_seconds
 
     def _run(self, call: Coroutine[Any, Any, Any], timeout: float | None = CALL_TIMEOUT_S) -> Any:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -62,9 +63,24 @@ class ServerPort:
         return answers
 
     def pause(self) -> None:
-        """See EnginePort. Mode ``wait`` lasts as long as the requests in flight."""
-        timeout = None if self._mode == "wait" else CALL_TIMEOUT_S
-        self._run(self._engines.pause(self._mode, self._clear, self._seconds), timeout)
+        """See EnginePort. Mode ``wait`` lasts as long as the requests in flight.
+
+        Raises:
+            DrainError: that is too long. The pause is still to be taken back, by ``resume``.
+        """
+        pausing = self._engines.pause(self._mode, self._clear, self._seconds)
+        if self._mode != "wait":
+            self._run(pausing)
+            return
+        try:
+            self._run(pausing, self._patience)
+        except EngineError as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
+            raise DrainError(
+                f"requests in flight did not finish within wait_seconds = {self._patience:g}, so the commit is tried "
+                "again later; bound max_tokens, raise wait_seconds, or set pause_mode to keep"
+            ) from error
 
     def resume(self) -> bool:
         """See EnginePort."""

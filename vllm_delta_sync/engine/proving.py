@@ -47,8 +47,11 @@ class Prover:
         self._refuse = refuse
         self._unread: DeltaSyncError | None = None
 
-    def prove(self) -> Place | None:
+    def prove(self, shown: Callable[[Place], bool]) -> Place | None:
         """Trace and hash the engine's weights, and recognize them; the ranks are told what they hold.
+
+        Args:
+            shown: whether a version of this run may be served. One that may not is as another run's: a way leads on.
 
         Returns:
             where they are; None if an anchor has to replace them.
@@ -67,17 +70,17 @@ class Prover:
         own = noted is not None and noted.run == first.run
         place = None if noted is None or not own else self._noted_place(noted, held)
         if noted is not None and place is not None:
-            return self._adopted(place, noted.fingerprints)
+            return self._adopted(place, noted.fingerprints, shown)
         different = held.different(base)
         if not different:
-            return self._adopted(Place(self._history.run, first), base)
+            return self._adopted(Place(self._history.run, first), base, shown)
         place = None if noted is None or own else self._noted_place(noted, held)
         if noted is not None and place is not None:
-            return self._adopted(place, noted.fingerprints)
+            return self._adopted(place, noted.fingerprints, shown)
         for source, _ in self._history.origins():
             version_0, of_source = first_of(source)
             if not held.different(of_source):
-                return self._adopted(Place(source, version_0), of_source)
+                return self._adopted(Place(source, version_0), of_source, shown)
         self._refuse_others(first, different)
         logger.info("%d tensors differ from version 0; taking an anchor", len(different))
         self._ranks.adopt(None, base)
@@ -154,8 +157,8 @@ class Prover:
             return None
         return place
 
-    def _adopted(self, place: Place, fingerprints: list[Fingerprint]) -> Place:
-        own = self._history.is_own(place)
+    def _adopted(self, place: Place, fingerprints: list[Fingerprint], shown: Callable[[Place], bool]) -> Place:
+        own = self._history.is_own(place) and shown(place)
         self._ranks.adopt(place.version if own else None, fingerprints, None if own else place)
         logger.info(
             "weights proven: %d tensors are version %d of run %s", len(fingerprints), place.version, place.run.info.run

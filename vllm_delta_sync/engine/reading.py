@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_delta_sync.bucket.hashing import hashed_seconds
 from vllm_delta_sync.bucket.metered import PROCESS
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.lazy import MAPPED_BYTES, mapped
@@ -31,16 +32,33 @@ def store_use() -> dict[str, Any]:
 
 
 class Clock:
-    """Milliseconds per phase."""
+    """Milliseconds per phase, of one thread.
+
+    ``verify`` is what digests of objects took, whichever phase they were computed in.
+    """
 
     def __init__(self) -> None:
-        self.ms: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self.ms: dict[str, float] = {"fetch": 0.0, "verify": 0.0}
+        self._last, self._hashed = time.perf_counter(), hashed_seconds()
 
     def tick(self, phase: str) -> None:
-        """A phase is over."""
-        now = time.perf_counter()
-        self.ms[phase], self._last = 1e3 * (now - self._last), now
+        """A phase, or a part of it, is over."""
+        now, hashed = time.perf_counter(), hashed_seconds()
+        verified = hashed - self._hashed
+        self.ms["verify"] += 1e3 * verified
+        self.ms[phase] = self.ms.get(phase, 0.0) + 1e3 * (now - self._last - verified)
+        self._last, self._hashed = now, hashed
+
+    def fetching(self, read: Callable[[ObjectRef], Buffer], within: str) -> Callable[[ObjectRef], Buffer]:
+        """Reads objects in the middle of another phase: what it takes counts as ``fetch``."""
+
+        def fetch(ref: ObjectRef) -> Buffer:
+            self.tick(within)
+            data = read(ref)
+            self.tick("fetch")
+            return data
+
+        return fetch
 
 
 def reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:

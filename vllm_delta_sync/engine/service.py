@@ -1,5 +1,6 @@
 """The thread that follows a run: wakes on a notice, a request or the clock, and drives the receiver."""
 
+import atexit
 import logging
 import queue
 import threading
@@ -11,6 +12,8 @@ from typing import Any
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.keeper import LeaseKeeper
 from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.standing import OrderFile
+from vllm_delta_sync.engine.telling import Repeats
 from vllm_delta_sync.engine.transaction import EnginePort
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError, SignatureError
 from vllm_delta_sync.notice import Notice, NoticeSubscriber
@@ -23,7 +26,8 @@ LONGEST_RETRY_SECONDS = 30.0
 LONGEST_REPAIR_SECONDS = 600.0
 NOTICE_WAIT_SECONDS = 0.5
 SHORTEST_LOOK_SECONDS = 0.02
-REPEAT_ERROR_SECONDS = 60.0
+LEAVE_SECONDS = 5.0
+"""How long the end of this process may be held up to say so in the bucket."""
 
 
 class ReceiverService:
@@ -39,8 +43,9 @@ class ReceiverService:
 
     def __init__(self, port: EnginePort, settings: Settings) -> None:
         self._notice_keys = client_keys(settings.notice_key, settings.notice_server_key)
-        self.receiver = Receiver(port, settings)
+        self.receiver = Receiver(port, settings, orders=OrderFile(settings))
         self.show: Callable[[], dict[str, Any]] = self.receiver.status
+        self.receiver.board.export(self._is_ready)
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -48,27 +53,41 @@ class ReceiverService:
         self._announced: Notice | None = None
         self._patience = SHORTEST_LOOK_SECONDS
         self._failures = 0
-        self._said: tuple[str, float] = ("", 0.0)
+        self._told = Repeats()
         self._threads = [threading.Thread(target=self._follow, name="delta-sync", daemon=True)]
         self._keeper: LeaseKeeper | None = None
         if settings.receiver_id is not None:
-            self._keeper = LeaseKeeper(self.receiver, settings.receiver_id)
+            self._keeper = LeaseKeeper(self.receiver, settings.receiver_id, settings.lease_seconds)
+            self.receiver.board.watch(self._keeper.nudge)
             keep = threading.Thread(target=self._keeper.keep, args=(self._stop,), name="delta-sync-keeper", daemon=True)
+            self._keeping = len(self._threads)
             self._threads.append(keep)
         if settings.notice is not None:
             self.receiver.board.set(listens=True)
             self._threads.append(threading.Thread(target=self._listen, name="delta-sync-notice", daemon=True))
 
+    def _is_ready(self) -> bool:
+        ready: bool = self.receiver.status()["ready"]["ready"]
+        return ready
+
     def start(self) -> None:
         """Begin to follow."""
+        if self._keeper is not None:
+            atexit.register(self._leave)
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
         """Ask the threads to end; they are daemons and hold nothing that must be saved."""
+        atexit.unregister(self._leave)
         self._stop.set()
         self._wake.set()
         self._nudge()
+
+    def _leave(self) -> None:
+        """The process ends: say so to those who would wait for this server."""
+        self.stop()
+        self._threads[self._keeping].join(LEAVE_SECONDS)
 
     def join(self, timeout: float) -> None:
         """Wait for the threads to end, after ``stop``, each for so many seconds at most."""
@@ -80,7 +99,8 @@ class ReceiverService:
         """Queue an action.
 
         Args:
-            action: ``sync`` (argument: version or None), ``rollback`` (a version), ``hold``, ``release`` or ``verify``.
+            action: ``sync`` (argument: version or None), ``rollback`` (a version), ``target`` (what to follow, and the
+                URL of a run or None), ``hold``, ``release`` or ``verify``.
 
         Returns:
             the status reached, or the verdict; or the error.
@@ -95,6 +115,7 @@ class ReceiverService:
             looked = time.monotonic()
             self._serve_requests()
             announced, self._announced = self._announced, None
+            self.receiver.expected = None if announced is None else announced.version
             self._look_after()
             self._weigh(announced)
             self._nudge()
@@ -142,8 +163,10 @@ class ReceiverService:
         try:
             if receiver.can_repair and follows:
                 receiver.mend()
-            elif follows and (served is None or not receiver.board.holding):
+            elif receiver.owes or (follows and (served is None or not receiver.board.holding)):
                 receiver.advance(until=self._is_asked)
+            elif not follows and not receiver.can_repair:
+                receiver.observe()
             elif served is not None:
                 receiver.check()
             self._failures = 0
@@ -158,8 +181,8 @@ class ReceiverService:
             self._failures += 1
             failure = EngineError(f"unexpected {type(error).__name__}: {error}")
             self.receiver.fail(failure)
-            self._say(failure)
-            logger.exception("the receiver failed unexpectedly")
+            if self._told.is_due(failure.message):
+                logger.exception("the receiver failed unexpectedly; it goes on, and tries again")
 
     def _waits(self) -> bool:
         """Whether all is well but that the setting ``target`` names nothing to go to."""
@@ -182,9 +205,7 @@ class ReceiverService:
             return False
 
     def _say(self, error: DeltaSyncError) -> None:
-        text, at = self._said
-        if text != error.message or time.monotonic() - at > REPEAT_ERROR_SECONDS:
-            self._said = (error.message, time.monotonic())
+        if self._told.is_due(f"{error.kind}: {error.message}"):
             logger.warning("%s: %s", error.kind, error.message)
 
     def _serve_requests(self) -> None:
@@ -209,6 +230,9 @@ class ReceiverService:
             receiver.rollback(argument)
         elif action == "sync":
             receiver.advance(argument)
+        elif action == "target":
+            named, bucket = argument
+            receiver.target(named, bucket)
         elif action == "hold":
             receiver.hold()
         else:

@@ -1,36 +1,89 @@
-"""Which weights produced which output tokens: ``delta_sync`` in the bodies of completions and chat completions.
+"""Which weights produced which output tokens: ``delta_sync`` in answers of completions and chat completions.
 
 vLLM labels every engine step with a weight version and keeps the offsets per output, but its OpenAI routes drop
-them. Each request's outputs are watched on their way through the engine client, and the finished response gets the
-spans of its choices.
+them. Each request's outputs are watched on their way through the engine client; a finished response gets the spans of
+its choices, and a stream gets them in its last chunk (``span_stream``).
 """
 
-from collections.abc import AsyncIterator, Callable
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_delta_sync.engine import compat
+from vllm_delta_sync.engine import compat, metrics
+from vllm_delta_sync.engine.span_stream import amended
 
 _current: "ContextVar[SpanRecord | None]" = ContextVar("delta_sync_spans", default=None)
 
 
+class Clock:
+    """When the output tokens of one choice came."""
+
+    __slots__ = ("_ends", "_times")
+
+    def __init__(self) -> None:
+        self._ends = array("Q")
+        self._times = array("d")
+
+    def note(self, tokens: int, now: float) -> None:
+        """So many more tokens came now, in seconds of any clock."""
+        if tokens:
+            self._ends.append(tokens + (self._ends[-1] if self._ends else 0))
+            self._times.append(now)
+
+    def gap(self, token: int) -> float | None:
+        """Seconds that passed before this token came, by its index; None if nothing came before it."""
+        at = bisect_right(self._ends, token)
+        return self._times[at] - self._times[at - 1] if 0 < at < len(self._times) else None
+
+
 @dataclass
 class SpanRecord:
-    """Spans of one HTTP request, collected as its outputs finish."""
+    """Spans of one HTTP request, collected as its outputs finish.
 
-    prompts: int = 0
+    Attributes:
+        streams: whether outputs come piece by piece. started, finished: how many prompts were handed to the engine,
+            and how many have had their last output.
+    """
+
+    streams: bool = False
+    started: int = 0
+    finished: int = 0
     spans: list[dict[str, int | None]] = field(default_factory=list)
 
-    async def watch(self, prompt: int, choices: int, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    @property
+    def complete(self) -> bool:
+        """Whether no output is to come any more."""
+        return 0 < self.started == self.finished
+
+    def document(self, run: str | None) -> dict[str, Any]:
+        """The member ``delta_sync`` of an answer."""
+        return {"run": run, "spans": sorted(self.spans, key=lambda span: (span["index"], span["start"]))}
+
+    async def watch(self, prompt: int, choices: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Pass outputs through and note the spans of those that have them (finished ones)."""
-        async for output in outputs:
-            for completion in output.outputs:
-                for label, start, end in compat.version_spans(completion):
-                    index = prompt * choices + completion.index
-                    version = int(label) if label.isdecimal() else None
-                    self.spans.append({"index": index, "version": version, "start": start, "end": end})
-            yield output
+        clocks = [Clock() for _ in range(choices)] if self.streams else []
+        # Closed with this one, not when it is collected: that is how the engine learns that a client has gone.
+        async with aclosing(outputs):
+            async for output in outputs:
+                for completion in output.outputs:
+                    if clocks:
+                        clocks[completion.index].note(len(completion.token_ids), time.monotonic())
+                    self._take(prompt * choices, completion, clocks)
+                self.finished += output.finished
+                yield output
+
+    def _take(self, first: int, completion: Any, clocks: list[Clock]) -> None:
+        for label, start, end in compat.version_spans(completion):
+            version = int(label) if label.isdecimal() else None
+            self.spans.append({"index": first + completion.index, "version": version, "start": start, "end": end})
+            gap = clocks[completion.index].gap(start) if clocks and start else None
+            if gap is not None:
+                metrics.observe_gap(gap)
 
 
 def install(engine_client: Any, state: Any, run_id: Callable[[], str | None]) -> None:
@@ -56,24 +109,32 @@ def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if record is None:
         return outputs
     params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-    prompt = record.prompts
-    record.prompts += 1
+    prompt = record.started
+    record.started += 1
     return record.watch(prompt, getattr(params, "n", 1) or 1, outputs)
 
 
 def _respond(run_id: Callable[[], str | None]) -> Callable[..., Any]:
     async def respond(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(request, "stream", False) or getattr(request, "use_beam_search", False):
+        if getattr(request, "use_beam_search", False):
             return await original(request, *args, **kwargs)
-        record = SpanRecord()
+        record = SpanRecord(streams=bool(getattr(request, "stream", False)))
+        began = run_id()
+
+        def run() -> str | None:
+            # Versions of two runs in one answer cannot be told apart, so none is named.
+            ends = run_id()
+            return ends if began in (None, ends) else None
+
         token = _current.set(record)
         try:
             response = await original(request, *args, **kwargs)
         finally:
             _current.reset(token)
+        if isinstance(response, AsyncGenerator):
+            return amended(response, lambda: record.document(run()) if record.complete else None)
         if hasattr(response, "choices"):
-            spans = sorted(record.spans, key=lambda span: (span["index"], span["start"]))
-            response.delta_sync = {"run": run_id(), "spans": spans}
+            response.delta_sync = record.document(run())
         return response
 
     return respond

@@ -40,12 +40,12 @@ def stage_leg(
         changes = read_steps(leg.steps, held, routes, clock, HeldBits(routes, moves))
         patch = stage(target.version, changes, routes, held)
     elif leg.rebuild:
+        # Read, decoded and applied piece by piece, wherever it comes from.
         patch = stage_rebuilt(run, target, folder, routes)
-    else:
-        patch = stage_anchor(leg.anchor or target, reader(run), routes)
-    if not leg.steps:
-        # Read, decoded and routed piece by piece.
         clock.tick("fetch")
+        clock.tick("decode")
+    else:
+        patch = stage_anchor(leg.anchor or target, clock.fetching(reader(run), "decode"), routes)
         clock.tick("decode")
     _check_total(target, patch)
     if routes.derived is not None:

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket.metered import PROCESS
-from vllm_delta_sync.engine import compat
+from vllm_delta_sync.engine import compat, metrics
 from vllm_delta_sync.engine.legs import Leg
+from vllm_delta_sync.engine.readiness import readiness
 from vllm_delta_sync.engine.reading import store_use
+from vllm_delta_sync.engine.telling import ordered
 from vllm_delta_sync.engine.transaction import Answer
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.wire.manifest import Manifest, Quarantine
@@ -24,6 +26,7 @@ State = Literal[
     "idle",
     "held",
     "staging",
+    "draining",
     "committing",
     "verifying",
     "repairing",
@@ -37,6 +40,7 @@ STATES: dict[State, str] = {
     "held": "serving one version and not following, until POST /delta_sync/release; or serving a newer version than "
     "the setting target names, see last_error",
     "staging": "fetching, verifying, decoding and routing versions, beside generation",
+    "draining": "waiting for requests in flight to finish (setting pause_mode), while new ones wait for the commit",
     "committing": "the engine is paused and weights are being patched",
     "verifying": "rescanning all weights against what the history declares",
     "repairing": "weights were changed from outside; the version served before is being rebuilt from the bucket",
@@ -52,16 +56,22 @@ class Board:
     Attributes:
         served: the version that answers now; None until the weights are proven to be one. head: newest known.
         goal: newest version that following the head leads to; None if there is none.
+        target: what is followed: head, a version, or tag:NAME.
         holding: whether new versions are left alone. beyond: whether what is served is newer than the setting target.
+        asleep: whether the engine's weights were in no memory when it was last asked.
         broken: whether the weights were found to be no version any more. looks: how often the bucket was looked into.
         used: what ranks have used stores for, as of the last staging.
+        fleet: under which name it is told what is served, and how many may pause at once; None: not. waiting: for its
+            turn to pause.
         listens: whether notices are set up. heard: when the last one came, by the monotonic clock.
+        looked: when the bucket was last read without an error, by the monotonic clock; None before.
     """
 
-    def __init__(self, policy: str, target: str = "head") -> None:
+    def __init__(self, policy: str, target: str = "head", max_lag: int | None = None) -> None:
         self._lock = threading.Lock()
         self._policy = policy
-        self._target = target
+        self.target = target
+        self._max_lag = max_lag
         self._recent: deque[Answer] = deque(maxlen=RECENT_COMMITS)
         self.run: str | None = None
         self.state: State = "waiting_for_run"
@@ -72,14 +82,19 @@ class Board:
         self.holding = False
         self.beyond = False
         self.broken = False
+        self.asleep = False
         self.ranks: list[Answer] = []
         self.undo: list[int] = []
         self.timings: dict[str, float] = {}
         self.commits = 0
         self.looks = 0
+        self.looked: float | None = None
+        self._since: tuple[Manifest | None, float] = None, 0.0
         self.used: list[Answer] = []
         self.listens = False
         self.heard: float | None = None
+        self.fleet: Answer = {"receiver": None, "pauses": None}
+        self.waiting = False
         self._watchers: list[Callable[[], None]] = []
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -93,6 +108,8 @@ class Board:
                 if not hasattr(self, name):
                     raise AttributeError(name)
                 setattr(self, name, value)
+            if self.served is not self._since[0]:
+                self._since = self.served, time.monotonic()
         for changed in self._watchers:
             changed()
 
@@ -105,6 +122,7 @@ class Board:
 
     def show_error(self, error: DeltaSyncError, state: State | None = None) -> None:
         """Show an error until something succeeds. ``refused`` and ``lost`` stay as they are."""
+        metrics.count_failure(error.kind)
         shown = {"kind": error.kind, "message": error.message}
         if state is not None:
             self.set(state=state, error=shown)
@@ -115,7 +133,7 @@ class Board:
 
     def committed(self, leg: Leg, timings: dict[str, float]) -> None:
         """Record a commit of one or more versions."""
-        rounded = {name: round(value, 3) for name, value in timings.items()}
+        rounded = {name: round(value, 3) for name, value in ordered({"turn": 0.0, **timings}).items()}
         entry = {
             "version": leg.target.version,
             "step": leg.target.step,
@@ -134,30 +152,67 @@ class Board:
     def document(self) -> Answer:
         """The body of ``GET /delta_sync/status``."""
         with self._lock:
-            lag = None
-            if self.served is not None and self.head is not None:
-                # The newest manifest that can be read may be older than what is served.
-                lag = 0 if self.goal is None else max(0, self.goal - self.served.version)
+            standing = self._standing()
             return {
                 "run": self.run,
-                "served": _point(self.served),
-                "head": _point(self.head),
-                "lag": lag,
-                "state": self.state,
-                "last_error": self.error,
-                "policy": self._policy,
-                "target": self._target,
-                "holding": self.holding,
+                **standing,
+                "ready": readiness(standing, self._max_lag, self.asleep),
                 "undo": list(self.undo),
                 "ranks": list(self.ranks),
                 "timings_ms": dict(self.timings),
                 "commits": self.commits,
                 "looks": self.looks,
+                "looked_seconds": _age(self.looked),
                 "notice": self._notice(),
+                "fleet": {**self.fleet, "waiting": self.waiting},
                 "store": self._store(),
                 "versions": dict(versions()),
                 "recent": list(self._recent),
             }
+
+    def _standing(self) -> Answer:
+        return {
+            "served": _point(self.served),
+            "head": _point(self.head),
+            "lag": self._lag(),
+            "state": self.state,
+            "last_error": self.error,
+            "policy": self._policy,
+            "target": self.target,
+            "holding": self.holding,
+        }
+
+    def _lag(self) -> int | None:
+        if self.served is None or self.head is None:
+            return None
+        # The newest manifest that can be read may be older than what is served.
+        return 0 if self.goal is None else max(0, self.goal - self.served.version)
+
+    def export(self, ready: Callable[[], bool]) -> None:
+        """Show all this to Prometheus from now on, after every change.
+
+        Args:
+            ready: whether the server is; see ``GET /delta_sync/ready``.
+        """
+
+        def show() -> None:
+            with self._lock:
+                served, head, looked = self.served, self.head, self.looked
+                values = {
+                    "served_version": None if served is None else served.version,
+                    "served_step": None if served is None else served.step,
+                    "head_version": None if head is None else head.version,
+                    "lag_versions": self._lag(),
+                    "undo_versions": len(self.undo),
+                    "look_timestamp_seconds": None if looked is None else _wall(looked),
+                    "served_timestamp_seconds": None if served is None else _wall(self._since[1]),
+                }
+                state = self.state
+            metrics.show({**values, "ready": float(ready())}, state, STATES)
+
+        metrics.register()
+        self.watch(show)
+        show()
 
     def _store(self) -> Answer:
         # A rank may live in this process.
@@ -166,8 +221,16 @@ class Board:
 
     def _notice(self) -> Answer:
         # Without the address: it is nobody's business who may ask for the status.
-        heard = None if self.heard is None else round(time.monotonic() - self.heard, 1)
-        return {"listens": self.listens, "heard_seconds": heard}
+        return {"listens": self.listens, "heard_seconds": _age(self.heard)}
+
+
+def _wall(moment: float) -> float:
+    """A moment of the monotonic clock, by the one that others see."""
+    return time.time() - (time.monotonic() - moment)
+
+
+def _age(moment: float | None) -> float | None:
+    return None if moment is None else round(time.monotonic() - moment, 1)
 
 
 @functools.cache

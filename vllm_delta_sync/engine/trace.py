@@ -247,7 +247,8 @@ def watch_loader(replica: LoadableModel, table: TensorTable) -> Trace:
             replica.load_weights(recorder.weights())
     except Exception as error:  # the loader is foreign code and may raise anything
         raise ModelError(
-            f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}: {error}"
+            f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}: {error}; "
+            "if the run is of another model, check the setting bucket, or start vLLM from the run's checkpoint"
         ) from error
     recorder.note_kept(replica)
     return recorder.trace

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from vllm_delta_sync.engine.interrupts import postponed
 from vllm_delta_sync.errors import (
+    BusyError,
     DeltaSyncError,
     EngineError,
     FingerprintError,
@@ -57,6 +58,12 @@ class PauseExpiredError(EngineError):
     kind = "pause_expired"
 
 
+class DrainError(BusyError):
+    """With ``pause_mode`` wait: requests in flight took longer than ``wait_seconds``; generation goes on as before."""
+
+    kind = "drain"
+
+
 class Transaction:
     """Moves every rank from ``held`` to ``target`` (None: no version).
 
@@ -64,6 +71,7 @@ class Transaction:
         method: ``commit``: the target is staged on every rank. ``revert``: every rank's undo log reaches it.
         matches: whether what the ranks measured is what the target declares.
         label: what outputs are labelled with afterwards, if not with the target.
+        paused: called once the engine stands still.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class Transaction:
         method: Literal["commit", "revert"] = "commit",
         matches: Callable[[list[Answer]], bool] = lambda answers: True,
         label: int | Literal["target"] | None = "target",
+        paused: Callable[[], None] = lambda: None,
     ) -> None:
         self._port = port
         self._target = target
@@ -82,6 +91,7 @@ class Transaction:
         self._method = method
         self._matches = matches
         self._label = target if label == "target" else label
+        self._paused = paused
         self._clock: list[float] = []
 
     def commit(self) -> None:
@@ -96,6 +106,7 @@ class Transaction:
         try:
             self._port.pause()
             self._tick()
+            self._paused()
             answers = self._port.call(self._method, {"version": self._target})
             self._tick()
             for answer in answers:

@@ -14,7 +14,7 @@ from vllm_delta_sync.engine.legs import REBUILD, Leg, Place, step_key
 from vllm_delta_sync.engine.lessons import Lessons
 from vllm_delta_sync.engine.lineage import Point, Stretch, across, line
 from vllm_delta_sync.engine.reach import crossing, reach
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.wire.documents import anchor_key
 from vllm_delta_sync.wire.manifest import Manifest, version_key
 
@@ -61,6 +61,12 @@ class Ways:
         """What turned out to be bad since the last look, for the log."""
         return [key for _, key in self.lessons.bad]
 
+    def towards(self, place: Place | None, target: int, room: int) -> Leg:
+        """``next``, or ``back`` where the version lies behind what is held."""
+        if place is not None and self._history.is_own(place) and target < place.version:
+            return self.back(place, target, room)
+        return self.next(place, target, room)
+
     def next(self, place: Place | None, target: int, room: int) -> Leg:
         """The next commit on the way to a version of the followed run, or as close to it as anything leads.
 
@@ -95,6 +101,61 @@ class Ways:
                 continue
             if leg is not None:
                 return self._cheaper(place, target, way) or leg
+
+    # Back
+
+    def back(self, place: Place, target: int, room: int) -> Leg:
+        """One commit from a version of the followed run to one that somebody named, of any place in it.
+
+        Steps are taken back where they can be and fit; else the version is taken whole, or rebuilt.
+
+        Raises:
+            NotFoundError: the version is not kept any more. ForkError: the head does not descend from it.
+            DeltaSyncError: nothing leads there.
+        """
+        leg = self._back(place, target, room)
+        self._history.check_ours(leg.target)
+        return leg
+
+    def _back(self, place: Place, target: int, room: int) -> Leg:
+        manifest = self._own.manifest(target)
+        self._check_same_history(place)
+        whole = self._at_once(manifest)
+        problem: DeltaSyncError | None = None
+        try:
+            steps = [step for step, _ in self._way(place, target)]
+            poor = self.lessons.meets_rejected(steps) or self.lessons.meets_undecodable(steps)
+            # It ends there or nowhere, so it cannot be cut.
+            poor = poor or STAGED_BYTES * sum(step.changed for step in steps) > room
+            if steps and (whole is None or not poor):
+                return Leg(manifest, steps)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            problem = error
+        if whole is not None:
+            return whole
+        self._check_kept(manifest, problem)
+        raise next(iter(self.lessons.bad.values()), None) or problem or ChainError(f"nothing leads to version {target}")
+
+    def _at_once(self, manifest: Manifest) -> Leg | None:
+        """A version as a whole: from an anchor of it, else rebuilt; None if neither can be."""
+        for version, beside in self._roots(manifest.version - 1, manifest.version):
+            try:
+                return self._whole(version, beside)
+            except StoreError:
+                raise
+            except DeltaSyncError:
+                continue
+        return self._rebuilt(manifest.version)
+
+    def _check_kept(self, manifest: Manifest, problem: DeltaSyncError | None) -> None:
+        record = self._run.retention()
+        if record is not None and record.gave_up(manifest.version):
+            raise NotFoundError(
+                f"version {manifest.version} is no longer kept: what leads to it was removed (delta-sync gc); choose "
+                "another version"
+            ) from problem
 
     # Steps
 

@@ -23,7 +23,7 @@ from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import short
 from vllm_delta_sync.trust.mark import Mark, MarkFile
 from vllm_delta_sync.wire.documents import KeyEntry, KeyFile
-from vllm_delta_sync.wire.manifest import Head, Manifest
+from vllm_delta_sync.wire.manifest import Head, Manifest, timestamp
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
@@ -190,8 +190,9 @@ class Witness:
             )
         elif _is_past(run.pointer.expires_at):
             error = ExpiredError(
-                f"HEAD.json has run out at {run.pointer.expires_at}: its publisher has ended, or cannot reach the "
-                "bucket, or somebody hides what came later; there may be newer versions than those that can be seen"
+                f"HEAD.json has run out at {run.pointer.expires_at}, and this machine's clock says {timestamp()}: "
+                "its publisher has ended, or cannot reach the bucket, or somebody hides what came later, so that there "
+                "may be newer versions than those that can be seen; or a clock is wrong"
             )
         else:
             self._said.pop(ExpiredError.kind, None)

@@ -11,7 +11,7 @@ WAIT_SECONDS = 5
 """How long a server that lags may take to catch up before that counts as a lag."""
 QUIET_SECONDS = 30.0
 """Publishers and brokers repeat the last notice every other second."""
-WELL = ("idle", "held", "staging", "committing", "verifying")
+WELL = ("idle", "held", "staging", "draining", "committing", "verifying")
 BEGINNING = ("waiting_for_run", "proving", "repairing")
 NOT_LOADED = (
     "Start it with `delta-sync serve MODEL --bucket URL`. With plain `vllm serve`: install vllm-delta-sync there, set "

@@ -1,8 +1,9 @@
 """Retention: remove what no version that is kept needs.
 
-Only objects, anchors and folded ranges are ever removed; manifests, tags and claims stay. The order makes it safe to
-stop anywhere: first retention.json says what will go, then tags, leases and the head are looked at again, then go the
-documents beside the chain, then objects. What is left after a crash is garbage that the next collection finds.
+Of a run's weights only objects, anchors and folded ranges are ever removed; manifests, tags and claims stay. The order
+makes it safe to stop anywhere: first retention.json says what will go, then tags, leases and the head are looked at
+again, then go the documents beside the chain, then objects. What is left after a crash is garbage that the next
+collection finds.
 
 Two collectors do no harm to each other: ways are chosen so that both choose the same (``retention_survey``), and
 neither removes anything because of what the other cannot know yet (``min_age``). One race is left: an object that
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.upkeep.retention_fleet import left_behind
 from vllm_delta_sync.upkeep.retention_plan import Planned, Policy, plan_collection, reachable
 from vllm_delta_sync.upkeep.retention_record import empty_record, ranges
 from vllm_delta_sync.upkeep.retention_survey import Survey, survey
@@ -37,7 +39,7 @@ class Report:
     Attributes:
         head: newest version. kept: version → why. lost: wanted, but cannot be rebuilt: see `delta-sync repair`;
             nothing that may belong to them is removed.
-        objects, anchors, folds: what was removed. bytes: their size in all.
+        objects, anchors, folds: what was removed; leases, turns: keys of those that were. bytes: their size in all.
         gone: closed ranges of versions whose own deltas are not there any more.
         notes: what people should know. dry_run: nothing was removed.
     """
@@ -48,6 +50,8 @@ class Report:
     objects: list[str] = field(default_factory=list)
     anchors: list[int] = field(default_factory=list)
     folds: list[tuple[int, int]] = field(default_factory=list)
+    leases: list[str] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
     bytes: int = 0
     gone: list[list[int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -83,8 +87,10 @@ class _Collector:
         record = self._run.retention()
         found = survey(self._run, record=record)
         if dry_run:
-            planned = plan_collection(found, self._policy, time.time() if now is None else now, record)
-            return self._report(found, planned, [*planned.documents.values(), *planned.objects.values()], True)
+            at = time.time() if now is None else now
+            planned = plan_collection(found, self._policy, at, record)
+            doomed = [*planned.documents.values(), *planned.objects.values(), *self._left_behind(found, at)]
+            return self._report(found, planned, doomed, True)
         at = self._store_time() if now is None else now
         planned = plan_collection(found, self._policy, at, record)
         written = self._record(found, planned)
@@ -98,9 +104,13 @@ class _Collector:
         if (declared.gone, declared.going, declared.kept) != (written.gone, written.going, written.kept):
             self._run.bucket.put(RETENTION_KEY, declared.to_bytes())
             written = declared
-        removed = self._remove([*again.documents.values(), *again.objects.values()], found)
+        doomed = [*again.documents.values(), *again.objects.values(), *self._left_behind(found, at)]
+        removed = self._remove(doomed, found)
         self._finish(written)
         return self._report(found, again, removed, False)
+
+    def _left_behind(self, found: Survey, at: float) -> list[ObjectInfo]:
+        return left_behind(self._run, found.leases, at, self._policy.min_age)
 
     def _store_time(self) -> float:
         """Now, by the clock that the ages of objects are by."""
@@ -166,6 +176,10 @@ class _Collector:
                 report.anchors.append(version)
             elif fold is not None:
                 report.folds.append(fold)
+            elif info.key.startswith(side.LEASES_PREFIX):
+                report.leases.append(info.key)
+            elif info.key.startswith(side.TURNS_PREFIX):
+                report.turns.append(info.key)
             else:
                 report.objects.append(info.key)
         return report

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.calls import in_parallel
 from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.leases import Leases, read_leases
 from vllm_delta_sync.chain.plan import FOLD_WIDTH
 from vllm_delta_sync.chain.refused import refused_manifest
 from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, NotFoundError, SignatureError, StoreError
-from vllm_delta_sync.upkeep.leases import Leases, read_leases
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.documents import Retention, Tag

@@ -31,6 +31,7 @@ FOLDS_PREFIX = "folds/"
 TAGS_PREFIX = "tags/"
 CLAIMS_PREFIX = "claims/"
 LEASES_PREFIX = "receivers/"
+TURNS_PREFIX = "turns/"
 RETENTION_KEY = "retention.json"
 KEYS_KEY = "keys.json"
 
@@ -41,6 +42,9 @@ _ANCHOR = re.compile(r"anchors/([0-9]{10})\.json")
 _FOLD = re.compile(r"folds/([0-9]{10})-([0-9]{10})\.json")
 _CLAIM = re.compile(r"claims/([0-9]{10})\.json")
 _TAG = re.compile(r"tags/(.+)\.json")
+_TURN = re.compile(r"turns/([0-9]{2})/([0-9]{10})\.(json|end)")
+TURN_END = b"{}"
+"""Content of ``turns/<s>/<n>.end``, which means nothing: that it is there does."""
 
 Range = Annotated[list[Version], Field(min_length=2, max_length=2)]
 Objects = Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)]
@@ -77,6 +81,22 @@ def lease_key(receiver: str) -> str:
         UsageError: the name cannot be a receiver's.
     """
     return f"{LEASES_PREFIX}{_checked('receiver id', receiver)}.json"
+
+
+def turn_key(slot: int, number: int) -> str:
+    """Key of claim number ``number`` on a slot."""
+    return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.json"
+
+
+def turn_end_key(slot: int, number: int) -> str:
+    """Key of what says that a claim on a slot is over."""
+    return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.end"
+
+
+def turn_of_key(key: str) -> tuple[int, int, bool] | None:
+    """Slot and number of a claim, and whether the key is of its end; None for any other key."""
+    match = _TURN.fullmatch(key)
+    return (int(match[1]), int(match[2]), match[3] == "end") if match else None
 
 
 def anchor_of_key(key: str) -> int | None:
@@ -229,12 +249,26 @@ class Claim(Document):
     created_at: Timestamp
 
 
+class LeaseError(BaseModel):
+    """What went wrong last at a receiver: the kind of error, and the beginning of its message."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    kind: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
+    message: Annotated[str, Field(max_length=limits.MAX_LEASE_TEXT)]
+
+
 class Lease(Document):
-    """receivers/<id>.json: what a receiver serves, and for how long retention should take note. A hint.
+    """receivers/<id>.json: what a receiver serves, and for how long that is to be believed. A hint.
 
     Attributes:
         served: version, null before one is proven. target: version on its way to, null if none.
         pins: further versions that must stay readable. seconds: how long it holds, from when it was written.
+        step: of the version served. head: newest version known. lag: versions behind what following leads to.
+        state: as in the status; ``left`` when the receiver has ended.
+        following: what it was told to serve: ``head``, a number or ``tag:NAME``. holding: whether it stays there.
+        waiting: for its turn to pause. paused: between asking for a pause and its end.
+        started_at: by the receiver's clock. error: what failed last, null once something has succeeded.
+        pause_ms: how long generation stood still at the last commit.
     """
 
     KIND = "lease"
@@ -246,6 +280,39 @@ class Lease(Document):
     target: Version | None = None
     pins: Annotated[list[Version], Field(default_factory=list, max_length=limits.MAX_LEASE_PINS)]
     seconds: Annotated[int, Field(ge=1, le=limits.MAX_LEASE_SECONDS)]
+    step: Count | None = None
+    head: Version | None = None
+    lag: Count | None = None
+    state: Annotated[str, Field(pattern=r"^[a-z][a-z_]{0,39}$")] | None = None
+    following: Annotated[str, Field(pattern=r"^(head|[0-9]{1,10}|tag:[A-Za-z0-9][A-Za-z0-9._-]{0,99})$")] | None = None
+    holding: bool = False
+    waiting: bool = False
+    paused: bool = False
+    started_at: Timestamp | None = None
+    error: LeaseError | None = None
+    pause_ms: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    created_at: Timestamp
+
+
+class Turn(Document):
+    """turns/<s>/<n>.json: a receiver claims slot s of those in which servers of a run may pause. Create-if-absent.
+
+    Attributes:
+        slot, number: as in the key. receiver: who claims it. holder: random, names this claim.
+        version: what the receiver is about to serve. seconds: how long the claim holds, from when it was written,
+            unless turns/<s>/<n>.end says before that it is over.
+    """
+
+    KIND = "turn"
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    slot: Annotated[int, Field(ge=0, lt=limits.MAX_SLOTS)]
+    number: Annotated[int, Field(ge=1, le=limits.MAX_VERSION)]
+    receiver: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    holder: Hex32
+    version: Version
+    seconds: Annotated[int, Field(ge=1, le=limits.MAX_TURN_SECONDS)]
     created_at: Timestamp
 
 

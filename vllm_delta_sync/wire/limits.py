@@ -31,6 +31,11 @@ MAX_KEYS = 128
 """Entries of keys.json."""
 MAX_LEASE_PINS = 64
 MAX_LEASE_SECONDS = 7 * 24 * 3600
+MAX_LEASE_TEXT = 400
+"""Characters of an error's message in a lease."""
+MAX_SLOTS = 64
+"""Servers of a run that may be paused at once, where they take turns."""
+MAX_TURN_SECONDS = 2 * 24 * 3600
 MAX_BLOCK_COUNT = 1_000_000
 MIN_TILE_ELEMENTS = 1024
 """Codec context: a tensor has at most 16 tiles for so many of its elements."""

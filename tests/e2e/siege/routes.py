@@ -11,7 +11,7 @@ from tests.e2e.siege.world import TOKEN, Siege, attack
 
 NETWORK = "HTTP port"
 BROWSER = "a web page in an operator's browser"
-CHANGING = ("sync", "rollback", "hold", "release", "verify")
+CHANGING = ("sync", "rollback", "target", "hold", "release", "verify")
 
 
 def _refused(siege: Siege, body: Any, **headers: str) -> None:

@@ -1,0 +1,290 @@
+"""An ``AsyncLLM`` with ``attach_async``: run as ``python -m tests.e2e.attached FOLDER``.
+
+One engine, attached to again and again with other settings, which is cheaper than a server each. Writes what it saw to
+``seen.json``: ``doors``, and for every pause mode and prefix cache setting what became of requests at a commit.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
+
+FAMILY = "llama"
+MODES = [(mode, cache) for mode in ("keep", "wait", "abort") for cache in ("reset", "keep")]
+BLOCK = 32
+PROMPT = 3 * BLOCK + 4
+TOKENS = 360
+STARTED = 40
+"""Output tokens after which a request counts as in flight."""
+SHORT = 8
+
+
+class Trial:
+    """One engine, one run, and a receiver that is replaced for each part."""
+
+    def __init__(self, root: Path) -> None:
+        from trainer_side import Publisher
+
+        self.root = root
+        self.url = str(root / "run")
+        self.model = make_model(FAMILY, seed=5)
+        self.base = save_checkpoint(self.model, root / "base")
+        self.publisher = Publisher(self.model, bucket=self.url, base=self.base)
+        self.steps = train_steps(self.model, lr=3e-3)
+        self.version = 0
+        self.requests = 0
+        self.engine = self.make_engine()
+
+    def make_engine(self) -> Any:
+        from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+        from vllm_delta_sync.engine import WORKER_EXTENSION
+
+        arguments = AsyncEngineArgs(
+            model=str(self.base),
+            worker_extension_cls=WORKER_EXTENSION,
+            weight_transfer_config={"backend": "delta_bucket"},  # type: ignore[arg-type]
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=2,
+            block_size=BLOCK,
+            enable_prefix_caching=True,
+        )
+        return AsyncLLMEngine.from_engine_args(arguments)
+
+    async def attach(self, **settings: str) -> Any:
+        from vllm_delta_sync.engine import attach_async
+
+        for name in [name for name in os.environ if name.startswith("DELTA_SYNC_")]:
+            del os.environ[name]
+        settings["state_dir"] = str(self.root / "state")
+        os.environ.update({f"DELTA_SYNC_{name.upper()}": value for name, value in settings.items()})
+        return await attach_async(self.engine, bucket=self.url)
+
+    def publish(self) -> int:
+        """The next version, from a real step."""
+        next(self.steps)
+        self.version += 1
+        self.publisher.publish(step=self.version, wait=True)
+        self.publisher.flush()
+        return self.version
+
+    async def ask(self, tokens: list[int], length: int, started: asyncio.Event | None = None) -> dict[str, Any]:
+        """What a request comes to: tokens, their log probabilities, how it ended, its spans, and what was cached."""
+        from vllm import SamplingParams
+
+        self.requests += 1
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=1)
+        last: Any = None
+        async for output in self.engine.generate({"prompt_token_ids": tokens}, params, f"request-{self.requests}"):
+            last = output
+            if started is not None and len(output.outputs[0].token_ids) >= STARTED:
+                started.set()
+        completion = last.outputs[0]
+        chosen = list(completion.token_ids)
+        return {
+            "tokens": chosen,
+            "logprobs": [line[token].logprob for line, token in zip(completion.logprobs or [], chosen, strict=False)],
+            "ended": completion.finish_reason,
+            # None: this vLLM has no spans.
+            "spans": spans_of(completion),
+            "cached": last.num_cached_tokens,
+        }
+
+
+def spans_of(completion: Any) -> list[list[Any]] | None:
+    """[version, start, end] of an output; None if this vLLM does not say."""
+    if not hasattr(completion, "weight_versions"):
+        return None
+    return [[span.version, span.start, span.end] for span in completion.weight_versions or []]
+
+
+def random_tokens(seed: int, count: int = PROMPT) -> list[int]:
+    """A prompt that shares no block with another."""
+    return [random.Random(seed).randrange(3, VOCABULARY) for _ in range(count)]
+
+
+async def refused(call: Awaitable[Any]) -> str:
+    """What a call is refused with; empty if it is not."""
+    try:
+        await call
+    except Exception as error:  # noqa: BLE001  whatever it is, it is compared by its text
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+async def pause(trial: Trial, mode: str, cache: str) -> dict[str, Any]:
+    """A commit with two requests in flight, a third that waits for a place, and a fourth that comes meanwhile."""
+    sync = await trial.attach(policy="manual", pause_mode=mode, prefix_cache=cache)
+    before = (await sync.to())["served"]["version"]
+    version = trial.publish()
+    first = random_tokens(100 * version)
+    running = [asyncio.Event(), asyncio.Event()]
+    prompts = [first, random_tokens(100 * version + 1)]
+    flying = [asyncio.create_task(trial.ask(*each)) for each in zip(prompts, [TOKENS] * 2, running, strict=True)]
+    for event in running:
+        await event.wait()
+    queued = asyncio.create_task(trial.ask(random_tokens(100 * version + 2), SHORT))
+    await asyncio.sleep(0)
+    moving = asyncio.create_task(sync.to(version))
+    states: list[str] = []
+    late: asyncio.Task[dict[str, Any]] | None = None
+    while not moving.done():
+        if sync.status()["state"] not in states:
+            states.append(sync.status()["state"])
+        if late is None and states[-1] in ("draining", "committing"):
+            late = asyncio.create_task(trial.ask(random_tokens(100 * version + 3), SHORT))
+        await asyncio.sleep(0.0005)
+    status = await moving
+    answers = [await task for task in flying]
+    seen = {
+        "before": before,
+        "version": status["served"]["version"],
+        "timings": status["timings_ms"],
+        "states": states,
+        "flying": answers,
+        "queued": await queued,
+        "late": None if late is None else await late,
+        "again": await trial.ask(first, SHORT),
+    }
+    await trial.engine.reset_prefix_cache()
+    seen["fresh"] = await trial.ask(first, SHORT)
+    if mode == "keep":
+        # What the second half of the first answer is if all of it is computed with the weights served now.
+        cut = STARTED if answers[0]["spans"] is None else answers[0]["spans"][-1][1]
+        await trial.engine.reset_prefix_cache()
+        seen["cut"] = cut
+        seen["rest"] = await trial.ask(first + answers[0]["tokens"][:cut], TOKENS - cut)
+    seen["verdict"] = (await sync.verify())["verdict"]
+    await sync.close()
+    return seen
+
+
+async def drain(trial: Trial) -> dict[str, Any]:
+    """Mode ``wait`` with a request that takes longer than it may."""
+    sync = await trial.attach(policy="manual", pause_mode="wait", wait_seconds="0.05")
+    before = (await sync.to())["served"]["version"]
+    version = trial.publish()
+    running = asyncio.Event()
+    flying = asyncio.create_task(trial.ask(random_tokens(9), TOKENS, running))
+    await running.wait()
+    error = await refused(sync.to(version))
+    status = sync.status()
+    answer = await flying
+    reached = (await sync.to(version))["served"]["version"]
+    await sync.close()
+    return {
+        "before": before,
+        "version": version,
+        "error": error,
+        "status": status,
+        "answer": answer,
+        "reached": reached,
+    }
+
+
+async def doors(trial: Trial) -> dict[str, Any]:
+    """``attach_async``, and vLLM's native calls on the engine, with both policies."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+    from vllm_delta_sync.engine import attach
+
+    engine = trial.engine
+    seen: dict[str, Any] = {"unattached": await refused(engine.start_weight_update())}
+    try:
+        attach(engine, bucket=trial.url)
+    except Exception as error:  # noqa: BLE001  compared by its text
+        seen["attach"] = f"{type(error).__name__}: {error}"
+
+    def update(info: dict[str, Any]) -> Awaitable[None]:
+        done: Awaitable[None] = engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        return done
+
+    sync = await trial.attach(policy="manual", poll_seconds="0.05")
+    seen["twice"] = await refused(trial.attach(policy="manual", poll_seconds="0.05"))
+    version = trial.publish()
+    await until(lambda: (sync.status()["head"] or {}).get("version") == version)
+    seen["manual"] = sync.status()
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"bucket": trial.url}))
+    seen["other bucket"] = await refused(
+        engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"bucket": "/elsewhere"}))
+    )
+    await engine.start_weight_update()
+    seen["draft"] = await refused(engine.start_draft_weight_update())
+    seen["unpublished"] = await refused(update({"version": version + 5}))
+    seen["unknown"] = await refused(update({"names": ["a"]}))
+    seen["after refusals"] = sync.status()
+    await update({"version": version, "timeout_s": 60})
+    await engine.finish_weight_update(str(version))
+    seen["native"] = [sync.status(), await engine.get_weight_version()]
+    seen["label"] = [
+        await refused(engine.finish_weight_update("mine")),
+        await refused(engine.update_weight_version("9")),
+    ]
+    # A pause of the caller's own, of each kind, around an update of the newest.
+    seen["paused"] = []
+    for mode in ("keep", "wait", "abort"):
+        await engine.pause_generation(mode=mode)
+        version = trial.publish()
+        await update({})
+        held = await engine.is_paused()
+        await engine.resume_generation()
+        answer = await trial.ask(random_tokens(version), SHORT)
+        seen["paused"].append([held, version, sync.status()["served"]["version"], answer["spans"]])
+    waiting = asyncio.create_task(refused(sync.to(version + 9)))
+    seen["to"] = await waiting
+    await sync.close()
+    seen["closed"] = await refused(sync.to())
+    seen.update(await following(trial))
+    return seen
+
+
+async def following(trial: Trial) -> dict[str, Any]:
+    async with await trial.attach(poll_seconds="0.05") as sync:
+        version = trial.publish()
+        seen: dict[str, Any] = {"follow": [(await sync.wait(version, timeout=120))["served"]["version"], version]}
+        seen["back"] = await sync.rollback(version - 1)
+        seen["back label"] = await trial.engine.get_weight_version()
+        seen["late"] = await refused(sync.wait(version, timeout=0.2))
+        await sync.release()
+        seen["forward"] = (await sync.wait(version, timeout=120))["served"]["version"]
+        seen["held"] = (await sync.hold())["state"]
+        seen["verify"] = await sync.verify()
+        # A hold outlives the receiver, and the next one would go nowhere.
+        await sync.release()
+    return seen
+
+
+async def until(reached: Callable[[], bool], seconds: float = 120) -> None:
+    async with asyncio.timeout(seconds):
+        while not reached():
+            await asyncio.sleep(0.02)
+
+
+async def trials(root: Path) -> dict[str, Any]:
+    trial = Trial(root)
+    try:
+        seen: dict[str, Any] = {"doors": await doors(trial), "drain": await drain(trial)}
+        for mode, cache in MODES:
+            seen[f"{mode}, {cache}"] = await pause(trial, mode, cache)
+    finally:
+        trial.publisher.close()
+        trial.engine.shutdown()
+    return seen
+
+
+def main(root: Path) -> None:
+    torch.set_num_threads(1)
+    (root / "seen.json").write_text(json.dumps(asyncio.run(trials(root))))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

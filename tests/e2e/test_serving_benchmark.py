@@ -1,0 +1,23 @@
+"""The serving benchmark runs, and its rows become tables. No figure is asserted: they are the machine's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serving
+from benchmarks.render import render
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_quick_run_writes_rows(tmp_path: Path) -> None:
+    serving.main(["--quick", "--json", str(tmp_path / "serving.json")])
+    rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
+    values = {(row["metric"], row.get("peer")): row["value"] for row in rows}
+    assert {row["case"] for row in rows} == {"demo, every 2.5 s"}
+    assert values["syncs", None] == 4
+    for metric in ("speed with", "speed without", "pause p50", "staging p50", "payload", "changed"):
+        assert values[metric, None] > 0
+    assert values["ratio", "no_sync"] > 0
+    assert "## serving" in render(tmp_path)

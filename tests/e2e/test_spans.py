@@ -1,0 +1,159 @@
+"""Which policy answered, and whom a server admits, on one real vLLM that follows training meanwhile."""
+
+import itertools
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.servers import Server, delta_sync_serve, serving
+from tests.tiny import make_model, save_checkpoint, train_steps
+from trainer_side import Publisher
+
+pytestmark = pytest.mark.e2e
+TOKENS = 200
+WANTED = "X-Delta-Sync-Min-Version"
+LONG = {"model": "tiny", "n": 2, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {**LONG, "prompt": ["the quick", "fox"], "stream": True},
+    "/v1/chat/completions": {
+        **LONG,
+        "messages": [{"role": "user", "content": "lazy dog"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+}
+SHORT = {"model": "tiny", "prompt": "fox", "max_tokens": 3, "ignore_eos": True}
+Answers = list[tuple[str, int, list[dict[str, Any]]]]
+"""Path, version of the header, and chunks of each stream."""
+
+
+@contextmanager
+def streaming(server: Server, answers: Answers) -> Iterator[None]:
+    """One stream of each kind after the other, from the start of the block to its end."""
+    stop, begun = threading.Event(), {path: threading.Event() for path in STREAMS}
+
+    def read(path: str) -> None:
+        with httpx.Client(base_url=server.url, timeout=300) as client:
+            while not stop.is_set():
+                with client.stream("POST", path, json=STREAMS[path]) as response:
+                    lines = response.iter_lines()
+                    chunks = [next(lines)]
+                    begun[path].set()
+                    chunks += lines
+                    answers.append((path, int(response.headers["x-delta-sync-version"]), documents(chunks)))
+
+    threads = [threading.Thread(target=read, args=(path,)) for path in STREAMS]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(event.wait(120) for event in begun.values()), "a stream did not begin"
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(300)
+
+
+def documents(lines: list[str]) -> list[dict[str, Any]]:
+    data = [line.removeprefix("data: ") for line in lines if line]
+    assert data[-1] == "[DONE]"
+    return [json.loads(each) for each in data[:-1]]
+
+
+def check_stream(path: str, admitted: int, chunks: list[dict[str, Any]]) -> int:
+    """Spans are in the last chunk alone, and cover the tokens of each choice; how many lie before another version."""
+    assert [number for number, chunk in enumerate(chunks) if "delta_sync" in chunk] == [len(chunks) - 1]
+    assert ("usage" in chunks[-1]) == path.endswith("chat/completions")
+    tokens: Counter[int] = Counter()
+    for choice in itertools.chain.from_iterable(chunk["choices"] for chunk in chunks):
+        tokens[choice["index"]] += len(choice.get("token_ids") or ())
+    spans = chunks[-1]["delta_sync"]["spans"]
+    assert dict(tokens) == dict.fromkeys(range(2 if path.endswith("chat/completions") else 4), TOKENS)
+    for index, found in itertools.groupby(spans, key=lambda span: span["index"]):
+        own = list(found)
+        assert [own[0]["start"], own[-1]["end"]] == [0, tokens.pop(index)]
+        assert all(left["end"] == right["start"] for left, right in itertools.pairwise(own))
+        versions = [span["version"] for span in own]
+        assert versions == sorted(set(versions))
+        assert versions[0] >= admitted
+    assert not tokens, "choices without spans"
+    return len(spans) - len({span["index"] for span in spans})
+
+
+def figure(server: Server, name: str) -> float:
+    """A sample of /metrics."""
+    found = re.search(rf"^{re.escape(name)} (\S+)$", server.get("/metrics").text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def test_which_policy_answered_and_who_is_admitted(tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    base = save_checkpoint(model, tmp_path / "base")
+    steps = train_steps(model, lr=3e-5)
+    url = str(tmp_path / "run")
+    with Publisher(model, bucket=url, base=base, notice="tcp://127.0.0.1:*") as publisher:
+
+        def publish(version: int) -> None:
+            next(steps)
+            publisher.publish(step=version, wait=True)
+            publisher.flush()
+
+        flags = ["--notice", str(publisher.notice_address), "--poll-seconds", "0.5", "--min-version-seconds", "3"]
+        environment = {"DELTA_SYNC_STATE_DIR": str(tmp_path / "state"), "DELTA_SYNC_MAX_LAG": "5"}
+        command = delta_sync_serve(base, "--bucket", url, *flags)
+        with serving(base, tmp_path / "server.log", command, environment) as server:
+            server.wait_served(0)
+            answers: Answers = []
+            with streaming(server, answers):
+                for version in range(1, 4):
+                    publish(version)
+                    server.wait_served(version)
+                    assert server.get("/delta_sync/ready").status_code == 200
+            crossed: Counter[str] = Counter()
+            for path, admitted, chunks in answers:
+                crossed[path] += check_stream(path, admitted, chunks)
+            assert all(crossed[path] for path in STREAMS), f"none of {len(answers)} streams met a commit: {crossed}"
+            assert figure(server, "delta_sync_output_gap_seconds_count") >= 1
+            check_admission(server, publish)
+
+
+def check_admission(server: Server, publish: Any) -> None:
+    """Waits for version 4 and gets it; late, malformed, held; and readiness."""
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        # As a client does that is told to ask again.
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and (not answers or answers[-1].status_code == 503):
+            answers.append(server.post("/v1/completions", SHORT, headers={WANTED: "4"}))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    publish(4)
+    asking.join(300)
+    assert answers[-1].headers["x-delta-sync-version"] == "4"
+    assert [span["version"] for span in answers[-1].json()["delta_sync"]["spans"]] == [4]
+    late = server.post("/v1/completions", SHORT, headers={WANTED: "5"})
+    assert (late.status_code, late.json()["error"]["kind"], late.headers["retry-after"]) == (503, "late", "1")
+    assert server.post("/v1/completions", SHORT, headers={WANTED: "five"}).status_code == 400
+    assert server.post("/delta_sync/hold").status_code == 200
+    held = server.post("/v1/completions", SHORT, headers={WANTED: "5"})
+    assert (held.status_code, held.json()["error"]["kind"]) == (409, "unreachable")
+    assert server.post("/v1/completions", SHORT, headers={WANTED: "4"}).status_code == 200
+    not_ready = server.get("/delta_sync/ready")
+    assert (not_ready.status_code, not_ready.json()["ready"]) == (503, False)
+    assert server.get("/delta_sync/wait", params={"version": 5, "timeout": 300}).status_code == 409
+    assert server.post("/delta_sync/release").status_code == 200
+    assert server.get("/delta_sync/ready").json()["reasons"] == []
+    for outcome in ("served", "late", "unreachable", "malformed"):
+        assert figure(server, f'delta_sync_admission_seconds_count{{outcome="{outcome}"}}') >= 1

@@ -1,0 +1,176 @@
+"""``delta-sync fleet``: who serves what, and waiting until all serve a version."""
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, count, opened, version
+from vllm_delta_sync.errors import UsageError
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.chain import Run
+    from vllm_delta_sync.chain.fleet import Fleet, Replica
+    from vllm_delta_sync.cli import Parser
+
+EXAMPLES = """\
+Servers are listed that were started with --receiver-id; each tells in the bucket what it serves. One that has said
+nothing for longer than its lease (setting lease_seconds) is marked as ended. With --wait the exit code is 0 once every
+live server serves the version or a newer one, and those, with the ones that have ended since it was published, are at
+least N; 1 if that takes longer than SECONDS: then the error names who lags.
+
+examples:
+  delta-sync fleet --bucket /data/runs/a
+  delta-sync fleet --bucket /data/runs/a --watch 2
+  delta-sync fleet --bucket /data/runs/a --wait 12 --replicas 8 --timeout 300
+"""
+CLEAR = "\033[H\033[J"
+LONGEST_ERROR = 60
+
+
+def add(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """The subcommand."""
+    fleet = commands.add_parser(
+        "fleet",
+        help="list the servers that follow a run, or wait for them",
+        description="List the servers that follow a run, with what each says of itself.",
+        epilog=EXAMPLES,
+    )
+    add_bucket(fleet)
+    add_trust(fleet)
+    fleet.add_argument(
+        "--watch", type=_seconds, metavar="SECONDS", help="list them again and again, until Ctrl-C; goes with no --wait"
+    )
+    fleet.add_argument("--wait", type=version, metavar="N|tag:NAME", help="wait until all of them serve a version")
+    fleet.add_argument(
+        "--replicas", type=count, default=None, metavar="N", help="with --wait: how many there are (default: 1)"
+    )
+    fleet.add_argument(
+        "--timeout", type=_seconds, default=None, metavar="SECONDS", help="with --wait: longest (default: 60)"
+    )
+    add_json(fleet)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
+    return value
+
+
+def _fleet(options: argparse.Namespace) -> Answer:
+    if options.watch is not None and options.wait is not None:
+        raise UsageError("--watch goes with no --wait")
+    if options.wait is None and (options.replicas is not None or options.timeout is not None):
+        raise UsageError("--replicas and --timeout go with --wait VERSION")
+    run = opened(options)
+    if options.watch is not None:
+        _watch(run, options)
+    fleet = run.fleet()
+    if options.wait is not None:
+        wanted = options.wait if isinstance(options.wait, int) else run.resolve(options.wait).version
+        replicas = 1 if options.replicas is None else options.replicas
+        fleet.wait(wanted, replicas, 60.0 if options.timeout is None else options.timeout)
+    document = fleet_document(run, fleet)
+    return document, lambda: print_fleet(document)
+
+
+def _watch(run: "Run", options: argparse.Namespace) -> None:
+    """List again and again; ends by an interrupt, or an error."""
+    fleet = run.fleet()
+    while True:
+        document = fleet_document(run, fleet)
+        if options.json:
+            print(json.dumps(document), flush=True)
+        else:
+            print(CLEAR if sys.stdout.isatty() else "", end="")
+            print_fleet(document)
+            print("" if sys.stdout.isatty() else "\n", end="", flush=True)
+        time.sleep(options.watch)
+        fleet.look()
+
+
+def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:
+    """All servers, those that are live first."""
+    rows = [_row(replica) for replica in [*fleet.live, *fleet.ended]]
+    served = [row["served"] for row in rows if row["live"] and row["served"] is not None]
+    return {
+        "run": run.info.run,
+        "url": run.bucket.url,
+        "head": max((row["head"] for row in rows if row["head"] is not None), default=None),
+        "live": len(fleet.live),
+        "ended": len(fleet.ended),
+        "lowest": min(served, default=None),
+        "highest": max(served, default=None),
+        "replicas": rows,
+        "ignored": fleet.ignored,
+    }
+
+
+def _row(replica: "Replica") -> dict[str, Any]:
+    lease = replica.lease
+    return {
+        "receiver": lease.receiver,
+        "live": replica.live,
+        "left": replica.left,
+        "served": lease.served,
+        "step": lease.step,
+        "head": lease.head,
+        "lag": lease.lag,
+        "state": lease.state,
+        "following": lease.following,
+        "holding": lease.holding,
+        "waiting": lease.waiting,
+        "paused": lease.paused,
+        "pause_ms": lease.pause_ms,
+        "error": None if lease.error is None else {"kind": lease.error.kind, "message": lease.error.message},
+        "age_seconds": round(replica.age, 1),
+        "started_at": lease.started_at,
+    }
+
+
+def print_fleet(document: dict[str, Any]) -> None:
+    """A table, and one line of totals."""
+    from vllm_delta_sync.cli.text import clean, print_columns
+
+    rows = document["replicas"]
+    if rows:
+        titles = ("receiver", "served", "step", "lag", "state", "target", "pause", "said", "last error")
+        print_columns(titles, [_cells(row) for row in rows], left=(0, 4, 5, 8))
+        print()
+    for line in document["ignored"]:
+        print(clean(f"ignored: {line}"))
+    lowest, highest = document["lowest"], document["highest"]
+    spread = "nothing served" if lowest is None else f"version {lowest}" + (f" to {highest}" * (lowest != highest))
+    print(f"{document['live']} live, {document['ended']} ended; {spread}; head {_text(document['head'])}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    if not row["live"]:
+        state = "left" if row["left"] else "ended"
+    else:
+        state = _text(row["state"]) + (", waits for its turn" if row["waiting"] else "")
+    error = row["error"]
+    text = "-" if error is None else f"{error['kind']}: {error['message']}"
+    return (
+        row["receiver"],
+        _text(row["served"]),
+        _text(row["step"]),
+        _text(row["lag"]),
+        state,
+        _text(row["following"]) + (", holds" if row["holding"] else ""),
+        "-" if row["pause_ms"] is None else f"{row['pause_ms']:.1f} ms",
+        f"{row['age_seconds']:.0f} s ago",
+        text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 1] + "…",
+    )
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+COMMANDS: dict[str, Command] = {"fleet": _fleet}

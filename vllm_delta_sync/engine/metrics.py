@@ -1,0 +1,174 @@
+"""What a server tells Prometheus, on vLLM's own ``/metrics``.
+
+vLLM shows the default registry of ``prometheus_client``; with several API servers it adds up files that each process
+keeps (``PROMETHEUS_MULTIPROC_DIR``). So there is no collector here that is asked when somebody looks: everything is
+written when it happens. Counters and histograms of all processes add up; gauges are written by the process that leads
+alone, and the newest wins, so that whoever leads next replaces them. Ages are given as points in time for the same
+reason: ``time() - delta_sync_look_timestamp_seconds``.
+
+Without ``prometheus_client``, nothing is counted.
+"""
+
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from vllm_delta_sync.errors import error_kinds
+
+PREFIX = "delta_sync_"
+BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+"""Upper bounds in seconds: a pause takes milliseconds, an anchor over a slow line minutes."""
+PHASES = ("fetch", "verify", "decode", "route", "rescan", "turn", "wait", "commit", "resume")
+OUTCOMES = ("served", "late", "unreachable", "malformed")
+MOVES = ("forward", "rollback", "repair")
+
+HISTOGRAMS = {
+    "phase_seconds": "what the parts of a commit take, on the slowest rank, as in timings_ms of the status",
+    "pause_seconds": "how long generation stands still for a commit, at most: wait, commit and resume",
+    "output_gap_seconds": "between two output tokens of a request which different versions sampled",
+    "admission_seconds": "how long requests with X-Delta-Sync-Min-Version were kept waiting",
+}
+COUNTERS = {
+    "commits_total": "changes of the weights that are served",
+    "versions_total": "versions that commits brought; one commit may bring several",
+    "payload_bytes_total": "bytes of the objects that these versions are made of",
+    "changed_elements_total": "elements that these versions changed",
+    "failures_total": "attempts that failed, by the kind of last_error",
+}
+GAUGES = {
+    "served_version": "version whose weights answer now; NaN until one is proven",
+    "served_step": "the trainer's step of that version; NaN until one is proven",
+    "head_version": "newest version seen in the bucket; NaN before the first look",
+    "lag_versions": "versions from the served one to the newest that following leads to; NaN where one is not known",
+    "ready": "1 if GET /delta_sync/ready says yes, else 0",
+    "undo_versions": "versions that can be gone back to from memory",
+    "look_timestamp_seconds": "Unix time at which the bucket was last read without an error; NaN before",
+    "served_timestamp_seconds": "Unix time since which the served version is served; NaN where there is none",
+    "state": "1 for the state that the status names, 0 for each other",
+}
+"""Names without prefix, and help."""
+LABELS = {
+    "phase_seconds": ("phase", PHASES),
+    "admission_seconds": ("outcome", OUTCOMES),
+    "commits_total": ("move", MOVES),
+    "failures_total": ("kind", ()),
+    "state": ("state", ()),
+}
+"""Those that have one, with its values; none: kinds of errors, and states."""
+
+_lock = threading.Lock()
+_made: dict[str, Any] = {}
+
+
+def _metric(name: str) -> Any | None:
+    """A metric, registered when it is first asked for, with every value of its label, so that it begins at zero."""
+    with _lock:
+        if name not in _made:
+            client = _client()
+            _made[name] = None if client is None else _make(client, name)
+        return _made[name]
+
+
+def _client() -> ModuleType | None:
+    # Late: vLLM sets PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads while it is imported.
+    try:
+        import prometheus_client
+    except ModuleNotFoundError:
+        return None
+    return prometheus_client
+
+
+def _make(client: Any, name: str) -> Any:
+    label, values = LABELS.get(name, (None, ()))
+    labels = [] if label is None else [label]
+    if name in HISTOGRAMS:
+        metric = client.Histogram(PREFIX + name, HISTOGRAMS[name], labels, buckets=BUCKETS)
+    elif name in COUNTERS:
+        metric = client.Counter(PREFIX + name, COUNTERS[name], labels)
+    else:
+        metric = client.Gauge(PREFIX + name, GAUGES[name], labels, multiprocess_mode="mostrecent")
+    for value in error_kinds() if name == "failures_total" else values:
+        metric.labels(value)
+    return metric
+
+
+def _observe(name: str, seconds: float, *labels: str) -> None:
+    metric = _metric(name)
+    if metric is not None:
+        (metric.labels(*labels) if labels else metric).observe(seconds)
+
+
+def _count(name: str, amount: float = 1, *labels: str) -> None:
+    metric = _metric(name)
+    if metric is not None:
+        (metric.labels(*labels) if labels else metric).inc(amount)
+
+
+def register() -> None:
+    """Show histograms and counters from now on, at zero."""
+    for name in (*HISTOGRAMS, *COUNTERS):
+        _metric(name)
+
+
+def observe_gap(seconds: float) -> None:
+    """A request's output went on with another version: from the last token before the change to the first after it."""
+    _observe("output_gap_seconds", seconds)
+
+
+def observe_turn(seconds: float) -> None:
+    """This replica waited for its turn to pause, whether it got it or not."""
+    _observe("phase_seconds", seconds, "turn")
+
+
+def observe_admission(outcome: str, seconds: float) -> None:
+    """A request asked for a version that it wanted at least.
+
+    Args:
+        outcome: ``served``, ``late``, ``unreachable`` or ``malformed``. seconds: that it was kept waiting.
+    """
+    _observe("admission_seconds", seconds, outcome)
+
+
+def count_move(move: str, ms: Mapping[str, float], versions: int = 0, payload_bytes: int = 0, changed: int = 0) -> None:
+    """The weights that are served were changed.
+
+    Args:
+        move: ``forward``, ``rollback`` or ``repair``. ms: see ``timings_ms`` in the status.
+        versions, payload_bytes, changed: that came out of the bucket for it; bytes, and elements.
+    """
+    _count("commits_total", 1, move)
+    _count("versions_total", versions)
+    _count("payload_bytes_total", payload_bytes)
+    _count("changed_elements_total", changed)
+    for phase, value in ms.items():
+        if phase == "pause":
+            _observe("pause_seconds", value / 1e3)
+        elif phase in PHASES and phase != "turn":
+            # Turns are observed where they are waited for, in vain too.
+            _observe("phase_seconds", value / 1e3, phase)
+
+
+def count_failure(kind: str) -> None:
+    """An attempt failed; ``kind`` of its error."""
+    _count("failures_total", 1, kind)
+
+
+def show(values: Mapping[str, float | None], state: str, states: Iterable[str]) -> None:
+    """What the server shows from now on. Only for the process that leads.
+
+    Args:
+        values: by name in ``GAUGES``, without ``state``; None: there is none. states: all that there are.
+    """
+    for name, value in values.items():
+        gauge = _metric(name)
+        if gauge is not None:
+            gauge.set(math.nan if value is None else value)
+    one_hot = _metric("state")
+    if one_hot is not None:
+        for each in states:
+            one_hot.labels(each).set(each == state)
