@@ -16,6 +16,9 @@ UNDO_BYTES = str(8 * 1024**2)
 """So little that the undo log is full soon: only then can memory be flat."""
 CACHE_BLOCKS = "64"
 """So few that all are used soon: a page of vLLM's cache becomes resident when it is first written."""
+FEW_KERNELS = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+"""oneDNN keeps a kernel for each number of tokens that a step had, by default up to a thousand in each of two caches.
+So the memory of any server on a CPU grows while new numbers come, without us too. So few that all are there soon."""
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Lives:
         flags += ["--num-gpu-blocks-override", CACHE_BLOCKS]
         command = delta_sync_serve(self._base, *flags)
         log = self._folder / f"server-{self._count}.log"
-        server = self._stack.enter_context(serving(self._base, log, command, {}))
+        server = self._stack.enter_context(serving(self._base, log, command, FEW_KERNELS))
         server.wait_served(0)
         with self._changed:
             self._life = Life(self._count, server)
