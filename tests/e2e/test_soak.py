@@ -6,7 +6,7 @@ import pytest
 
 from tests.soak.course import Options, Progress, run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_short_soak_holds(tmp_path: Path) -> None:

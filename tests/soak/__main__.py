@@ -36,7 +36,7 @@ def text_of(report: Report) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--versions", type=int, default=200, help="how many are published (default %(default)s)")
+    parser.add_argument("--versions", type=int, default=300, help="how many are published (default %(default)s)")
     parser.add_argument("--seconds", type=float, help=f"for publishing them ({SECONDS_PER_VERSION} for each)")
     parser.add_argument("--kills", type=int, default=2, help="how often the server is killed (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and chaos (default %(default)s)")

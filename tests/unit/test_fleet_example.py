@@ -362,7 +362,12 @@ def test_help_says_what_it_does() -> None:
 
 def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "examples.fleet", "--size", "small", "--out", str(out)]
+    # A background shell takes SIGINT away from what it starts.
+    program = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('examples.fleet', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, "--size", "small", "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -257,11 +257,12 @@ class Mover:
         """A version is served from now on, of the run followed before or of another one."""
         head = self._history.head
         if head is None or self._board.run == target.run:
-            self._board.set(served=target, broken=False)
+            # Whatever was in the way of this version is no more.
+            self._board.set(served=target, broken=False, error=None)
             return
         # All at once: from here on it is another run that is followed.
         goal = head.version if self._settings.quarantined == "serve" else head.sound
-        self._board.set(run=target.run, served=target, head=head, goal=goal, broken=False)
+        self._board.set(run=target.run, served=target, head=head, goal=goal, broken=False, error=None)
 
     def _trim(self) -> None:
         """Confirm the last commit. Only once generation goes on: until then, the undo data is the way back.
