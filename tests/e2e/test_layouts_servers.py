@@ -136,5 +136,7 @@ def leads_on(server: Server, before: int) -> bool:
         status = server.status()
     except httpx.HTTPError:
         return False
+    if "error" in status:
+        return False  # nobody leads at the moment
     leaders = [one["pid"] for one in status["servers"] if one["role"] == "leader"]
     return leaders != [before] and status["served"] is not None and status["served"]["version"] == 2
