@@ -88,6 +88,7 @@ TOUCHES = [
         ("layer", "remove_weight"),
         exactly=True,
     ),
+    Touch("compat.py", "vllm.distributed", "utils.USE_SCHED_YIELD", "a busy server on few cores may stand still"),
     Touch(
         "compat.py",
         "vllm.config",

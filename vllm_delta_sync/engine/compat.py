@@ -87,6 +87,22 @@ def hide_numba_from_kernel_scan() -> None:
     dispatcher._rebind_kernels = rebind
 
 
+def sleep_between_looks() -> None:
+    """On the CPU, let vLLM's queues sleep for a moment between two looks instead of yielding the core.
+
+    Cause: processes of one server wait for each other in a loop of ``sched_yield``. Linux 6.18 (and the stable releases
+    that got "sched/fair: Forfeit vruntime on yield") charges each call a whole time slice; where computing threads,
+    queues and clients share few cores, which is so on the CPU, one of them is then not run for seconds. Symptom, with
+    plain vLLM too: from one moment to the next a busy server makes one token in four seconds instead of thousands.
+    Remove when: vLLM's readers no longer yield in a loop, or that kernel is out of use. On a GPU nothing is changed.
+    """
+    from vllm.distributed import utils
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and hasattr(utils, "USE_SCHED_YIELD"):
+        utils.USE_SCHED_YIELD = False
+
+
 def keep_plain_cpu_weights() -> None:
     """Make CPU linear layers compute from their plain weights.
 

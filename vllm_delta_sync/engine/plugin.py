@@ -21,6 +21,7 @@ def register() -> None:
     admin_token.hide()
     compat.initialize_amx()
     compat.hide_numba_from_kernel_scan()
+    compat.sleep_between_looks()
     loader.register()
     transfer.register()
     core_guard.install()
