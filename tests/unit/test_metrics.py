@@ -62,11 +62,9 @@ def test_turns_are_counted_where_they_are_waited_for() -> None:
 
 def test_gauges_follow_the_status(tmp_path: Path) -> None:
     world = World(tmp_path)
-    ready = [False]
-    world.receiver.board.export(lambda: ready[0])
+    world.receiver.board.export()
     assert sample("served_version") != sample("served_version"), "NaN before a version is proven"
-    assert sample("state", state="waiting_for_run") == 1
-    ready[0] = True
+    assert (sample("state", state="waiting_for_run"), sample("ready")) == (1, 0)
     world.receiver.advance()
     world.train(7)
     world.receiver.advance()
@@ -76,7 +74,7 @@ def test_gauges_follow_the_status(tmp_path: Path) -> None:
     assert sample("served_timestamp_seconds") <= sample("look_timestamp_seconds") + 60
     world.receiver.rollback(0)
     assert {state: sample("state", state=state) for state in STATES} == {s: float(s == "held") for s in STATES}
-    assert (sample("lag_versions"), sample("served_version")) == (1, 0)
+    assert (sample("lag_versions"), sample("served_version"), sample("ready")) == (1, 0, 0)
 
 
 def test_failures_are_counted_by_kind_and_nothing_names_a_place(tmp_path: Path) -> None:
@@ -131,7 +129,7 @@ metrics.observe_gap(0.01)
 if sys.argv[1] != "follower":
     metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=int(sys.argv[2]))
     board = Board("follow")
-    board.export(lambda: True)
+    board.export()
     board.set(undo=list(range(int(sys.argv[2]))), state=sys.argv[3])
 """
 SHOWN = """
@@ -167,7 +165,7 @@ sys.modules["prometheus_client"] = None
 from pathlib import Path
 from tests.world import World
 world = World(Path(sys.argv[1]))
-world.receiver.board.export(lambda: True)
+world.receiver.board.export()
 world.receiver.advance()
 world.train(1)
 world.receiver.advance()

@@ -1,5 +1,6 @@
 """Moves an engine from version to version: stages, commits, goes back, repairs; and finds out who else moved it."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -237,10 +238,9 @@ class Mover:
         logger.info("%s", telling.forward(leg, timings) if left is None else telling.back(target, left, timings))
 
     def _transaction(self, target: int, **options: Any) -> Transaction:
-        def paused() -> None:
-            self._board.set(state="committing")
-
-        return Transaction(self._port, target, self._served_version, paused=paused, **options)
+        if self._pausing == "draining":
+            options["paused"] = functools.partial(self._board.set, state="committing")
+        return Transaction(self._port, target, self._served_version, **options)
 
     def _go_on(self, transaction: Transaction, target: Manifest) -> dict[str, float]:
         """Let generation go on with a new version; the timings."""

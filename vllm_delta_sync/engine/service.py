@@ -45,7 +45,7 @@ class ReceiverService:
         self._notice_keys = client_keys(settings.notice_key, settings.notice_server_key)
         self.receiver = Receiver(port, settings, orders=OrderFile(settings))
         self.show: Callable[[], dict[str, Any]] = self.receiver.status
-        self.receiver.board.export(self._is_ready)
+        self.receiver.board.export()
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -65,10 +65,6 @@ class ReceiverService:
         if settings.notice is not None:
             self.receiver.board.set(listens=True)
             self._threads.append(threading.Thread(target=self._listen, name="delta-sync-notice", daemon=True))
-
-    def _is_ready(self) -> bool:
-        ready: bool = self.receiver.status()["ready"]["ready"]
-        return ready
 
     def start(self) -> None:
         """Begin to follow."""

@@ -188,15 +188,12 @@ class Board:
         # The newest manifest that can be read may be older than what is served.
         return 0 if self.goal is None else max(0, self.goal - self.served.version)
 
-    def export(self, ready: Callable[[], bool]) -> None:
-        """Show all this to Prometheus from now on, after every change.
-
-        Args:
-            ready: whether the server is; see ``GET /delta_sync/ready``.
-        """
+    def export(self) -> None:
+        """Show all this to Prometheus from now on, after every change."""
 
         def show() -> None:
             with self._lock:
+                ready = readiness(self._standing(), self._max_lag, self.asleep)["ready"]
                 served, head, looked = self.served, self.head, self.looked
                 values = {
                     "served_version": None if served is None else served.version,
@@ -208,7 +205,7 @@ class Board:
                     "served_timestamp_seconds": None if served is None else _wall(self._since[1]),
                 }
                 state = self.state
-            metrics.show({**values, "ready": float(ready())}, state, STATES)
+            metrics.show({**values, "ready": float(ready)}, state, STATES)
 
         metrics.register()
         self.watch(show)
