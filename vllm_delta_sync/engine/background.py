@@ -1,6 +1,5 @@
 """One operation at a time beside the engine: started and polled, because a long remote call would block the engine."""
 
-import os
 import threading
 from collections.abc import Callable
 
@@ -30,7 +29,6 @@ class Background:
         self._thread.start()
 
     def _run(self, operation: Callable[..., Answer], arguments: Answer) -> None:
-        leave_computing_cores()
         try:
             self._outcome = operation(**arguments)
         except DeltaSyncError as error:
@@ -41,22 +39,3 @@ class Background:
     def poll(self) -> Answer:
         """{"running": True}, or the outcome of the last operation with "running" False."""
         return {"running": True} if self.is_busy else {"running": False, **self._outcome}
-
-
-def leave_computing_cores() -> None:
-    """Let this thread run on all cores that the parent process may use, and begin on one that nothing here computes on.
-
-    vLLM pins a CPU worker to the cores it computes on, and threads inherit that: they would take time from generation
-    while other cores are idle. A process that is not pinned, or a system that pins nothing, is left as it is.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    try:
-        pinned, wide = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
-        if wide - pinned:
-            # Without the first call it would stay where it is until the scheduler finds that core too busy.
-            os.sched_setaffinity(0, wide - pinned)
-            os.sched_setaffinity(0, wide | pinned)
-    except OSError:
-        # The parent is gone or not ours to look at, or a control group allows less.
-        return
