@@ -58,9 +58,10 @@ def test_others_hear_nothing_and_both_sides_say_so_once(
 ) -> None:
     stranger = site.keys.make("stranger")
     own, server, ours, theirs = {
-        "not on the list": (stranger, site.trainer, "refused key", "not on the allow-list"),
-        "no key": (None, None, "a client hung up", "one side has CURVE keys"),
-        "wrong server key": (site.server, stranger, "another server key", "the server key given here is not"),
+        "not on the list": (stranger, site.trainer, ("refused key",), "not on the allow-list"),
+        # The client hangs up; a publisher that reads what it had sent before it sees that, names the cause itself.
+        "no key": (None, None, ("a client hung up", "one side has CURVE keys"), "one side has CURVE keys"),
+        "wrong server key": (site.server, stranger, ("another server key",), "the server key given here is not"),
     }[case]
     with caplog.at_level(logging.WARNING):
         subscriber = site.subscriber(own, server)
@@ -72,7 +73,7 @@ def test_others_hear_nothing_and_both_sides_say_so_once(
     }
     assert len(said["notice.subscriber"]) == 1
     assert theirs in said["notice.subscriber"][0]
-    assert sum(ours in message for message in said["notice.publisher"]) == 1
+    assert sum(any(text in message for text in ours) for message in said["notice.publisher"]) in range(1, len(ours) + 1)
     assert len(said["notice.publisher"]) <= 2
     assert all(path.read_text().split('secret-key = "')[1][:40] not in caplog.text for path in (site.trainer, stranger))
     hear(site.subscriber(site.server, site.trainer), 1)

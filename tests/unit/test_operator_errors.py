@@ -159,7 +159,9 @@ def test_bucket_that_is_not_there_and_then_has_no_run(
     trainer.begin(url)
     wait_until(lambda: service.receiver.served_version == 0)
     wait_until(lambda: service.receiver.status()["last_error"] is None)
-    assert len(warned(caplog)) == 2
+    # A look may come when the run is begun, and its version 0 not yet there.
+    begun = f"not_found: no object 'versions/0000000000.json' in {url}"
+    assert len([line for line in warned(caplog) if line != begun]) == 2
 
 
 def test_run_that_is_taken_away_and_put_back(
