@@ -110,13 +110,18 @@ def check_fingerprint(manifest: Manifest, measured: Fingerprint) -> None:
 
 def check_tensors(manifest: Manifest | Anchor, state: ModelState) -> None:
     """Raise FingerprintError unless each tensor has the fingerprint that an anchor or a reference gives it."""
-    declared = manifest.tensor_fingerprints or {}
     for spec, value in zip(state.table, state.fingerprints, strict=True):
-        if declared.get(spec.name) != value.hex():
-            raise FingerprintError(
-                f"version {manifest.version}: tensor {spec.name!r} has fingerprint {value.hex()}, the manifest says "
-                f"{declared.get(spec.name)}"
-            )
+        check_tensor(manifest, spec.name, value)
+
+
+def check_tensor(manifest: Manifest | Anchor, name: str, measured: Fingerprint) -> None:
+    """Raise FingerprintError unless ``measured`` is what an anchor or a reference gives a tensor."""
+    declared = (manifest.tensor_fingerprints or {}).get(name)
+    if declared != measured.hex():
+        raise FingerprintError(
+            f"version {manifest.version}: tensor {name!r} has fingerprint {measured.hex()}, the manifest says "
+            f"{declared}"
+        )
 
 
 def check_base(base: str | Path | None) -> None:

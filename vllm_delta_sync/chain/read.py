@@ -11,16 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain.checks import check_fingerprint, check_tensors, decode_objects, object_limit, read_shard
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.lazy import MAPPED_BYTES, fetch_file, mapped, open_step, scratch_folder
+from vllm_delta_sync.chain.origins import BaseError as BaseError
+from vllm_delta_sync.chain.origins import branches, locate_base, origin
 from vllm_delta_sync.chain.parts import declared
 from vllm_delta_sync.chain.plan import GapError, Plan, Step, plan
-from vllm_delta_sync.checkpoint import Checkpoint, resolve_base
+from vllm_delta_sync.checkpoint import Checkpoint
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -38,7 +40,7 @@ from vllm_delta_sync.wire.documents import Anchor, FoldedRange
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.lazy import pieces_of
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
-from vllm_delta_sync.wire.old import Old
+from vllm_delta_sync.wire.old import Old, OldTensor
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorTable
 
@@ -53,8 +55,22 @@ Progress = Callable[[int, int], None]
 """Called with bytes read so far, and bytes to read in all."""
 
 
-class BaseError(NotFoundError):
-    """The checkpoint or the run that version 0 refers to is not at hand."""
+class Weights(Protocol):
+    """What a step is applied to: a whole model (``ModelState``), or some of it.
+
+    Attributes:
+        fingerprint: of the whole model.
+    """
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
+
+    def old(self, tensor: int) -> OldTensor: ...
+
+    def apply(self, changes: Changes) -> None: ...
+
+
+_Weights = TypeVar("_Weights", bound=Weights)
 
 
 @dataclass
@@ -95,6 +111,30 @@ def restore(
         DeltaSyncError: the first thing that was wrong, where no other way leads to the version.
         StoreError: the store failed, or there is no room for the weights.
     """
+
+    def begin(found: Plan) -> ModelState:
+        return whole(run, found.root, found.beside, base, in_memory, scratch)
+
+    found, state = carry_out(run, target, begin, progress, avoid, scratch)
+    return Restored(target, state, found)
+
+
+def carry_out(
+    run: RunDocuments,
+    target: Manifest,
+    begin: Callable[[Plan], _Weights],
+    progress: Progress | None = None,
+    avoid: set[str] | None = None,
+    scratch: str | Path | None = None,
+) -> tuple[Plan, _Weights]:
+    """Go the cheapest way to a version; where that fails, the next one.
+
+    Args:
+        begin: makes the weights of a plan's root. progress, avoid, scratch: as ``restore``.
+
+    Raises:
+        Whatever ``begin`` raises of the last root. Else as ``restore``.
+    """
     avoid = set() if avoid is None else avoid
     first: DeltaSyncError | None = None
     while True:
@@ -108,9 +148,9 @@ def restore(
                 # Not from itself, which would hide what it was raised from.
                 raise
             raise told from error
-        attempt = _Attempt(run, found, base, in_memory, progress, scratch)
+        attempt = _Attempt(found, begin, progress, scratch)
         try:
-            return Restored(target, attempt.build(), found)
+            return found, attempt.build()
         except StoreError:
             raise
         except DeltaSyncError as error:
@@ -136,7 +176,7 @@ def _unkept(run: RunDocuments, target: Manifest, error: DeltaSyncError) -> Delta
     )
 
 
-class _Attempt:
+class _Attempt(Generic[_Weights]):
     """One plan carried out.
 
     Attributes:
@@ -144,22 +184,14 @@ class _Attempt:
     """
 
     def __init__(
-        self,
-        run: RunDocuments,
-        found: Plan,
-        base: str | Path | None,
-        in_memory: bool | None,
-        progress: Progress | None,
-        scratch: str | Path | None,
+        self, found: Plan, begin: Callable[[Plan], _Weights], progress: Progress | None, scratch: str | Path | None
     ) -> None:
-        self._run, self._plan, self._base, self._in_memory = run, found, base, in_memory
-        self._progress = progress
-        self._scratch = scratch
+        self._plan, self._begin, self._progress, self._scratch = found, begin, progress, scratch
         self._done = 0
         self.key = found.root_key
 
-    def build(self) -> ModelState:
-        state = whole(self._run, self._plan.root, self._plan.beside, self._base, self._in_memory, self._scratch)
+    def build(self) -> _Weights:
+        state = self._begin(self._plan)
         self._count(self._plan.bytes - sum(step.payload_bytes for step in self._plan.steps))
         for step in self._plan.steps:
             self.key = step.key
@@ -173,7 +205,7 @@ class _Attempt:
             self._progress(self._done, self._plan.bytes)
 
 
-def advance(step: Step, state: ModelState, scratch: str | Path | None = None) -> None:
+def advance(step: Step, state: Weights, scratch: str | Path | None = None) -> None:
     """Apply a step, a large one in pieces. Errors as ``apply_step`` and ``apply_mapped``."""
     if step.changed <= DECODED_ELEMENTS:
         apply_step(step, state)
@@ -181,7 +213,7 @@ def advance(step: Step, state: ModelState, scratch: str | Path | None = None) ->
         apply_mapped(step, state, scratch)
 
 
-def apply_step(step: Step, state: ModelState) -> None:
+def apply_step(step: Step, state: Weights) -> None:
     """Fetch, verify and apply a step; the weights are not touched unless all that it declares fits them.
 
     Raises:
@@ -192,7 +224,7 @@ def apply_step(step: Step, state: ModelState) -> None:
     state.apply(changes)
 
 
-def apply_mapped(step: Step, state: ModelState, scratch: str | Path | None = None) -> None:
+def apply_mapped(step: Step, state: Weights, scratch: str | Path | None = None) -> None:
     """As ``apply_step``, in the memory of a few tensors: objects go through a scratch folder and are decoded in pieces.
 
     Raises:
@@ -265,79 +297,42 @@ def whole(
         BaseError: it is not at hand. FingerprintError, TensorMismatchError: a tensor is not as declared.
         DeltaSyncError: an object is missing or damaged.
     """
+    if branches(root, beside):
+        source, at, further = origin(run, root, base)
+        return _checked(root, restore(source, at, further, in_memory, scratch=scratch).state)
     room = scratch_file if scratch is None else partial(scratch_file, folder=scratch)
     place = None if _fits_in_memory(run.table, in_memory) else room
+    with held_whole(run, root, beside, base, scratch) as (document, tensors):
+        return _checked(document, ModelState(run.table, tensors, place))
+
+
+@contextmanager
+def held_whole(
+    run: RunDocuments, root: Manifest, beside: bool, base: str | Path | None, scratch: str | Path | None
+) -> Iterator[tuple[Manifest | Anchor, Iterator[tuple[str, Bits]]]]:
+    """What declares the weights of a plan's root, which does not branch, and (name, bits) of its tensors.
+
+    Objects are checked by digest, one at a time. The tensors of a checkpoint are not checked: the block does that, and
+    errors of it say which checkpoint is meant. Errors as ``whole``.
+    """
     if beside:
         anchor = run.anchor(root.version)
         if anchor.manifest != root.digest or anchor.fingerprint != root.fingerprint:
             raise ChainError(f"the anchor of version {root.version} was made of another version {anchor.manifest}")
-        return _checked(anchor, ModelState(run.table, _shards(run, anchor, scratch), place))
+        yield anchor, _shards(run, anchor, scratch)
+        return
     if root.kind == "anchor":
-        return _checked(root, ModelState(run.table, _shards(run, root, scratch), place))
-    if root.base is not None and root.base.run is not None:
-        return _checked(root, _branched(run, root, base, in_memory, scratch))
+        yield root, _shards(run, root, scratch)
+        return
     path = locate_base(root, base)
     checkpoint = Checkpoint(path)
     try:
-        tensors = ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
-        return _checked(root, ModelState(run.table, tensors, place))
+        yield root, ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
     except (FingerprintError, TensorMismatchError) as error:
         raise type(error)(
             f"{error}: the checkpoint in {str(path)!r} is not the one that the run started from, or was overwritten "
             "since; pass --base (base= in Python) with the original checkpoint"
         ) from error
-
-
-def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
-    """Directory of the checkpoint that version 0 refers to: the one given, else the recorded one or the public model.
-
-    Raises:
-        BaseError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be had.
-    """
-    if base is not None:
-        path = resolve_base(base).path
-    elif root.base is not None and root.base.model is not None and not Path(root.base.location).is_dir():
-        path = resolve_base(f"{root.base.model}@{root.base.revision}").path
-    else:
-        path = Path("" if root.base is None else root.base.location)
-    if not path.is_dir():
-        raise BaseError(
-            f"version 0 refers to the checkpoint {str(path)!r}, which is not here; pass base= with its path "
-            "(--base on the command line)"
-        )
-    return path
-
-
-def _branched(
-    run: RunDocuments,
-    root: Manifest,
-    base: str | Path | None,
-    in_memory: bool | None,
-    scratch: str | Path | None,
-) -> ModelState:
-    """Version 0 of a branch, from the run that it comes from, or from whatever lies beyond that."""
-    recorded = root.base.location if root.base is not None else ""
-    try:
-        source = run.origin(root, str(base) if base is not None and _is_run(base) else None)
-    except NotFoundError as error:
-        raise BaseError(
-            f"run {run.info.run} branches from a run at {recorded!r}, which is not there; pass base= with its URL "
-            f"(--base on the command line): {error}"
-        ) from error
-    if source.table.digest != run.table.digest:
-        raise ChainError(f"run {run.info.run} branches from {source.info.run}, which has other tensors")
-    version = root.base.version if root.base is not None and root.base.version is not None else 0
-    further = None if base is None or _is_run(base) else base
-    return restore(source, source.manifest(version), further, in_memory, scratch=scratch).state
-
-
-def _is_run(base: str | Path) -> bool:
-    """Whether somebody means a run, not a checkpoint directory."""
-    try:
-        open_bucket(base).stat("run.json")
-    except DeltaSyncError:
-        return False
-    return True
 
 
 def _shards(run: RunDocuments, document: Manifest | Anchor, scratch: str | Path | None) -> Iterator[tuple[str, Bits]]:
