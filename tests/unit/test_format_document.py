@@ -127,6 +127,7 @@ def test_keys() -> None:
     assert beside == {key.split("/")[0] for key in keys if "/" in key or key == "retention.json"} - {
         "versions",
         "objects",
+        "sidecars",
         "keys",
     }
     assert (SIGNED / KEYS_KEY).is_file()

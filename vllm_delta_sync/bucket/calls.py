@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.crew import SLICE_SECONDS
 from vllm_delta_sync.errors import NotFoundError
-from vllm_delta_sync.wire.manifest import ObjectRef
+from vllm_delta_sync.wire.manifest import Stored
 
 PARALLEL = 16
 """Requests in flight: on a store far away each takes tens of milliseconds, most of them spent waiting."""
@@ -100,7 +100,7 @@ def _serve(call: Callable[[_Item], _Answer], waiting: "deque[tuple[_Item, Future
             waiting.clear()
 
 
-def has_object(bucket: Bucket, ref: ObjectRef) -> bool:
+def has_object(bucket: Bucket, ref: Stored) -> bool:
     """Whether an object is there, at its size; its bytes are not read. Raises StoreError."""
     try:
         return bucket.stat(ref.key).bytes == ref.bytes

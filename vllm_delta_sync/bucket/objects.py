@@ -11,19 +11,19 @@ from vllm_delta_sync.bucket.download import CONNECTIONS, download, remove
 from vllm_delta_sync.bucket.hashing import hashing
 from vllm_delta_sync.bucket.opening import OpenedBucket
 from vllm_delta_sync.errors import DigestError
-from vllm_delta_sync.wire.manifest import ObjectRef
+from vllm_delta_sync.wire.manifest import ObjectRef, Stored
 
 _Read = TypeVar("_Read")
 
 
-def fetch_object(bucket: Bucket, ref: ObjectRef) -> bytes:
+def fetch_object(bucket: Bucket, ref: Stored) -> bytes:
     """An object's bytes. Raises NotFoundError: it is gone. DigestError: it is not what is listed. StoreError."""
     data = bucket.get(ref.key, max_bytes=ref.bytes)
     check_object(ref, data)
     return data
 
 
-def check_object(ref: ObjectRef, data: bytes) -> None:
+def check_object(ref: Stored, data: bytes) -> None:
     """Raise DigestError unless ``data`` has the size and SHA-256 that the manifest lists."""
     if len(data) != ref.bytes:
         raise DigestError(
@@ -75,7 +75,7 @@ def download_object(
     return found
 
 
-def damaged(ref: ObjectRef, digest: str | None = None) -> DigestError:
+def damaged(ref: Stored, digest: str | None = None) -> DigestError:
     """What to raise of an object whose bytes are not those listed."""
     found = "another SHA-256" if digest is None else f"SHA-256 {digest}"
     return DigestError(f"object {ref.key} has {found}: its bytes are damaged; fetch it again")

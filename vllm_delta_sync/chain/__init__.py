@@ -11,11 +11,10 @@ from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.fleet import Fleet
 from vllm_delta_sync.chain.read import Progress, restore
+from vllm_delta_sync.chain.sidecars import read_sidecar
 from vllm_delta_sync.chain.verify import VerifyReport, verify_run
-from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.state import ModelState
-from vllm_delta_sync.wire.table import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -103,24 +102,49 @@ class Run(RunDocuments):
     ) -> None:
         """Write a version's weights into a model or a state dict, in place, one tensor at a time.
 
+        Where tensors of the target are sharded (DTensors, such as of FSDP2, or parameters that ZeRO-3 has partitioned),
+        every rank calls this, each fills what it holds, and none takes the memory of more than that: see
+        ``chain.slices.restore_boxes``. The ranks do not talk to each other; while a publisher is at work, name the
+        version, since the head may be another one for each rank.
+
         Args:
-            target: what has the run's tensor names. A tensor that another of its names fills already (a tied head)
+            target: what has the run's tensor names; a model that fuses tensors of its checkpoint in memory (such as
+                the experts of a mixture) has others. A tensor that another of its names fills already (a tied head)
                 need not be in the run.
             version, base: as ``snapshot``.
             strict: whether every tensor of the target must be in the run, and the reverse.
 
         Raises:
-            TensorMismatchError: names or shapes do not fit, or a target's dtype cannot hold the values exactly;
-                nothing is written. Else as ``snapshot``.
+            TensorMismatchError: names or shapes do not fit, a target's dtype cannot hold the values exactly, or a
+                target has no memory (device ``meta``); nothing is written. ModelError: it is sharded in a way that is
+                not understood. Else as ``snapshot``.
         """
         import torch
 
+        from vllm_delta_sync.chain import filling
+
         places = dict(target.state_dict(keep_vars=True) if isinstance(target, torch.nn.Module) else target)
-        _check_places(places, {spec.name: spec for spec in self.table}, strict)
+        filling.check_places(places, {spec.name: spec for spec in self.table}, strict)
+        if filling.any_sharded(places):
+            filling.fill_shards(self, self.resolve(version), places, base)
+            return
         with torch.no_grad():
             for name, tensor in self.tensors(version, base):
                 if name in places:
                     places[name].copy_(tensor)
+
+    def sidecar(self, version: Version, name: str) -> bytes:
+        """What the publisher stored beside a version under a name, bit for bit.
+
+        Args:
+            version: as ``snapshot``. name: one of those in ``manifest(version).sidecars``.
+
+        Raises:
+            NotFoundError: there is no such version or sidecar, or retention removed it with the version.
+            DigestError, LimitError: it is not what the manifest lists. StoreError: the store failed. Else as
+                ``resolve``.
+        """
+        return read_sidecar(self, self.resolve(version), name)
 
     def fleet(self) -> Fleet:
         """The receivers that follow the run and say so in it (setting ``receiver_id``): who serves what, who is gone.
@@ -152,33 +176,3 @@ class Run(RunDocuments):
         bucket = self.bucket.origin if isinstance(self.bucket, OpenedBucket) else self.bucket
         bare = bucket is self.bucket and self.cache is None
         return verify_run(self if bare else type(self)(bucket, self.keyring), base, progress, findings)
-
-
-def _check_places(places: "Mapping[str, torch.Tensor]", specs: Mapping[str, TensorSpec], strict: bool) -> None:
-    import torch
-
-    from vllm_delta_sync.torch_bits import TORCH_DTYPES
-
-    filled = {places[name].untyped_storage().data_ptr() for name in specs if name in places}
-    if strict:
-        absent = next((name for name in specs if name not in places), None)
-        if absent is not None:
-            raise TensorMismatchError(
-                f"tensor {absent!r} of the run is not in the target; pass strict=False to skip it"
-            )
-        extra = (name for name, place in places.items() if name not in specs)
-        odd = next((name for name in extra if places[name].untyped_storage().data_ptr() not in filled), None)
-        if odd is not None:
-            raise TensorMismatchError(f"tensor {odd!r} of the target is not in the run; pass strict=False to leave it")
-    for name, spec in specs.items():
-        if name not in places:
-            continue
-        place, dtype = places[name], TORCH_DTYPES[spec.dtype]
-        if tuple(place.shape) != spec.shape:
-            raise TensorMismatchError(
-                f"tensor {name!r} is {list(place.shape)} in the target, {list(spec.shape)} in the run"
-            )
-        if place.dtype != dtype and torch.promote_types(place.dtype, dtype) != place.dtype:
-            raise TensorMismatchError(
-                f"tensor {name!r} is {place.dtype} in the target, which cannot hold every {dtype} of the run"
-            )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.wire.manifest import ObjectRef
+from vllm_delta_sync.wire.manifest import ObjectRef, Sidecar
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Finding:
         key: of the object or document that is bad. error: what is wrong with it.
         version: of the chain, if it belongs to one. document: key of what lists it, if it is an object.
         ref: how that lists it. tensor: the first one that is not as declared, where that can be told.
+        sidecar: how its version lists it, if it is one.
     """
 
     key: str
@@ -22,6 +23,7 @@ class Finding:
     document: str | None = None
     ref: ObjectRef | None = None
     tensor: str | None = None
+    sidecar: Sidecar | None = None
 
 
 class Findings:
@@ -49,7 +51,7 @@ class VerifyReport:
     Attributes:
         versions: how many versions were walked, from 0 to the head.
         head: newest version number; the newest good one where findings are kept.
-        objects, bytes: objects read, and their size in all.
+        objects, sidecars, bytes: objects and sidecars read, and their size in all.
         replayed: True if the weights of every version that is kept were rebuilt and compared with its fingerprint;
             False if the run's base is not at hand, in which case digests, chain and declared fingerprints were checked.
         anchors, folds: documents beside the chain that hold, with their objects.
@@ -67,6 +69,7 @@ class VerifyReport:
     versions: int = 0
     head: int = -1
     objects: int = 0
+    sidecars: int = 0
     bytes: int = 0
     replayed: bool = False
     anchors: int = 0

@@ -8,6 +8,7 @@ from vllm_delta_sync.chain.census import Census
 from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.findings import Finding, Findings, VerifyReport
+from vllm_delta_sync.chain.sidecars import check_sidecars
 from vllm_delta_sync.chain.walk import Walk
 from vllm_delta_sync.trust.keyring import short
 
@@ -23,9 +24,9 @@ def verify_run(
 
     First the documents: each manifest against what names it by digest, anchors, folded ranges, tags and claims
     against the manifests. Then the objects of every version in order, the weights that they lead to, and beside them
-    anchors (bit for bit) and folded ranges (what they would make of the weights, tensor by tensor). Versions whose
-    objects retention removed are no error; those that it keeps have to be reachable. Holds the weights of one version:
-    O(model) memory, or O(model) of the temporary directory's disk for large ones.
+    anchors (bit for bit), folded ranges (what they would make of the weights, tensor by tensor) and sidecars. Versions
+    whose objects retention removed are no error; those that it keeps have to be reachable. Holds the weights of one
+    version: O(model) memory, or O(model) of the temporary directory's disk for large ones.
 
     Objects of codec ``context`` are decoded with the weights that they build on; where these are not at hand, the
     report lists the documents as ``undecoded``.
@@ -58,10 +59,13 @@ def examine(
     signature = run.info.signature
     signed = None if signature is None else signature.key
     report = VerifyReport(findings=found.items, pointed=census.pointed, signed=signed, checked=run.keyring.checks)
-    everything = True
+    everything, good = True, set[str]()
     walk = Walk(run, census, base, found, report)
     for version in range(census.top + 1):
         walk.visit(version)
+        manifest = census.manifest(version)
+        for finding in check_sidecars(run, manifest, report, good) if manifest is not None else ():
+            found.add(finding)
         report.versions += 1
         if version in census.digests:
             report.head = version

@@ -144,6 +144,7 @@ def _gc(options: argparse.Namespace) -> Answer:
             "objects": report.objects,
             "anchors": report.anchors,
             "folds": [{"first": first, "last": last} for first, last in report.folds],
+            "sidecars": report.sidecars,
             "leases": report.leases,
             "turns": report.turns,
         },
@@ -166,6 +167,8 @@ def _print_gc(document: dict[str, Any]) -> None:
     counts = (
         f"{len(removed['objects'])} objects, {len(removed['anchors'])} anchors, {len(removed['folds'])} folded ranges"
     )
+    if removed["sidecars"]:
+        counts += f", {len(removed['sidecars'])} sidecars"
     if removed["leases"] or removed["turns"]:
         counts += f", {len(removed['leases'])} leases, {len(removed['turns'])} turns"
     fields: list[tuple[str, object]] = [

@@ -54,6 +54,7 @@ def _verify(options: argparse.Namespace) -> Answer:
         "head": report.head,
         "fingerprint": run.manifest(report.head).fingerprint if report.head >= 0 else None,
         "objects": report.objects,
+        "sidecars": report.sidecars,
         "bytes": report.bytes,
         "replayed": report.replayed,
         "anchors": report.anchors,
@@ -108,6 +109,8 @@ def _print(document: dict[str, Any]) -> None:
         fields.append(("weights", _weights(document)))
     if document["signatures_checked"] and document["verdict"]:
         fields.append(("signatures", "of every document hold"))
+    if document["sidecars"]:
+        fields.append(("sidecars", f"{document['sidecars']} are undamaged"))
     if document["anchors"] or document["folds"]:
         fields.append(("beside", f"{document['anchors']} anchors and {document['folds']} folded ranges hold"))
     if document["gone"]:

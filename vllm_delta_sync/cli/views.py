@@ -51,6 +51,7 @@ def _summary(run: Run, manifest: Manifest) -> Document:
         "payload_bytes": manifest.payload_bytes,
         "full_bytes": manifest.full_bytes,
         "objects": len(manifest.objects),
+        "sidecars": len(manifest.sidecars),
         "fingerprint": manifest.fingerprint,
         "created_at": manifest.created_at,
         **_signed(run, manifest),
@@ -92,7 +93,11 @@ def print_log(document: Document) -> None:
     if any(signers):
         titles = (*titles, "signed by")
         rows = [(*row, short(key or "-")) for row, key in zip(rows, signers, strict=True)]
-    print_columns(titles, rows, left=(2, 6, 7, 8))
+    counts = [row["sidecars"] for row in document["versions"]]
+    if any(counts):
+        titles = (*titles, "sidecars")
+        rows = [(*row, count) for row, count in zip(rows, counts, strict=True)]
+    print_columns(titles, rows, left=(2, 6, 7, *([8] if any(signers) else [])))
     if any(signers) and not any(row["signature_holds"] for row in document["versions"]):
         print("signatures were not checked: no trusted keys were given")
 
@@ -181,6 +186,7 @@ def version_document(run: Run, version: int) -> Document:
         "requires": manifest.requires,
         "base": manifest.base.location if manifest.base else None,
         "objects": [ref.model_dump() for ref in manifest.objects],
+        "sidecars": [item.model_dump() for item in manifest.sidecars],
         "tensors": tensors,
     }
 
@@ -226,6 +232,13 @@ def print_version(document: Document, top: int | None) -> None:
         ("object", "rank", "size"),
         [(item["key"], item["rank"], size(item["bytes"])) for item in document["objects"]],
     )
+    if document["sidecars"]:
+        print()
+        print_columns(
+            ("sidecar", "key", "size"),
+            [(item["name"], item["key"], size(item["bytes"])) for item in document["sidecars"]],
+            left=(0, 1),
+        )
     print()
     rows = sorted(document["tensors"], key=lambda row: -row["changed"])[:top]
     print_columns(

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.objects import fetch_object
 from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.chain.census import Census
 from vllm_delta_sync.chain.checks import check_follows, check_tensor_fingerprints, object_limit
@@ -24,7 +25,7 @@ from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.documents import Anchor, Claim, FoldedRange, Retention, Tag
-from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo, Sidecar
 from vllm_delta_sync.wire.table import TensorTable
 
 
@@ -52,6 +53,8 @@ class Mirror:
         version = keys.version_of_key(finding.key)
         if finding.ref is not None:
             attempts = [partial(self._object, finding.ref), partial(self._retention, finding)]
+        elif finding.sidecar is not None:
+            attempts = [partial(self._sidecar, finding.sidecar)]
         elif isinstance(finding.error, GapError) and version is not None:
             attempts = [partial(self._beside, key) for key in self._ways(version)]
         elif version is not None:
@@ -81,6 +84,10 @@ class Mirror:
             path = fetch_file(self._bucket, ref, Path(folder), object_limit(self._run.table))
             self._run.bucket.put(ref.key, path)
         return ref.key
+
+    def _sidecar(self, item: Sidecar) -> str:
+        self._run.bucket.put(item.key, fetch_object(self._bucket, item))
+        return item.key
 
     def _retention(self, finding: Finding) -> str | None:
         """An object that is in neither bucket may be one that retention removed, if only what says so is lost."""

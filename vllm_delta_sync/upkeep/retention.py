@@ -1,6 +1,6 @@
 """Retention: remove what no version that is kept needs.
 
-Of a run's weights only objects, anchors and folded ranges are ever removed; manifests, tags and claims stay. The order
+Only objects, anchors, folded ranges and sidecars are ever removed of a run; manifests, tags and claims stay. The order
 makes it safe to stop anywhere: first retention.json says what will go, then tags, leases and the head are looked at
 again, then go the documents beside the chain, then objects. What is left after a crash is garbage that the next
 collection finds.
@@ -24,7 +24,7 @@ from vllm_delta_sync.upkeep.retention_record import empty_record, ranges
 from vllm_delta_sync.upkeep.retention_survey import Survey, survey
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.documents import RETENTION_KEY, Retention
-from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX, timestamp, version_key
+from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
 
 __all__ = ["Policy", "Report", "collect"]
 
@@ -39,7 +39,8 @@ class Report:
     Attributes:
         head: newest version. kept: version → why. lost: wanted, but cannot be rebuilt: see `delta-sync repair`;
             nothing that may belong to them is removed.
-        objects, anchors, folds: what was removed; leases, turns: keys of those that were. bytes: their size in all.
+        objects, anchors, folds: what was removed; sidecars, leases, turns: keys of those that were.
+        bytes: their size in all.
         gone: closed ranges of versions whose own deltas are not there any more.
         notes: what people should know. dry_run: nothing was removed.
     """
@@ -50,6 +51,7 @@ class Report:
     objects: list[str] = field(default_factory=list)
     anchors: list[int] = field(default_factory=list)
     folds: list[tuple[int, int]] = field(default_factory=list)
+    sidecars: list[str] = field(default_factory=list)
     leases: list[str] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     bytes: int = 0
@@ -89,7 +91,7 @@ class _Collector:
         if dry_run:
             at = time.time() if now is None else now
             planned = plan_collection(found, self._policy, at, record)
-            doomed = [*planned.documents.values(), *planned.objects.values(), *self._left_behind(found, at)]
+            doomed = [*_planned_removals(planned), *self._left_behind(found, at)]
             return self._report(found, planned, doomed, True)
         at = self._store_time() if now is None else now
         planned = plan_collection(found, self._policy, at, record)
@@ -100,11 +102,12 @@ class _Collector:
         again = plan_collection(found, self._policy, at, record)
         again.documents = _both(planned.documents, again.documents)
         again.objects = _both(planned.objects, again.objects)
+        again.sidecars = _both(planned.sidecars, again.sidecars)
         declared = self._record(found, again)
         if (declared.gone, declared.going, declared.kept) != (written.gone, written.going, written.kept):
             self._run.bucket.put(RETENTION_KEY, declared.to_bytes())
             written = declared
-        doomed = [*again.documents.values(), *again.objects.values(), *self._left_behind(found, at)]
+        doomed = [*_planned_removals(again), *self._left_behind(found, at)]
         removed = self._remove(doomed, found)
         self._finish(written)
         return self._report(found, again, removed, False)
@@ -130,11 +133,13 @@ class _Collector:
 
     def _remove(self, doomed: list[ObjectInfo], found: Survey) -> list[ObjectInfo]:
         listed = {key for owner in (*found.chain, *found.sides) for key, _ in owner.refs}
+        listed |= {key for owner in found.chain for key in owner.sidecars}
         removed: list[ObjectInfo] = []
         size = 0
         for number, info in enumerate(doomed, 1):
             # What no document lists may be of a version that was committed since.
-            free = not info.key.startswith(OBJECTS_PREFIX) or info.key in listed or self._is_head(found.head)
+            beside = not info.key.startswith((OBJECTS_PREFIX, SIDECARS_PREFIX))
+            free = beside or info.key in listed or self._is_head(found.head)
             if free and self._unchanged(info):
                 self._run.bucket.delete(info.key)
                 removed.append(info)
@@ -176,6 +181,8 @@ class _Collector:
                 report.anchors.append(version)
             elif fold is not None:
                 report.folds.append(fold)
+            elif info.key.startswith(SIDECARS_PREFIX):
+                report.sidecars.append(info.key)
             elif info.key.startswith(side.LEASES_PREFIX):
                 report.leases.append(info.key)
             elif info.key.startswith(side.TURNS_PREFIX):
@@ -183,6 +190,10 @@ class _Collector:
             else:
                 report.objects.append(info.key)
         return report
+
+
+def _planned_removals(planned: Planned) -> list[ObjectInfo]:
+    return [*planned.documents.values(), *planned.objects.values(), *planned.sidecars.values()]
 
 
 def _gone(found: Survey, planned: Planned) -> set[int]:

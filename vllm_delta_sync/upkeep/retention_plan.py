@@ -57,7 +57,7 @@ class Planned:
 
     Attributes:
         kept: version → why; each of them can be rebuilt now and afterwards. lost: wanted, but cannot be rebuilt now.
-        documents, objects: to be removed, by key.
+        documents, objects, sidecars: to be removed, by key.
         missing: versions of which objects were not there, and are not missed by a version that is wanted.
         notes: what people should know.
     """
@@ -66,6 +66,7 @@ class Planned:
     lost: dict[int, list[str]] = field(default_factory=dict)
     documents: dict[str, ObjectInfo] = field(default_factory=dict)
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
+    sidecars: dict[str, ObjectInfo] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
@@ -254,6 +255,13 @@ class _Planning:
             for key, info in survey.objects.items()
             # An object that no document lists may be one that a document lists which cannot be read.
             if key not in needed and not self._young(info) and (key in listed or not survey.unread)
+        }
+        # They go with their version: when nothing leads to that any more.
+        readable = reachable(survey, planned) | planned.lost.keys()
+        staying = [owner for owner in survey.chain if owner.end in readable or owner.key in self._keep]
+        named = {key for owner in staying for key in owner.sidecars}
+        planned.sidecars = {
+            key: info for key, info in survey.sidecars.items() if key not in named and not self._young(info)
         }
         last = max(planned.lost, default=-1)
         planned.missing = {

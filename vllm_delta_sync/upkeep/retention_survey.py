@@ -21,6 +21,7 @@ NOTHING = -1
 """The node that anchors and references begin at: they need no other version."""
 
 _OBJECT = re.compile(re.escape(keys.OBJECTS_PREFIX) + r"[0-9a-f]{64}\.safetensors")
+_SIDECAR = re.compile(re.escape(keys.SIDECARS_PREFIX) + r"[0-9a-f]{64}")
 Moves = dict[int, list[tuple[int, "Owner"]]]
 
 
@@ -31,7 +32,7 @@ class Owner:
     Attributes:
         info: of the document. digest, parent: of a manifest.
         start, end: it leads from the one version to the other.
-        refs: (key, bytes) of its objects. reversible: whether it can be taken back.
+        refs: (key, bytes) of its objects. sidecars: keys of a manifest's. reversible: whether it can be taken back.
         used: whether readers go this way. quarantined: of a manifest: whether servers skip it.
         refused: of a manifest: whether its key's word does not hold for it, so that nobody takes it.
     """
@@ -46,6 +47,7 @@ class Owner:
     parent: str | None = None
     quarantined: bool = False
     refused: bool = False
+    sidecars: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -63,7 +65,7 @@ class Survey:
     Attributes:
         chain: manifests, by version; the last is the head. sides: anchors and folded ranges.
         strange: documents that do not fit the chain. unread: keys of those that cannot be read, and why.
-        tags: by name. leases: of receivers. objects: by key, those that are named as objects are.
+        tags: by name. leases: of receivers. objects: by key, those that are named as objects are. sidecars: likewise.
         notes: what people should know.
     """
 
@@ -74,6 +76,7 @@ class Survey:
     tags: dict[str, Tag] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
+    sidecars: dict[str, ObjectInfo] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -122,6 +125,7 @@ def survey(run: RunDocuments, known: Survey | None = None, record: Retention | N
     found.leases = read_leases(run)
     found.notes += [f"lease ignored: {reason}" for reason in found.leases.ignored]
     found.objects = {item.key: item for item in run.bucket.list(keys.OBJECTS_PREFIX) if _OBJECT.fullmatch(item.key)}
+    found.sidecars = {item.key: item for item in run.bucket.list(keys.SIDECARS_PREFIX) if _SIDECAR.fullmatch(item.key)}
     _confirm(run, found, record)
     if not run.is_current():
         raise ConflictError(f"{run.bucket.url} holds another run than {run.info.run} by now; open it again")
@@ -206,6 +210,7 @@ def _of_manifest(manifest: Manifest, info: ObjectInfo) -> Owner:
         digest=manifest.digest,
         parent=manifest.parent,
         quarantined=manifest.quarantine is not None,
+        sidecars=tuple(item.key for item in manifest.sidecars),
     )
 
 

@@ -19,6 +19,9 @@ MAX_TENSOR_ELEMENTS = 2**48
 """Flat indices stay far inside int64, also after multiplication by an element size."""
 MAX_MODEL_BYTES = 2**50
 MAX_OBJECTS_PER_VERSION = 65_536
+MAX_SIDECARS = 16
+"""Sidecars of one version."""
+MAX_SIDECAR_BYTES = 16 * 1024 * 1024
 MAX_VERSION = 10**10 - 1
 """Ten digits: the width of a version in a key."""
 MAX_BREAKS = 4096

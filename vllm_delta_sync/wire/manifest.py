@@ -5,7 +5,17 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.wire import limits
@@ -17,6 +27,7 @@ TABLE_KEY = "tensors.json"
 HEAD_KEY = "HEAD.json"
 VERSIONS_PREFIX = "versions/"
 OBJECTS_PREFIX = "objects/"
+SIDECARS_PREFIX = "sidecars/"
 
 
 def version_key(version: int) -> str:
@@ -29,7 +40,13 @@ def object_key(digest: str) -> str:
     return f"{OBJECTS_PREFIX}{digest}.safetensors"
 
 
+def sidecar_key(digest: str) -> str:
+    """Key of a sidecar: its name is its SHA-256. Not among the objects: who knows no sidecars removes none."""
+    return f"{SIDECARS_PREFIX}{digest}"
+
+
 _HEX32 = re.compile(r"[0-9a-f]{32}")
+SIDECAR_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
@@ -164,19 +181,41 @@ class RunInfo(Document):
     full_bytes: Count
 
 
-class ObjectRef(BaseModel):
-    """One immutable object of a version: key, size in bytes, SHA-256, and the publisher rank that wrote it."""
+class Stored(BaseModel):
+    """Bytes in the bucket that nothing changes: key, size in bytes, SHA-256."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     key: str
     bytes: Count
     sha256: Digest
+
+
+class ObjectRef(Stored):
+    """One immutable object of a version, and the publisher rank that wrote it."""
+
     rank: Count = 0
 
     @model_validator(mode="after")
     def _named_by_digest(self) -> Self:
         if self.key != object_key(self.sha256):
             raise ValueError("key is not objects/<sha256>.safetensors")
+        return self
+
+
+class Sidecar(Stored):
+    """Bytes of the publisher's own that belong to a version, such as a small training state. No weights.
+
+    Attributes:
+        name: 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; each once in a version.
+    """
+
+    bytes: Annotated[int, Field(ge=0, le=limits.MAX_SIDECAR_BYTES)]
+    name: Annotated[str, Field(pattern=f"^{SIDECAR_NAME}$")]
+
+    @model_validator(mode="after")
+    def _named_by_digest(self) -> Self:
+        if self.key != sidecar_key(self.sha256):
+            raise ValueError("key is not sidecars/<sha256>")
         return self
 
 
@@ -243,6 +282,7 @@ class Manifest(Document):
         quarantine: set for a version that receivers skip unless they are told to serve it.
         changed: elements carried by the objects. total: elements of the model.
         payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
+        sidecars: what the publisher stored beside the weights; readers of weights do not look at it.
     """
 
     KIND = "manifest"
@@ -262,6 +302,7 @@ class Manifest(Document):
     codec: str | None = None
     compression: str | None = None
     objects: Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)] = []
+    sidecars: Annotated[list[Sidecar], Field(max_length=limits.MAX_SIDECARS)] = []
     changed: Count
     total: Count
     payload_bytes: Count
@@ -285,6 +326,8 @@ class Manifest(Document):
             raise ValueError("payload_bytes is not the sum of the objects' bytes")
         if len({item.key for item in self.objects}) != len(self.objects):
             raise ValueError("an object is listed twice")
+        if len({item.name for item in self.sidecars}) != len(self.sidecars):
+            raise ValueError("two sidecars have the same name")
         if self.kind == "reference" and (self.objects or not first):
             raise ValueError("a reference is version 0 and has no objects")
         sound = None if self.quarantine is None else self.quarantine.sound
@@ -302,6 +345,14 @@ class Manifest(Document):
         regular = self.version == 0 or self.base_version == self.version - 1
         if regular == (self.version in versions) or (not regular and self.breaks[-1].base_version != self.base_version):
             raise ValueError("breaks do not say what this version builds on")
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A version without sidecars is spelled as it was before there were any."""
+        value: dict[str, Any] = serialize(self)
+        if not self.sidecars:
+            value.pop("sidecars", None)
+        return value
 
     @property
     def model_fingerprint(self) -> Fingerprint:
