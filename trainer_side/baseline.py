@@ -1,6 +1,6 @@
 """The bits of the newest published version: what the next version is diffed against."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -16,10 +16,38 @@ from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchE
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.wire.state import ModelState
-from vllm_delta_sync.wire.table import TensorTable
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 logger = guarded_logger(__name__)
+
+
+def new_run_tensors(
+    live: LiveTensors, base: str | Path | None
+) -> tuple[TensorTable, dict[str, list[str]], Checkpoint | None]:
+    """Tensors of a new run, which of them each live tensor is, and the base; raises as ``Baseline.captured``."""
+    if base is None:
+        names = target_names(live, None, "")
+        table = TensorTable(own_spec(tensor) for tensor in live.tensors.values())
+        checkpoint = None
+    else:
+        checkpoint = Checkpoint(base)
+        where = f"base {str(checkpoint.path)!r}; give the checkpoint that the model was loaded from, or none"
+        names = target_names(live, checkpoint.specs, where)
+        table = TensorTable(checkpoint.specs.values())
+    if not len(table):
+        raise ModelError("the model yields no tensor, and there is no base: nothing can be published")
+    return table, names, checkpoint
+
+
+def names_in_run(live: LiveTensors, table: TensorTable) -> dict[str, list[str]]:
+    """Which tensors of a run each live tensor is; raises as ``Baseline.of_run``."""
+    specs = {spec.name: spec for spec in table}
+    try:
+        return target_names(live, specs, "the run that is to be resumed")
+    except TensorMismatchError as error:
+        raise TensorMismatchError(
+            f"{error.message}; publish the model that the run is of, or start a new run under a new URL"
+        ) from error
 
 
 class Baseline:
@@ -60,17 +88,7 @@ class Baseline:
             TensorMismatchError: a live tensor is not in the base, or has another shape there.
             ModelError: a tensor cannot be published.
         """
-        if base is None:
-            names = target_names(live, None, "")
-            table = TensorTable(own_spec(tensor) for tensor in live.tensors.values())
-            checkpoint = None
-        else:
-            checkpoint = Checkpoint(base)
-            where = f"base {str(checkpoint.path)!r}; give the checkpoint that the model was loaded from, or none"
-            names = target_names(live, checkpoint.specs, where)
-            table = TensorTable(checkpoint.specs.values())
-        if not len(table):
-            raise ModelError("the model yields no tensor, and there is no base: nothing can be published")
+        table, names, checkpoint = new_run_tensors(live, base)
         baseline = cls(table, names, checkpoint)
         baseline.capture(live)
         if checkpoint is not None:
@@ -85,14 +103,7 @@ class Baseline:
         Raises:
             TensorMismatchError, ModelError: a live tensor does not fit into the run.
         """
-        specs = {spec.name: spec for spec in table}
-        try:
-            names = target_names(live, specs, "the run that is to be resumed")
-        except TensorMismatchError as error:
-            raise TensorMismatchError(
-                f"{error.message}; publish the model that the run is of, or start a new run under a new URL"
-            ) from error
-        baseline = cls(table, names, None)
+        baseline = cls(table, names_in_run(live, table), None)
         baseline._warn_of_kept("run")
         return baseline
 
@@ -136,26 +147,33 @@ class Baseline:
         """Fingerprint every tensor, those of the base included."""
         self.fingerprints = [self._measure(tensor) for tensor in range(len(self.table))]
 
-    def take(self, state: ModelState, expected: Fingerprint) -> None:
-        """Hold the bits of ``state`` instead. Its arrays are moved where none is held; do not use it any more.
+    def take(self, bits: Sequence[Bits], expected: Fingerprint) -> None:
+        """Hold other bits, (numel,) per tensor id. They are moved where none is held; do not use them any more.
 
         Raises:
             FingerprintError: they do not have the expected fingerprint; nothing was taken.
         """
-        fingerprints = [fingerprint_tensor(spec.name, state.bits[i]) for i, spec in enumerate(self.table)]
+        fingerprints = self.measured(bits)
         reached = sum(fingerprints, Fingerprint())
         if reached != expected:
             raise FingerprintError(f"weights have fingerprint {reached.hex()}, the manifest says {expected.hex()}")
+        self._replace(bits, fingerprints)
+
+    def measured(self, bits: Sequence[Bits]) -> list[Fingerprint]:
+        """Fingerprints of (numel,) bits per tensor id."""
+        return [fingerprint_tensor(spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)]
+
+    def _replace(self, bits: Sequence[Bits], fingerprints: list[Fingerprint]) -> None:
         for tensor, held in enumerate(self._held):
             if held is None:
-                self._held[tensor] = HostHeld(_own(state.bits[tensor]))
+                self._held[tensor] = HostHeld(_own(bits[tensor]))
             else:
-                held.write(state.bits[tensor])
+                held.write(bits[tensor])
         self.fingerprints = fingerprints
         self._checkpoint = None
 
-    def mend(self, tensors: Iterable[int], state: ModelState) -> None:
-        """Take single tensors from ``state``, which is the version held.
+    def mend(self, tensors: Iterable[int], bits: Sequence[Bits]) -> None:
+        """Take single tensors from (numel,) bits per tensor id, which are those of the version held.
 
         Raises:
             FingerprintError: a tensor there has another fingerprint than here; nothing was taken.
@@ -163,10 +181,10 @@ class Baseline:
         wanted = list(tensors)
         for tensor in wanted:
             spec = self.table[tensor]
-            if fingerprint_tensor(spec.name, state.bits[tensor]) != self.fingerprints[tensor]:
+            if fingerprint_tensor(spec.name, bits[tensor]) != self.fingerprints[tensor]:
                 raise FingerprintError(f"tensor {spec.name!r} in the bucket is not the one that was published")
         for tensor in wanted:
-            self.held(tensor).write(state.bits[tensor])
+            self.held(tensor).write(bits[tensor])
 
     def share(self, limit: int) -> list[int]:
         """The next tensors in turn, up to the one with which they have ``limit`` bytes, each at most once."""
@@ -235,9 +253,16 @@ class Baseline:
 
     def _compare(self, base: Checkpoint) -> None:
         for spec, held in zip(self.table, self._held, strict=True):
-            if held is not None and not np.array_equal(held.read(), base.bits(spec.name)):
+            if held is not None and not np.array_equal(held.read(), self._of_base(spec, base)):
                 self.first_difference = spec.name
                 return
+
+    def _of_base(self, spec: TensorSpec, base: Checkpoint) -> Bits:
+        return base.bits(spec.name)
+
+    def sent_in_full(self, tensor: int) -> bool:
+        """Whether a version may carry all bits of a tensor rather than what changed."""
+        return True
 
     def _measure(self, tensor: int) -> Fingerprint:
         return fingerprint_tensor(self.table[tensor].name, self.peek(tensor))

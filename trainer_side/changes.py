@@ -12,7 +12,7 @@ from trainer_side.choice import full_is_smaller
 from trainer_side.detection import Detector
 from trainer_side.detection_notes import Extracted
 from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.wire.bits import Bits, revert_distances
+from vllm_delta_sync.wire.bits import Bits, Positions, revert_distances
 from vllm_delta_sync.wire.blocks import BLOCK_ELEMENTS
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import Compression
@@ -72,7 +72,8 @@ class Patch:
             changed = self.add(tensor, live)
             if owners.setdefault(tensor, name) != name and changed:
                 raise TensorMismatchError(
-                    f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published"
+                    f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published: tie "
+                    "them again, or start a new run under a new URL"
                 )
 
     def add(self, tensor: int, live: torch.Tensor) -> int:
@@ -93,7 +94,7 @@ class Patch:
         if not changed:
             self._moved.pop()
             return 0
-        moved.full = full_is_smaller(
+        moved.full = self._baseline.sent_in_full(tensor) and full_is_smaller(
             spec, moved.found, self._codec, self._compression, lambda: self._baseline.peek(tensor)
         )
         self.fingerprints[tensor] = change
@@ -131,17 +132,24 @@ class Patch:
     def pieces(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Bits, Bits]]]]:
         """Tensor id, and its bits (before, now) in pieces of up to ``most`` elements: those that changed."""
         for moved in self._moved:
-            yield moved.tensor, self._pieces_of(moved, most)
+            yield moved.tensor, ((before, now) for _, before, now in self._elements(moved, most))
 
-    def _pieces_of(self, moved: _Moved, most: int) -> Iterator[tuple[Bits, Bits]]:
+    def elements(self, most: int) -> Iterator[tuple[int, Positions, Bits, Bits]]:
+        """Pieces of up to ``most`` elements that changed: tensor id, their positions, their bits before and now."""
+        for moved in self._moved:
+            for positions, before, now in self._elements(moved, most):
+                yield moved.tensor, positions, before, now
+
+    def _elements(self, moved: _Moved, most: int) -> Iterator[tuple[Positions, Bits, Bits]]:
         held = self._baseline.held(moved.tensor)
         for positions, distances in moved.found.pieces():
             every = np.arange(min(most, positions.size), dtype=np.int64)
             for start in range(0, positions.size, most):
-                now = held.get(positions[start : start + most])
+                here = positions[start : start + most]
+                now = held.get(here)
                 before = now.copy()
                 revert_distances(moved.found.element, before, every[: now.size], distances[start : start + most])
-                yield before, now
+                yield here, before, now
 
     def before(self, tensors: Iterable[int]) -> dict[int, Bits]:
         """Copies of the (numel,) bits that tensors which the patch changes had before it."""

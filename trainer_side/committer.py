@@ -8,7 +8,9 @@ from trainer_side.changes import Patch
 from trainer_side.encoding import Encoder
 from trainer_side.gatekeeper import Gatekeeper
 from trainer_side.options import Options
+from trainer_side.rebased import RebaseTag
 from trainer_side.result import Progress, Stopwatch
+from trainer_side.sidecars import put_sidecars
 from trainer_side.start import Opened
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
@@ -25,10 +27,9 @@ from vllm_delta_sync.errors import (
     StoreError,
 )
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.upkeep.tagging import delete_tag, rebase_epoch, rebase_tag, set_tag
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.delta import DeltaContext
-from vllm_delta_sync.wire.documents import TAGS_PREFIX, anchor_key, tag_of_key
+from vllm_delta_sync.wire.documents import anchor_key
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
 logger = guarded_logger(__name__)
@@ -65,12 +66,11 @@ class Committer:
         self.baseline = opened.baseline
         self.writer = opened.writer
         self.held = opened.held
-        self.stopped: ConflictError | None = None
+        self.stopped: DeltaSyncError | None = None
         self.suspect = False
         self._encoder = Encoder(opened.baseline, options, opened.writer.link)
         self._gatekeeper = None if options.gate is None else Gatekeeper(options.gate, opened.baseline)
-        self._rebased: str | None = None
-        self._swept = opened.writer.epoch == 0
+        self._rebased = RebaseTag(lambda: self.run, opened.writer.epoch)
 
     @property
     def newest(self) -> Manifest:
@@ -139,34 +139,20 @@ class Committer:
             raise NotFoundError(f"version {version} is not published; the newest is {newest.version}")
         if version == newest.version:
             self._hold(newest)
-            self.release()
+            self._rebased.release()
             return
         versions.check_breaks(newest.breaks)
-        # Until the next version builds on it, nothing else tells retention that it is needed.
-        name = rebase_tag(self.writer.epoch, version)
-        set_tag(self.run, name, version)
-        before, self._rebased = self._rebased, name
-        try:
+        with self._rebased.keeping(version):
             self._hold(self.run.manifest(version))
-        except BaseException:  # an interrupted rebase holds what it held before
-            before, self._rebased = name, before
-            raise
-        finally:
-            self._drop(before)
 
-    def release(self) -> None:
-        """Give up the tag that holds the version rebased to."""
-        name, self._rebased = self._rebased, None
-        self._drop(name)
+    def close(self) -> None:
+        """Leave the run as it is to stay."""
+        self._rebased.release()
+        self.writer.leave_head()
 
-    def _drop(self, name: str | None) -> None:
-        try:
-            if name is not None:
-                delete_tag(self.run, name)
-        except NotFoundError:
-            return
-        except DeltaSyncError as error:
-            logger.warning("tag %r is left in the run; delete it (delta-sync tag --delete): %s", name, error)
+    def rescan(self) -> list[str]:
+        """See ``Publisher.rescan``; raises as ``mend``."""
+        return self.mend()
 
     def mend(self) -> list[str]:
         """Compare the whole baseline with what was published, and fetch what differs from the bucket.
@@ -184,7 +170,7 @@ class Committer:
         names = self._names(damaged)
         if damaged:
             try:
-                self.baseline.mend(damaged, restore(self.run, self.held, self._base).state)
+                self.baseline.mend(damaged, self._bits_of(self.held))
                 if self.baseline.damaged(damaged, {}):
                     raise FingerprintError("they were damaged again at once")
             except DeltaSyncError as error:
@@ -209,8 +195,8 @@ class Committer:
             raise FingerprintError(
                 f"tensor {overwritten[0]!r} is read from the base, which was overwritten since: no anchor is written"
             )
-        objects = self._put_shards()
-        document = self._options.keyring.signed(versions.anchor_beside(self.held, self.baseline, objects))
+        whole, objects = self._put_shards()
+        document = self._options.keyring.signed(versions.anchor_beside(self.held, whole, objects))
         # Another run may lie there by now, whose anchor this would overwrite.
         try:
             self.writer.check_fence()
@@ -223,8 +209,13 @@ class Committer:
             self._put_shards()
         return self.held.version
 
-    def _put_shards(self) -> list[ObjectRef]:
-        return versions.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
+    def _put_shards(self) -> tuple[versions.Whole, list[ObjectRef]]:
+        """Store the baseline as an anchor's objects; what it is, and the objects."""
+        return self.baseline, versions.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
+
+    def _bits_of(self, manifest: Manifest) -> list[Bits]:
+        """Bits per tensor id of the baseline, read back from the bucket; raises as ``restore``."""
+        return restore(self.run, manifest, self._base).state.bits
 
     def _check_share(self, patch: Patch, version: int) -> None:
         """Compare a part of the baseline with what was published; the open patch is accounted for.
@@ -268,14 +259,16 @@ class Committer:
             progress.seconds["encode"] = watch.lap()
             together = in_parallel if len(encoded) > 1 else map
             objects = list(together(self.writer.put_object, encoded))
+            sidecars = put_sidecars(self.writer, progress.sidecars)
             manifest = versions.delta(
-                self.newest, self.held, step, coding, objects, changes, self.writer.epoch, progress.quarantined
-            )
+                self.newest, self.held, step, coding, objects, changes, self.writer.epoch, progress.quarantined,
+                [item for item, _ in sidecars],
+            )  # fmt: skip
             progress.payload_bytes, progress.codec = manifest.payload_bytes, manifest.codec
             self._commit(self._options.keyring.signed(manifest), patch)
             # What is left to do for the run takes as many round trips as its receivers need to see the version.
             self.writer.notify()
-            for ref, data in zip(objects, encoded, strict=True):
+            for ref, data in (*zip(objects, encoded, strict=True), *sidecars):
                 self.writer.put_missing(ref, data)
         except (ConflictError, UncertainError):
             raise
@@ -311,25 +304,8 @@ class Committer:
         if manifest.quarantine is not None:
             reasons = "; ".join(manifest.quarantine.reasons)
             logger.warning("version %d is published as quarantined: %s", manifest.version, reasons)
-        self.release()
-        if not self._swept:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Remove tags that hold what former writers of the run had rebased to when they ended.
-
-        Only after a commit: until then the last version of such a writer may appear, which builds on what they hold.
-        """
-        self._swept = True
-        try:
-            names = [tag_of_key(item.key) for item in self._bucket.list(TAGS_PREFIX + "rebase-")]
-        except DeltaSyncError as error:
-            logger.warning("whether former writers have left tags is not known: %s", error)
-            return
-        for name in names:
-            epoch = None if name is None else rebase_epoch(name)
-            if epoch is not None and epoch < self.writer.epoch:
-                self._drop(name)
+        self._rebased.release()
+        self._rebased.sweep()
 
     def _adopt(self, former: FormerVersionError) -> None:
         """Go on from the last version of the writer before."""
@@ -345,9 +321,9 @@ class Committer:
         self.writer.point_head()
 
     def _hold(self, manifest: Manifest) -> None:
-        state = restore(self.run, manifest, self._base).state
+        bits = self._bits_of(manifest)
         reference = self._reference(manifest)
-        self.baseline.take(state, manifest.model_fingerprint)
+        self.baseline.take(bits, manifest.model_fingerprint)
         self.held = manifest
         self._admit(manifest, reference)
 

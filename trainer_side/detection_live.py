@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
     inner = math.prod(shape[axis + 1 :])
     rows = -(-shape[axis] // -(-shape[axis] // (most // inner)))
     start = 0
-    for outer in np.ndindex(*shape[:axis]):
+    for outer in product(*map(range, shape[:axis])):
         for row in range(0, shape[axis], rows):
             stop = min(row + rows, shape[axis])
             yield start, (*outer, slice(row, stop))
@@ -62,7 +62,7 @@ def shares(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]
     elif len(shape) > 2 and math.prod(shape[-2:]) < PLANE_ELEMENTS:
         every = list(boxes(shape, CHUNK_ELEMENTS))
     else:
-        planes = enumerate(np.ndindex(*shape[:-2]))
+        planes = enumerate(product(*map(range, shape[:-2])))
         inside = list(boxes(shape[-2:], GATHER_ELEMENTS))
         size = math.prod(shape[-2:])
         every = [(size * number + start, (*outer, *index)) for number, outer in planes for start, index in inside]

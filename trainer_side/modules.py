@@ -3,6 +3,7 @@
 All knowledge of transformers is here. It is imported only if the caller's program has imported it.
 """
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_side.naming import CheckpointTensor, LiveTensors, check_name, check_plain, storage_key
-from trainer_side.tracing import Replay, Route, View, trace
+from trainer_side.naming import CheckpointTensor, LiveTensors, changed, check_name, check_plain, storage_key
+from trainer_side.tracing import Route, View, trace
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.torch_shards import is_sharded, layout, local_boxes, whole_shape
 
 logger = guarded_logger(__name__)
 
@@ -30,8 +32,14 @@ _WRAPPERS = {
 State = dict[str, torch.Tensor]
 
 
-class ModuleTensors(LiveTensors):
-    """Tensors of a module, under the names and in the shapes that its checkpoint has."""
+class ModuleForm:
+    """How the tensors of a module, sharded ones included, become those of its checkpoint.
+
+    Attributes:
+        routes: checkpoint name → where its elements are; in a sharded source as if that were whole and contiguous.
+        tensors: checkpoint name → description, in the model's order; the same on every rank.
+        aliases: checkpoint name of a tied duplicate → checkpoint name of the tensor that is published.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = _unwrap(model)
@@ -39,26 +47,27 @@ class ModuleTensors(LiveTensors):
         state = _module_state(self._model)
         self._ties = _find_ties(self._model, state)
         self._geometry = _geometry(state)
-        self._routes = self._trace(state)
+        self.routes = self._trace(state)
         self.aliases = self._checkpoint_aliases(state)
         configured = _configured_dtypes(self._model, state)
-        self.tensors = {}
-        for name, tensor in self._read(state):
+        self.tensors: dict[str, CheckpointTensor] = {}
+        for name, route in self.routes.items():
             check_name(name)
-            route = self._routes[name]
-            source = route.sources[0] if isinstance(route, Replay) else route.source
-            self.tensors[name] = CheckpointTensor(name, tuple(tensor.shape), tensor.dtype, configured.get(source))
+            source = route.sources[0]
+            self.tensors[name] = CheckpointTensor(name, route.shape, _dtype(state[source]), configured.get(source))
         if not self.tensors:
             raise ModelError(f"{type(model).__name__} has no tensor to publish")
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def state(self) -> State:
+        """The module's tensors of this moment, sharded ones as they are, all others detached.
+
+        Raises:
+            TensorMismatchError: a tensor is new, missing, or has another shape, dtype, tie or cut than before.
+            ModelError: a tensor can no longer be read, see ``check_plain``.
+        """
         state = _module_state(self._model)
         self._check_unchanged(state)
-        yield from self._read(state)
-
-    def _read(self, state: State) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, route in self._routes.items():
-            yield name, route.read(state)
+        return state
 
     def _trace(self, state: State) -> dict[str, Route]:
         untied = {name: tensor for name, tensor in state.items() if name not in self._ties}
@@ -67,30 +76,35 @@ class ModuleTensors(LiveTensors):
     def _check_unchanged(self, state: State) -> None:
         geometry = _geometry(state)
         for name in geometry.keys() ^ self._geometry.keys():
-            change = "appeared" if name in geometry else "is gone"
-            raise TensorMismatchError(f"tensor {name!r} {change} since the publisher was made; start a new run")
-        for name, (shape, dtype, _) in geometry.items():
-            old_shape, old_dtype, _ = self._geometry[name]
+            change, mend = ("appeared", "remove it") if name in geometry else ("is gone", "put it back")
+            shape, dtype, _ = geometry.get(name) or self._geometry[name]
+            raise TensorMismatchError(
+                f"tensor {name!r} {change} since the publisher was made ({dtype} {list(shape)}), and the tensors of a "
+                f"run are fixed; {mend}, or start a new run under a new URL"
+            )
+        for name, (shape, dtype, memory) in geometry.items():
+            old_shape, old_dtype, old_memory = self._geometry[name]
             if (shape, dtype) != (old_shape, old_dtype):
+                raise changed(name, (shape, dtype), (old_shape, old_dtype))
+            if memory != old_memory and is_sharded(state[name]):
                 raise TensorMismatchError(
-                    f"tensor {name!r} is now {dtype} {list(shape)}, but was {old_dtype} {list(old_shape)} "
-                    "when the publisher was made; start a new run"
+                    f"tensor {name!r} is sharded in another way than when the publisher was made; close that publisher "
+                    "and make one for the model as it is now"
                 )
         for alias, owner in self._ties.items():
-            if storage_key(state[alias]) != storage_key(state[owner]):
+            if _identity(state[alias]) != _identity(state[owner]):
                 raise TensorMismatchError(
                     f"tensor {alias!r} is no longer tied to {owner!r} as it was when the publisher was made; "
                     "tie the weights again, or start a new run"
                 )
         if geometry != self._geometry:
             self._geometry = geometry
-            self._routes = self._trace(state)
+            self.routes = self._trace(state)
 
     def _checkpoint_aliases(self, state: State) -> dict[str, str]:
-        """Checkpoint name of every tied duplicate → checkpoint name of the tensor that is published."""
         published = {
             (route.source, route.shape, route.strides, route.offset): name
-            for name, route in self._routes.items()
+            for name, route in self.routes.items()
             if isinstance(route, View)
         }
         duplicates = {name: state[name] for name in self._ties}
@@ -98,9 +112,34 @@ class ModuleTensors(LiveTensors):
         for name, route in _follow_conversion(self._model, duplicates).items() if duplicates else ():
             if isinstance(route, View):
                 owner = published.get((self._ties[route.source], route.shape, route.strides, route.offset))
-                if owner is not None and name not in self._routes:
+                if owner is not None and name not in self.routes:
                     aliases[name] = owner
         return aliases
+
+
+class ModuleTensors(LiveTensors):
+    """Tensors of a module that this process holds alone, under the names and in the shapes that its checkpoint has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._form = ModuleForm(model)
+        self.tensors, self.aliases = self._form.tensors, self._form.aliases
+        for _ in self.read():
+            pass
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        state = {name: _held_whole(name, tensor) for name, tensor in self._form.state().items()}
+        for name, route in self._form.routes.items():
+            yield name, route.read(state)
+
+
+def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or what this process holds of a sharded one if that is all of it, as in a world of one."""
+    if not is_sharded(tensor):
+        return tensor
+    pieces = local_boxes(tensor, name)
+    if len(pieces) == 1 and pieces[0][0].is_whole:
+        return check_plain(name, pieces[0][1])
+    return check_plain(name, tensor)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -122,8 +161,9 @@ def _refuse_unpublishable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
             raise ModelError(
-                f"module {name or type(module).__name__!r} is sharded by FullyShardedDataParallel; publish "
-                "from one rank through a function that yields (checkpoint name, full tensor)"
+                f"module {name or type(module).__name__!r} is sharded by FullyShardedDataParallel; shard it with "
+                "fully_shard (FSDP2), or publish from one rank through a function that yields (checkpoint name, full "
+                "tensor)"
             )
         if getattr(module, "peft_config", None):
             raise ModelError(
@@ -139,7 +179,9 @@ def _refuse_unpublishable(model: nn.Module) -> None:
 
 
 def _module_state(model: nn.Module) -> State:
-    """Parameters and persistent buffers that a checkpoint of the module has, detached, ties included.
+    """Parameters and persistent buffers that a checkpoint of the module has, ties included.
+
+    Sharded ones are those of the module; all others are detached.
 
     Raises:
         ModelError: see ``check_plain``; also two tensors of one name once wrappers are stripped.
@@ -162,21 +204,38 @@ def _module_state(model: nn.Module) -> State:
             continue
         if name in state:
             raise ModelError(f"two tensors are named {name!r} once the wrappers' prefixes are stripped; rename one")
-        state[name] = check_plain(name, value)
+        sharded = isinstance(value, torch.Tensor) and is_sharded(value)
+        state[name] = value if sharded else check_plain(name, value)
     return state
 
 
 def _geometry(
     state: Mapping[str, torch.Tensor],
-) -> dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]]:
-    return {name: (tuple(tensor.shape), tensor.dtype, tensor.stride()) for name, tensor in state.items()}
+) -> dict[str, tuple[tuple[int, ...], torch.dtype, tuple[object, ...]]]:
+    """Shape and dtype of the whole tensor, and what tells where this process has its elements."""
+    return {
+        name: (whole_shape(tensor), _dtype(tensor), layout(tensor) if is_sharded(tensor) else tensor.stride())
+        for name, tensor in state.items()
+    }
+
+
+def _dtype(tensor: torch.Tensor) -> torch.dtype:
+    partition = getattr(tensor, "ds_tensor", None)
+    return tensor.dtype if partition is None else partition.dtype
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Equal for two names of one tensor, on every rank alike; a rank may hold nothing of a sharded one."""
+    if is_sharded(tensor):
+        return ("sharded", id(tensor)) if math.prod(whole_shape(tensor)) else None
+    return storage_key(tensor)
 
 
 def _find_ties(model: nn.Module, state: State) -> dict[str, str]:
     """Duplicate → the name that is published; the choice is that of transformers' ``save_pretrained``."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in state.items():
-        key = storage_key(tensor)
+        key = _identity(tensor)
         if key is not None:
             groups.setdefault(key, []).append(name)
     declared = [
@@ -200,11 +259,15 @@ def _transformers_model(model: nn.Module) -> Any:
 
 
 def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
-    """How each checkpoint tensor is read from ``state``.
+    """How each checkpoint tensor is read from ``state``; of sharded tensors as if they were whole and contiguous.
 
     Raises:
         ModelError: the model's conversion back to its checkpoint form fails or cannot be followed.
     """
+    state = {
+        name: torch.empty(whole_shape(tensor), dtype=_dtype(tensor), device="meta") if is_sharded(tensor) else tensor
+        for name, tensor in state.items()
+    }
     pretrained = _transformers_model(model)
     if pretrained is None:
         return trace(state, dict)
@@ -235,11 +298,11 @@ def _configured_dtypes(model: nn.Module, state: State) -> dict[str, torch.dtype]
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    buffers = {storage_key(buffer) for buffer in model.buffers()}
+    buffers = {_identity(buffer) for buffer in model.buffers()}
     return {
         name: dtype
         for name, tensor in state.items()
         if tensor.is_floating_point()
-        and storage_key(tensor) not in buffers
+        and _identity(tensor) not in buffers
         and not (tensor.dtype == torch.float32 and any(re.search(pattern, name) for pattern in kept))
     }

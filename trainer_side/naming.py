@@ -109,19 +109,22 @@ def check_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise ModelError(f"tensor {name!r} is a {type(tensor).__name__}, not a torch.Tensor")
     if hasattr(tensor, "ds_id"):
         raise ModelError(
-            f"tensor {name!r} is a ZeRO-3 partition, this process does not hold all of it; publish from one "
-            "rank through a function that gathers tensor by tensor (deepspeed.zero.GatheredParameters)"
+            f"tensor {name!r} is a ZeRO-3 partition, this process does not hold all of it; pass the module itself, or "
+            "gather tensor by tensor on every rank (deepspeed.zero.GatheredParameters) and publish from one"
         )
     if hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"):
         raise ModelError(
-            f"tensor {name!r} is a DTensor, sharded over {tensor.device_mesh}; publish from one rank through "
-            "a function that yields (name, tensor.full_tensor())"
+            f"tensor {name!r} is a DTensor, sharded over {tensor.device_mesh}; pass the module itself, or gather "
+            "tensor by tensor on every rank (tensor.full_tensor()) and publish from one"
         )
     if nn.parameter.is_lazy(tensor):
         raise ModelError(f"tensor {name!r} is not initialized yet; run the model once before publishing it")
     plain = tensor.detach()
     if plain.device.type == "meta":
-        raise ModelError(f"tensor {name!r} is on the meta device and has no data; load the weights first")
+        raise ModelError(
+            f"tensor {name!r} is on the meta device and has no data; load the weights, or fetch back offloaded ones, "
+            "before publishing; a function that yields (checkpoint name, tensor) may fetch one at a time"
+        )
     if type(plain) not in (torch.Tensor, nn.Parameter):
         raise ModelError(
             f"tensor {name!r} is a {type(plain).__name__}, whose bits are not those of a checkpoint; publish "
@@ -152,12 +155,26 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
 def check_unchanged(name: str, tensor: torch.Tensor, known: CheckpointTensor | None) -> None:
     """Raise TensorMismatchError unless ``tensor`` has the shape and dtype it had at construction."""
     if known is None:
-        raise TensorMismatchError(f"tensor {name!r} was not there when the publisher was made; start a new run")
-    if (tuple(tensor.shape), tensor.dtype) != (known.shape, known.dtype):
         raise TensorMismatchError(
-            f"tensor {name!r} is now {tensor.dtype} {list(tensor.shape)}, but was {known.dtype} "
-            f"{list(known.shape)} when the publisher was made; start a new run"
+            f"tensor {name!r} was not there when the publisher was made ({tensor.dtype} {list(tensor.shape)}), and the "
+            "tensors of a run are fixed; yield it no more, or start a new run under a new URL"
         )
+    if (tuple(tensor.shape), tensor.dtype) != (known.shape, known.dtype):
+        raise changed(name, (tuple(tensor.shape), tensor.dtype), (known.shape, known.dtype))
+
+
+def changed(
+    name: str, now: tuple[tuple[int, ...], torch.dtype], then: tuple[tuple[int, ...], torch.dtype]
+) -> TensorMismatchError:
+    """What to raise of a tensor whose (shape, dtype) is not what it was when the publisher was made."""
+    mend = "give it its former shape again, or start a new run under a new URL"
+    if now[0] == then[0]:
+        # A run keeps its dtypes, and whoever takes it over rounds to them.
+        mend = "convert it back, or make a new Publisher of the model as it is now"
+    return TensorMismatchError(
+        f"tensor {name!r} is now {now[1]} {list(now[0])}, but was {then[1]} {list(then[0])} when the publisher was "
+        f"made; {mend}"
+    )
 
 
 class IterableTensors(LiveTensors):
@@ -194,4 +211,7 @@ class IterableTensors(LiveTensors):
             yield name, tensor
         missing = [name for name in self.tensors if name not in seen]
         if missing:
-            raise TensorMismatchError(f"tensor {missing[0]!r} is no longer yielded; {len(missing)} are missing in all")
+            raise TensorMismatchError(
+                f"tensor {missing[0]!r} is no longer yielded, {len(missing)} are missing in all; yield all that were "
+                "there when the publisher was made, or start a new run under a new URL"
+            )

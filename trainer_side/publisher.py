@@ -1,7 +1,7 @@
 """Publish a model's weights while it trains: ``Publisher``."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from trainer_side.changes import Patch
-from trainer_side.committer import Committer
-from trainer_side.detection import Detector
+from trainer_side.assembly import agreed_options, assembled, each, ranks_of
 from trainer_side.detection_held import Place
 from trainer_side.gate import Gate
-from trainer_side.naming import ModelLike, live_tensors
-from trainer_side.options import RESCAN_BYTES, check_step, check_version, checked
-from trainer_side.result import Progress, PublishResult, Stopwatch
-from trainer_side.resume import open_or_begin
-from trainer_side.upkeep import Upkeep
+from trainer_side.naming import ModelLike
+from trainer_side.options import RESCAN_BYTES, Options, check_step, check_version, checked
+from trainer_side.result import PublishResult, Stopwatch
+from trainer_side.sidecars import Bytes, checked_sidecars
 from trainer_side.versions import SHARD_BYTES
 from trainer_side.worker import Worker
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, UsageError
+from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.notice.publisher import try_announcing
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import HEAD_SECONDS
@@ -42,6 +39,9 @@ class Publisher:
     one background thread, one version at a time. What is published are the exact bits at the moment of the
     call, however soon training goes on. A version that cannot be made durable is taken back, and its changes
     go out with the next. Another thread makes anchors and folded ranges of what is durable.
+
+    A module that is sharded or replicated over the ranks of a ``torch.distributed`` world is published by all of them:
+    every rank makes a publisher of it and calls its methods, at the same places (docs/sharded.md).
 
     Threads: any may call any method; calls take turns. Not from signal handlers, and not across ``os.fork``.
 
@@ -120,40 +120,40 @@ class Publisher:
             ConflictError: there is a part of a run at the URL; or a run, and ``resume`` is False.
             StoreError: the store failed. PublishError: so that version 0 may have been written; the URL stays claimed.
         """
-        self._options = checked(
-            codec, compression, every=every, resume=resume, read_back=read_back, rescan_bytes=rescan_bytes,
-            anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
-            signing_key=signing_key, trusted_keys=trusted_keys, head_seconds=head_seconds,
-            baseline=baseline, diff_threads=diff_threads, receiver_bytes_per_second=receiver_bytes_per_second,
-        )  # fmt: skip
+
+        def check(signs: bool) -> Options:
+            return checked(
+                codec, compression, every=every, resume=resume, read_back=read_back, rescan_bytes=rescan_bytes,
+                anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
+                signing_key=signing_key if signs else None, trusted_keys=trusted_keys if signs else None,
+                head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
+                receiver_bytes_per_second=receiver_bytes_per_second,
+            )  # fmt: skip
+
         self._lock = threading.Lock()
-        self._calls = 0
         self._closed = False
-        self._patch: Patch | None = None
-        self._progress: Progress | None = None
-        self._called_off = False
-        # Never the main thread: only there can a signal handler interrupt what must not be left half done.
-        self._background = Worker("delta-sync-publisher")
         with ExitStack() as undo:
+            ranks = self._ranks = ranks_of(model)
+            if ranks is not None:
+                undo.callback(ranks.close)
+            options = agreed_options(ranks, check)
+            # Never the main thread: only there can a signal handler interrupt what must not be left half done.
+            self._background = Worker("delta-sync-publisher")
             undo.callback(self._background.close)
             self._own_bucket = not isinstance(bucket, Bucket)
-            self._bucket = bucket if isinstance(bucket, Bucket) else undo.enter_context(open_bucket(bucket))
-            self._live = live_tensors(model)
+            self._bucket = each(ranks, "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket))
+            if self._own_bucket:
+                undo.callback(self._bucket.close)
             self._notice = None
-            if notice is not None:
-                self._notice = try_announcing(notice, notice_key, notice_allowed, self._options.keyring)
+            if notice is not None and (ranks is None or ranks.leads):
+                self._notice = try_announcing(notice, notice_key, notice_allowed, options.keyring)
             if self._notice is not None:
                 undo.callback(self._notice.close)
-            opened, place = open_or_begin(self._bucket, self._live, base, self._options, self._background.call)
-            self._table = opened.baseline.table
-            self._detector = Detector(self._options.diff_threads)
-            undo.callback(self._detector.close)
-            self._upkeep = Upkeep(self._bucket, place, self._options, opened.writer)
-            undo.callback(self._upkeep.close)
-            self._committer = Committer(self._bucket, opened, place, self._options, self._upkeep.offer)
-            self._background.call(self._committer.begin)
+            made = assembled(model, self._bucket, base, options, self._background, ranks, undo)
+            self._committer, self._course, self._upkeep = made.committer, made.course, made.upkeep
+            self._detector = made.detector
             if self._notice is not None:
-                opened.writer.use_notice(self._notice)
+                made.opened.writer.use_notice(self._notice)
             undo.pop_all()
 
     @property
@@ -175,7 +175,11 @@ class Publisher:
         return self._committer.newest.version
 
     def publish(
-        self, step: int, wait: bool = False, weights: Iterable[tuple[str, torch.Tensor]] | None = None
+        self,
+        step: int,
+        wait: bool = False,
+        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        sidecars: Mapping[str, Bytes] | None = None,
     ) -> PublishResult:
         """Publish the weights of this moment as the next version.
 
@@ -186,6 +190,10 @@ class Publisher:
             weights: (checkpoint name, tensor) pairs to publish instead of the model given at construction.
                 Tensors that are absent keep the bits published last. Always read to its end, even when the
                 call is skipped.
+            sidecars: name → bytes to commit with this version, such as a small training state; at most 16 of 16 MiB;
+                of ranks that publish together those of rank 0.
+                Read back by ``Run.sidecar``. Those of a call that is skipped or fails are not kept for the next. Where
+                ranks publish together, it is those of rank 0.
 
         Returns:
             The result, after the comparison; some of its fields wait for the background thread.
@@ -195,14 +203,16 @@ class Publisher:
                 weights changed in a way that cannot be compared; nothing was done for this call.
             ConflictError: another writer has taken the run; every later call raises it too.
             TensorMismatchError: a tensor is unknown, or has another shape or dtype; nothing is published.
-            ModelError: a tensor cannot be read. UsageError: the publisher is closed, or step is no step.
+            ModelError: a tensor cannot be read. UsageError: the publisher is closed, step is no step, or a sidecar is
+                too large or has no name.
         """
         watch = Stopwatch()
         given = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
         interrupted = False
         try:
             with self._lock:
-                return self._publish(check_step(step), wait, given, watch)
+                self._refuse_closed()
+                return self._course.publish(check_step(step), wait, given, watch, checked_sidecars(sidecars))
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
@@ -234,8 +244,8 @@ class Publisher:
         """
         number = check_version(version)
         with self._lock:
-            self._settled()
-            self._call(lambda: self._committer.rebase(number))
+            self._refuse_closed()
+            self._course.call(lambda: self._committer.rebase(number))
 
     def rescan(self) -> list[str]:
         """Compare the whole baseline in memory with what was published, and fetch what differs from the bucket.
@@ -250,8 +260,8 @@ class Publisher:
         """
         names: list[str] = []
         with self._lock:
-            self._settled()
-            self._call(lambda: names.extend(self._committer.mend()))
+            self._refuse_closed()
+            self._course.call(lambda: names.extend(self._committer.rescan()))
         return names
 
     def anchor(self) -> int:
@@ -267,8 +277,8 @@ class Publisher:
         """
         done: list[int] = []
         with self._lock:
-            self._settled()
-            self._call(lambda: done.append(self._committer.write_anchor()))
+            self._refuse_closed()
+            self._course.call(lambda: done.append(self._committer.write_anchor()))
         return done[0]
 
     def tag(self, name: str, version: int | None = None, milestone: bool = False) -> "Tag":
@@ -283,15 +293,17 @@ class Publisher:
             ConflictError: a run branches at the tag of that name; or as ``flush``. StoreError: the store failed.
         """
         from vllm_delta_sync.upkeep.tagging import set_tag
+        from vllm_delta_sync.wire.documents import Tag
 
         number = None if version is None else check_version(version)
         with self._lock:
             self._settled()
             number = self.version if number is None else number
-            tag = set_tag(self._committer.run, name, number, milestone)
-            if milestone:
+            run = self._committer.run
+            text = self._course.led("tag", lambda: set_tag(run, name, number, milestone).to_bytes().decode())
+            if milestone and self._upkeep is not None:
                 self._upkeep.milestone(number)
-        return tag
+        return Tag.from_bytes(text.encode())
 
     def wait_served(self, version: int | None = None, replicas: int = 1, timeout: float = 60.0) -> "list[Replica]":
         """Wait until all servers that follow the run, and have a ``receiver_id``, serve a version: see ``Fleet.wait``.
@@ -333,12 +345,14 @@ class Publisher:
                     last.callback(self._bucket.close)
                 if self._notice is not None:
                     last.callback(self._notice.close)
-                last.callback(self._committer.writer.leave_head)
-                last.callback(self._committer.release)
-                last.callback(self._upkeep.close)
+                if self._ranks is not None:
+                    last.callback(self._ranks.close)
+                last.callback(self._committer.close)
+                if self._upkeep is not None:
+                    last.callback(self._upkeep.close)
                 last.callback(self._detector.close)
                 last.callback(self._background.close)
-                self._finish_previous()
+                self._course.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -354,72 +368,11 @@ class Publisher:
         except DeltaSyncError as failure:
             logger.error("closing the publisher after %s: %s", type(error).__name__, failure)
 
-    # The caller's thread
-
-    def _publish(
-        self, step: int, wait: bool, weights: Iterable[tuple[str, torch.Tensor]] | None, watch: Stopwatch
-    ) -> PublishResult:
-        self._refuse_closed()
-        busy = self._progress is not None and not self._progress.done
-        if not busy:
-            self._finish_previous()
-        self._calls += 1
-        if self._calls % self._options.every or (busy and not wait):
-            return self._result(None, step, 0, watch.total, None)
-        self._finish_previous()
-        watch.lap()
-        patch = self._diff(weights)
-        progress = Progress()
-        progress.seconds["diff"] = watch.lap()
-        result = self._result(self.version + 1, step, patch.changed, progress.seconds["diff"], progress)
-        self._background.submit(progress, lambda: self._committer.work(patch, step, progress, watch))
-        self._progress = progress
-        return result
-
-    def _diff(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> Patch:
-        options = self._options
-        patch = self._patch = Patch(self._committer.baseline, options.base_codec, options.compression, self._detector)
-        with ExitStack() as undo:
-            undo.callback(self._background.call, patch.revert)
-            patch.add_all(self._live.read() if weights is None else weights)
-            undo.pop_all()
-        return patch
-
-    def _settled(self) -> None:
-        """Refuse a closed publisher, and wait until what was published is durable."""
-        self._refuse_closed()
-        self._finish_previous()
-
-    def _call(self, work: Callable[[], None]) -> None:
-        """Have the background thread do something to the baseline; nothing else touches it before that has ended."""
-        self._called_off = True
-        self._background.call(work)
-        self._called_off = False
-
-    def _finish_previous(self) -> None:
-        """Wait for the version under way; bring the baseline to a durable version.
-
-        Raises:
-            PublishError, ConflictError: what the background thread met, if nobody was told yet.
-        """
-        if self._progress is not None and not self._progress.delivered:
-            self._progress.wait()
-        committer, patch = self._committer, self._patch
-        if committer.stopped is not None:
-            raise ConflictError(committer.stopped.message)
-        if (patch is not None and patch.open) or committer.suspect or self._called_off:
-            # Also waits for what a caller who was interrupted has left under way.
-            self._background.call(lambda: committer.tidy(patch))
-            self._called_off = False
-
     def _refuse_closed(self) -> None:
         if self._closed:
             raise UsageError("the publisher is closed; make a new one with a new run URL")
 
-    def _result(
-        self, version: int | None, step: int, changed: int, diff_seconds: float, progress: Progress | None
-    ) -> PublishResult:
-        return PublishResult(
-            version=version, step=step, changed=changed, total=self._table.total, full_bytes=self._table.full_bytes,
-            diff_seconds=diff_seconds, progress=progress,
-        )  # fmt: skip
+    def _settled(self) -> None:
+        """Refuse a closed publisher, and wait until what was published is durable."""
+        self._refuse_closed()
+        self._course.settle()

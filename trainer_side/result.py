@@ -9,20 +9,26 @@ from vllm_delta_sync.errors import DeltaSyncError, PublishError
 
 Kind = Literal["delta", "skipped"]
 
+METRICS = "delta_sync/"
+"""What the names of all metrics start with."""
+
 
 class Progress(Job):
     """One version on its way to the store, shared by the publisher, its background thread and the result.
 
     Attributes:
         seconds: durations so far. payload_bytes, codec: of the objects; 0 and None if there are none.
-        quarantined: why the gate let it pass only so.
+        changed: elements of all ranks, where several publish together.
+        quarantined: why the gate let it pass only so. sidecars: what is committed with it, by name.
         delivered: whether the failure, if it is one, has been raised to the caller.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sidecars: Mapping[str, bytes] | None = None) -> None:
         super().__init__()
+        self.sidecars: Mapping[str, bytes] = {} if sidecars is None else sidecars
         self.seconds: dict[str, float] = {}
         self.payload_bytes = 0
+        self.changed: int | None = None
         self.codec: str | None = None
         self.quarantined: tuple[str, ...] = ()
         self.delivered = False
@@ -82,7 +88,7 @@ class PublishResult:
         version: number of the new version; None if the call was skipped.
         step: as given.
         kind: ``delta``, or ``skipped`` (not every call publishes, or the version before is still under way).
-        changed: elements whose bits changed. total: elements of the model.
+        changed: elements whose bits changed, of a sharded model in the shards of this rank. total: of the model.
         full_bytes: bytes of the model in the served dtypes.
         seconds: durations, see ``Seconds``; reading some of them waits.
     """
@@ -106,6 +112,47 @@ class PublishResult:
         self.full_bytes = full_bytes
         self.seconds = Seconds(diff_seconds, progress)
         self._progress = progress
+
+    @property
+    def done(self) -> bool:
+        """Whether the version is durable or has failed, so that nothing here waits any more. True if skipped."""
+        return self._progress is None or self._progress.done
+
+    @property
+    def failed(self) -> bool:
+        """Whether the version is known not to have become durable; the next ``publish`` or ``flush`` says why."""
+        return self._progress is not None and self._progress.done and self._progress.error is not None
+
+    def metrics(self) -> dict[str, float]:
+        """What loggers are to get of this publish, by name; waits until the version is durable, see ``done``.
+
+        ``delta_sync/version``, ``/step``, ``/changed_percent`` (of all elements), ``/payload_bytes``,
+        ``/diff_seconds``, ``/encode_seconds``, ``/upload_seconds`` and ``/skipped``, which is 0; of a call that was
+        skipped only ``/skipped``, which is 1.
+
+        Raises:
+            PublishError, ConflictError: it could not be made durable.
+        """
+        if self.version is None:
+            return {f"{METRICS}skipped": 1}
+        figures = {
+            "version": self.version,
+            "step": self.step,
+            "changed_percent": 100 * self._changed_of_all / self.total if self.total else 0.0,
+            "payload_bytes": self.payload_bytes,
+            "diff_seconds": self.seconds["diff"],
+            "encode_seconds": self.seconds["encode"],
+            "upload_seconds": self.seconds["upload"],
+            "skipped": 0,
+        }
+        return {METRICS + name: figure for name, figure in figures.items()}
+
+    @property
+    def _changed_of_all(self) -> int:
+        if self._progress is None:
+            return self.changed
+        self._progress.wait()
+        return self.changed if self._progress.changed is None else self._progress.changed
 
     @property
     def payload_bytes(self) -> int:

@@ -6,6 +6,7 @@ writer of before and is otherwise without effect.
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from trainer_side import versions
@@ -36,7 +37,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
 logger = guarded_logger(__name__)
 
@@ -69,19 +70,36 @@ def open_or_begin(
         baseline = Baseline.captured(live, path)
         _prepare(baseline, options, call)
         call(baseline.scan)
-        return begin(bucket, baseline, resolved, options), path
+        store = partial(versions.put_shards, baseline, options.shard_bytes)
+        writer, manifest = begin(bucket, baseline, baseline.first_difference, resolved, options, store)
+        return Opened(baseline, writer, manifest), path
+    check_may_resume(bucket, options)
+    place = place_of(base)
+    takeover = Takeover(bucket, live, place, options, call)
+    _prepare(takeover.baseline, options, call)
+    return takeover.publishable(), place
+
+
+def check_may_resume(bucket: Bucket, options: Options) -> None:
+    """Raise ConflictError if the run that is there is not to be gone on with."""
     if not options.resume:
         raise ConflictError(
             f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to go on with that run"
         )
-    place = base
+
+
+def place_of(base: str | Path | None) -> str | Path | None:
+    """Where the checkpoint of version 0 of a run lies, or the run branched from, by what the caller says.
+
+    Raises:
+        NotFoundError: it is not there.
+    """
     # A branch may need the URL of the run that it comes from.
-    if base is not None and "://" not in str(base):
-        place = resolve_base(base).path
-        check_base(place)
-    takeover = Takeover(bucket, live, place, options, call)
-    _prepare(takeover.baseline, options, call)
-    return takeover.publishable(), place
+    if base is None or "://" in str(base):
+        return base
+    place = resolve_base(base).path
+    check_base(place)
+    return place
 
 
 def _prepare(baseline: Baseline, options: Options, call: Call) -> None:
@@ -116,7 +134,23 @@ class Takeover:
         self._bucket, self._live, self._base, self._options, self._call = bucket, live, base, options, call
         self._run = open_vouched(bucket, options.keyring)
         self._claimed = Claimed(0, b"")
-        self.baseline = Baseline.of_run(live, self._run.table)
+        self.baseline = self._fitted()
+
+    # What each process that publishes does for its own part, if there are several
+
+    def _fitted(self) -> Baseline:
+        return Baseline.of_run(self._live, self._run.table)
+
+    def _hold(self, head: Manifest) -> None:
+        self.baseline.take(restore(self._run, head, self._base, in_memory=True).state.bits, head.model_fingerprint)
+
+    def _capture_live(self, rest: Checkpoint | None) -> None:
+        self.baseline.capture(self._live, rest)
+
+    def _stored(self, put: versions.Put) -> tuple[versions.Whole, list[ObjectRef]]:
+        return self.baseline, versions.put_shards(self.baseline, self._options.shard_bytes, put)
+
+    # The course of it
 
     def publishable(self) -> Opened:
         """Claim the run and hold its newest version; where that is lost, commit the weights of now behind it.
@@ -164,8 +198,7 @@ class Takeover:
         if found.problem is not None or found.manifest is None:
             raise found.problem or ChainError("no manifest is good")
         head = found.manifest
-        state = restore(self._run, head, self._base, in_memory=True).state
-        self.baseline.take(state, head.model_fingerprint)
+        self._hold(head)
         writer = self._writer(head)
         writer.point_head()
         logger.info(
@@ -199,18 +232,18 @@ class Takeover:
                     "start a new one"
                 ) from problem
             logger.warning("tensors that the model does not hold are taken from base: %s", ", ".join(absent[:5]))
-        self.baseline.capture(self._live, rest)
+        self._capture_live(rest)
 
     def _begun_anew(self, found: Found) -> Opened:
         versions.check_breaks([] if found.manifest is None else found.manifest.breaks)
         self.baseline.scan()
         reasons = judge_whole(self._options.gate, self.baseline)
         writer = self._writer(None)
-        objects = versions.put_shards(self.baseline, self._options.shard_bytes, writer.put_file)
+        whole, objects = self._stored(writer.put_file)
         for _ in range(_ATTEMPTS):
             place = (found.version + 1, found.digest)
             behind = versions.anchor_behind(
-                writer.run, self.baseline, objects, place, found.manifest, self._claimed.epoch, reasons
+                writer.run, whole, objects, place, found.manifest, self._claimed.epoch, reasons
             )
             manifest = self._run.keyring.signed(behind)
             try:

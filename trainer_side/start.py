@@ -1,6 +1,7 @@
 """The beginning of a run: claim a URL and commit version 0, or give the URL back."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,8 +83,19 @@ class Opened:
     held: Manifest
 
 
-def begin(bucket: Bucket, baseline: Baseline, base: ResolvedBase | None, options: Options) -> Opened:
-    """Commit the baseline as version 0 of a new run.
+def begin(
+    bucket: Bucket,
+    whole: versions.Whole,
+    difference: str | None,
+    base: ResolvedBase | None,
+    options: Options,
+    store: Callable[[versions.Put], list[ObjectRef]],
+) -> tuple[RunWriter, Manifest]:
+    """Commit version 0 of a new run.
+
+    Args:
+        whole: the weights. difference: the first tensor that is not the base's, None if all are.
+        store: stores all weights as an anchor's objects with what it is given.
 
     Raises:
         ConflictError: there is a run at the URL already.
@@ -93,25 +105,23 @@ def begin(bucket: Bucket, baseline: Baseline, base: ResolvedBase | None, options
     """
     keyring = options.keyring
     keyring.check_begins()
-    info = keyring.signed(new_run(baseline.table))
-    writer = RunWriter(bucket, info, 0, options, document_limit(baseline.table))
-    difference = baseline.first_difference
+    info = keyring.signed(new_run(whole.table))
+    writer = RunWriter(bucket, info, 0, options, document_limit(whole.table))
     if base is not None and difference is not None:
         logger.warning(
             "the model's weights are not those of base %s (first difference in tensor %s): version 0 is a full "
             "snapshot",
             base.path, difference,
         )  # fmt: skip
-    with Start(bucket, writer, info, baseline.table) as start:
+    with Start(bucket, writer, info, whole.table) as start:
         start.claim()
         if base is not None and difference is None:
-            manifest = keyring.signed(versions.reference(info.run, baseline, base.recorded))
+            manifest = keyring.signed(versions.reference(info.run, whole, base.recorded))
         else:
-            objects = versions.put_shards(baseline, options.shard_bytes, start.put_shard)
-            manifest = keyring.signed(versions.anchor(info.run, baseline, objects))
+            manifest = keyring.signed(versions.anchor(info.run, whole, store(start.put_shard)))
         start.commit(manifest)
     writer.announce()
-    return Opened(baseline, writer, manifest)
+    return writer, manifest
 
 
 @dataclass

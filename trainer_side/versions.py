@@ -1,11 +1,12 @@
 """Manifests of the three kinds of version, and the files of an anchor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from hashlib import file_digest
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from trainer_side.baseline import Baseline
 from vllm_delta_sync.bucket.calls import begun, ended
@@ -13,22 +14,50 @@ from vllm_delta_sync.bucket.crew import SLICE_SECONDS
 from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
-from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.compression import Compression
 from vllm_delta_sync.wire.delta import Codec, required_features
 from vllm_delta_sync.wire.documents import Anchor
-from vllm_delta_sync.wire.manifest import Base, Break, Manifest, ObjectRef, Quarantine, object_key, timestamp
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.manifest import Base, Break, Manifest, ObjectRef, Quarantine, Sidecar, object_key, timestamp
+from vllm_delta_sync.wire.table import TensorTable
 
 SHARD_BYTES = 1024**3
 """Bytes of tensors in one object of an anchor; a larger tensor has an object of its own."""
 
 
+Put = Callable[[ObjectRef, Path], None]
+
 UPLOADS = 2
 """Shards on their way at once: while these go up, the next one is written to disk."""
 
 
-def put_shards(baseline: Baseline, shard_bytes: int, put: Callable[[ObjectRef, Path], None]) -> list[ObjectRef]:
-    """Write all tensors to files of a temporary folder, and store them as an anchor's objects.
+class Whole(Protocol):
+    """All weights of a version: its tensors, and the fingerprint of each in the order of the table."""
+
+    @property
+    def table(self) -> TensorTable: ...
+    @property
+    def fingerprints(self) -> list[Fingerprint]: ...
+    @property
+    def fingerprint(self) -> Fingerprint: ...
+
+
+class Carried(Protocol):
+    """What the objects of a delta carry; ``wire.changes.Changes`` is one."""
+
+    @property
+    def changed(self) -> int: ...
+    @property
+    def fingerprint(self) -> Fingerprint: ...
+    @property
+    def reversible(self) -> bool: ...
+
+
+class Shards:
+    """Files of an anchor: written one at a time to a temporary folder, and stored while the next is written.
+
+    Leaving waits until all are stored.
 
     Args:
         put: stores one file; called from other threads, ``UPLOADS`` at once.
@@ -36,28 +65,50 @@ def put_shards(baseline: Baseline, shard_bytes: int, put: Callable[[ObjectRef, P
     Raises:
         StoreError: the disk is full or not writable. Else whatever ``put`` raises; all have ended then.
     """
-    refs: list[ObjectRef] = []
-    going: set[Future[None]] = set()
-    # After an interrupt files are removed under uploads that go on: their threads are given up with the process.
-    with TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True) as folder:
-        try:
-            for number, table in enumerate(shard_tables(baseline.table, shard_bytes)):
-                path = Path(folder) / f"{number}.safetensors"
-                write_anchor(path, table, baseline.tensors(table))
-                with path.open("rb") as file:
-                    digest = file_digest(file, "sha256").hexdigest()
-                refs.append(ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest))
-                going = _ended(going, UPLOADS - 1)
-                going.add(begun(_put_away, put, refs[-1], path))
-            _ended(going, 0)
-        except Exception:  # whatever it is, nothing goes on behind the caller's back; an interrupt waits for nobody
-            for upload in going:
-                ended(upload)
-            raise
-    return refs
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+        self._going: set[Future[None]] = set()
+        self._count = 0
+        # After an interrupt files are removed under uploads that go on: their threads are given up with the process.
+        self._folder = TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True)
+
+    def add(self, table: TensorTable, tensors: Iterable[tuple[str, Bits]]) -> ObjectRef:
+        """Write one file and begin to store it; ``tensors`` as in ``write_anchor``."""
+        path = Path(self._folder.name) / f"{self._count}.safetensors"
+        self._count += 1
+        write_anchor(path, table, tensors)
+        with path.open("rb") as file:
+            digest = file_digest(file, "sha256").hexdigest()
+        ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
+        self._going = _ended(self._going, UPLOADS - 1)
+        self._going.add(begun(_put_away, self._put, ref, path))
+        return ref
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._folder:
+            try:
+                if error is None:
+                    _ended(self._going, 0)
+            finally:
+                # Nothing goes on behind the caller's back; but an interrupt waits for nobody.
+                if error is None or isinstance(error, Exception):
+                    for upload in self._going:
+                        ended(upload)
 
 
-def _put_away(put: Callable[[ObjectRef, Path], None], ref: ObjectRef, path: Path) -> None:
+def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef]:
+    """Store all tensors as an anchor's objects; arguments and errors as in ``Shards``."""
+    with Shards(put) as files:
+        return [files.add(table, baseline.tensors(table)) for table in shard_tables(baseline.table, shard_bytes)]
+
+
+def _put_away(put: Put, ref: ObjectRef, path: Path) -> None:
     put(ref, path)
     path.unlink()
 
@@ -74,19 +125,19 @@ def _ended(going: set[Future[None]], most: int) -> set[Future[None]]:
         wait(going, SLICE_SECONDS, FIRST_COMPLETED)
 
 
-def reference(run: str, baseline: Baseline, base: Base) -> Manifest:
+def reference(run: str, whole: Whole, base: Base) -> Manifest:
     """Version 0 that uploads nothing, because the weights are those of ``base``."""
-    return Manifest(kind="reference", base=base, changed=0, payload_bytes=0, **_whole(run, baseline))
+    return Manifest(kind="reference", base=base, changed=0, payload_bytes=0, **_whole(run, whole))
 
 
-def anchor(run: str, baseline: Baseline, objects: list[ObjectRef]) -> Manifest:
+def anchor(run: str, whole: Whole, objects: list[ObjectRef]) -> Manifest:
     """Version 0 with all tensors in ``objects``."""
-    return Manifest(kind="anchor", **_carried(baseline, objects), **_whole(run, baseline))
+    return Manifest(kind="anchor", **_carried(whole, objects), **_whole(run, whole))
 
 
 def anchor_behind(
     run: str,
-    baseline: Baseline,
+    whole: Whole,
     objects: list[ObjectRef],
     place: tuple[int, str],
     known: Manifest | None,
@@ -101,7 +152,7 @@ def anchor_behind(
     """
     version, parent = place
     breaks = _with_break([] if known is None else known.breaks, version, None)
-    whole = _whole(run, baseline) | {
+    members = _whole(run, whole) | {
         "version": version,
         "step": 0 if known is None else known.step,
         "parent": parent,
@@ -109,7 +160,7 @@ def anchor_behind(
         "breaks": breaks,
         "quarantine": _quarantine(reasons, known),
     }
-    return Manifest(kind="anchor", **_carried(baseline, objects), **whole)
+    return Manifest(kind="anchor", **_carried(whole, objects), **members)
 
 
 def check_breaks(breaks: list[Break]) -> None:
@@ -128,31 +179,31 @@ def _quarantine(reasons: Sequence[str], before: Manifest | None) -> Quarantine |
     return Quarantine(reasons=list(reasons), sound=sound) if reasons else None
 
 
-def _carried(baseline: Baseline, objects: list[ObjectRef]) -> dict[str, Any]:
-    return {"objects": objects, "changed": baseline.table.total, "payload_bytes": sum(ref.bytes for ref in objects)}
+def _carried(whole: Whole, objects: list[ObjectRef]) -> dict[str, Any]:
+    return {"objects": objects, "changed": whole.table.total, "payload_bytes": sum(ref.bytes for ref in objects)}
 
 
-def _whole(run: str, baseline: Baseline) -> dict[str, Any]:
+def _whole(run: str, whole: Whole) -> dict[str, Any]:
     return {
         "run": run,
         "version": 0,
         "step": 0,
-        "total": baseline.table.total,
-        "full_bytes": baseline.table.full_bytes,
-        "fingerprint": baseline.fingerprint.hex(),
-        "tensor_fingerprints": _by_name(baseline),
+        "total": whole.table.total,
+        "full_bytes": whole.table.full_bytes,
+        "fingerprint": whole.fingerprint.hex(),
+        "tensor_fingerprints": _by_name(whole),
         "created_at": timestamp(),
     }
 
 
-def _by_name(baseline: Baseline) -> dict[str, str]:
-    fingerprints = zip(baseline.table, baseline.fingerprints, strict=True)
+def _by_name(whole: Whole) -> dict[str, str]:
+    fingerprints = zip(whole.table, whole.fingerprints, strict=True)
     return {spec.name: value.hex() for spec, value in fingerprints}
 
 
-def anchor_beside(manifest: Manifest, baseline: Baseline, objects: list[ObjectRef]) -> Anchor:
-    """The document of an anchor beside the chain, of the version that the baseline holds."""
-    return Anchor.of(manifest, _by_name(baseline), objects)
+def anchor_beside(manifest: Manifest, whole: Whole, objects: list[ObjectRef]) -> Anchor:
+    """The document of an anchor beside the chain, of a version with these weights."""
+    return Anchor.of(manifest, _by_name(whole), objects)
 
 
 def delta(
@@ -161,17 +212,18 @@ def delta(
     step: int,
     coding: tuple[Codec, Compression],
     objects: list[ObjectRef],
-    changes: Changes,
+    changes: Carried,
     epoch: int,
     reasons: Sequence[str] = (),
+    sidecars: Sequence[Sidecar] = (),
 ) -> Manifest:
     """The version after ``parent``.
 
     Args:
         held: the version that the objects change; another than ``parent`` makes a break.
         coding: of the objects.
-        objects: none if nothing changed. changes: what they carry.
-        reasons: why it is quarantined, if it is.
+        objects: none if nothing changed. changes: what they carry together.
+        reasons: why it is quarantined, if it is. sidecars: stored beside it.
 
     Raises:
         LimitError: the run has too many breaks.
@@ -196,6 +248,7 @@ def delta(
         compression=("none" if codec == "raw" else compression) if objects else None,
         requires=required_features(codec, compression) if objects else [],
         objects=objects,
+        sidecars=list(sidecars),
         changed=changes.changed,
         total=parent.total,
         payload_bytes=sum(ref.bytes for ref in objects),

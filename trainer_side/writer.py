@@ -40,6 +40,7 @@ from vllm_delta_sync.wire.manifest import (
     Manifest,
     ObjectRef,
     RunInfo,
+    Stored,
     object_key,
     version_key,
 )
@@ -125,13 +126,13 @@ class RunWriter:
         self.put_file(ref, data)
         return ref
 
-    def put_file(self, ref: ObjectRef, content: bytes | Path) -> None:
+    def put_file(self, ref: Stored, content: bytes | Path) -> None:
         """Store an object whose reference is known, from any thread; raises as ``put_object``."""
         with self.link.upload(ref.bytes):
             self._bucket.put(ref.key, content)
         self.check_object(ref)
 
-    def check_object(self, ref: ObjectRef) -> None:
+    def check_object(self, ref: Stored) -> None:
         """Where objects are read back: raise StoreError unless this one is stored as it should be."""
         if not self._options.read_back:
             return
@@ -142,7 +143,7 @@ class RunWriter:
         if not same:
             raise StoreError(f"object {ref.key} reads back with another SHA-256 than its name: check the store")
 
-    def put_missing(self, ref: ObjectRef, data: bytes) -> None:
+    def put_missing(self, ref: Stored, data: bytes) -> None:
         """Put a committed version's object again if it was removed before its manifest was there.
 
         A collection whose ``min_age`` is shorter than the upload took has seen an object of nobody's. A failure only

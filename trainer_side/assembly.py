@@ -1,0 +1,120 @@
+"""Put together what a publisher works with: for a model of this process, or as one of the ranks that share a model."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import distributed
+
+from trainer_side.committer import Committer
+from trainer_side.course import Course
+from trainer_side.detection import Detector
+from trainer_side.naming import ModelLike, live_tensors
+from trainer_side.options import Options
+from trainer_side.resume import open_or_begin
+from trainer_side.start import Opened
+from trainer_side.upkeep import Upkeep
+from trainer_side.worker import Worker
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.wire.manifest import Manifest
+
+if TYPE_CHECKING:
+    from trainer_side.sharded.ranks import Ranks
+
+_Found = TypeVar("_Found")
+
+
+@dataclass
+class Assembly:
+    """A publisher's parts.
+
+    Attributes:
+        upkeep: None on a rank that leaves it to rank 0.
+    """
+
+    opened: Opened
+    committer: Committer
+    course: Course
+    detector: Detector
+    upkeep: Upkeep | None
+
+
+def ranks_of(model: ModelLike) -> "Ranks | None":
+    """The ranks that publish a model together; None if this process does by itself.
+
+    Raises:
+        PublishError: a rank does not take part.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    from trainer_side.sharded.parts import needs_ranks
+
+    if not needs_ranks(model):
+        return None
+    from trainer_side.sharded.ranks import Ranks
+
+    return Ranks()
+
+
+def each(ranks: "Ranks | None", what: str, work: Callable[[], _Found]) -> _Found:
+    """What ``work`` gives here, once it has gone well on every rank; raises what it raised on any."""
+    if ranks is None:
+        return work()
+    found: list[_Found] = []
+    ranks.work.together(what, lambda: found.append(work()))
+    return found[0]
+
+
+def agreed_options(ranks: "Ranks | None", check: Callable[[bool], Options]) -> Options:
+    """A publisher's options.
+
+    Args:
+        check: makes them, with keys to sign with if it is told so: only rank 0 needs them.
+    """
+    if ranks is None:
+        return check(True)
+    from trainer_side.sharded.joining import joined_options
+
+    options = each(ranks, "options", lambda: joined_options(check(ranks.leads)))
+    if ranks.leads:
+        ranks.work.first("keys", lambda: sorted(options.keyring.trusted))
+        return options
+    from trainer_side.sharded.joining import with_trusted
+
+    return with_trusted(options, ranks.work.first("keys", list))
+
+
+def assembled(
+    model: ModelLike,
+    bucket: Bucket,
+    base: str | Path | None,
+    options: Options,
+    background: Worker,
+    ranks: "Ranks | None",
+    undo: ExitStack,
+) -> Assembly:
+    """Begin the run or take it over, and start what looks after it; errors as ``Publisher``.
+
+    Args:
+        undo: gets what has to be closed if something fails after this.
+    """
+    detector = Detector(options.diff_threads)
+    undo.callback(detector.close)
+    if ranks is not None:
+        from trainer_side.sharded.joining import joined
+
+        return joined(model, bucket, base, options, background, detector, ranks, undo)
+    live = live_tensors(model)
+    opened, place = open_or_begin(bucket, live, base, options, background.call)
+    upkeep = Upkeep(bucket, place, options, opened.writer)
+    undo.callback(upkeep.close)
+    committer = Committer(bucket, opened, place, options, upkeep.offer)
+    background.call(committer.begin)
+    course = Course(live, opened.baseline.table, options, committer, detector, background)
+    return Assembly(opened, committer, course, detector, upkeep)
+
+
+def no_upkeep(manifest: Manifest) -> None:
+    """What a rank does that leaves upkeep to rank 0."""

@@ -1,0 +1,1 @@
+"""Where frameworks are met by name: one module for each, which imports it."""
