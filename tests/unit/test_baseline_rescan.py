@@ -230,5 +230,5 @@ def test_weights_that_are_not_what_the_manifest_says_are_not_taken(bucket: Hooke
         baseline = publisher._committer.baseline
         other = ModelState(baseline.table, [(spec.name, ~baseline.bits(i)) for i, spec in enumerate(baseline.table)])
         with pytest.raises(FingerprintError, match="the manifest says"):
-            baseline.take(other, baseline.fingerprint)
+            baseline.take(other.bits, baseline.fingerprint)
         assert publisher.rescan() == []

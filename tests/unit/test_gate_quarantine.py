@@ -277,6 +277,7 @@ def test_no_anchor_is_made_of_a_quarantined_version(
     every: int, bad: str, anchors: list[int], sound: list[int], bucket: Hooked, trainer: Trainer
 ) -> None:
     with Publisher(trainer.live, bucket, gate=MARK, fold=False) as publisher:
+        assert publisher._upkeep is not None
         publisher._upkeep.close()
         run = open_run(bucket.url)
         for step, mark in enumerate(bad, 1):
@@ -293,6 +294,7 @@ def test_version_whose_deltas_cost_more_than_a_model_has_no_anchor_while_it_is_b
     bucket: Hooked, trainer: Trainer
 ) -> None:
     with Publisher(trainer.live, bucket, gate=MARK, fold=False) as publisher:
+        assert publisher._upkeep is not None
         publisher._upkeep.close()
         for step in range(1, 5):
             trainer.live["a"].view(torch.int16).random_().bitwise_and_(0x3FFF)

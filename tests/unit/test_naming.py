@@ -196,22 +196,31 @@ def test_refused(case: str) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_sharded_tensor_is_refused() -> None:
+def test_sharded_module_of_one_process_is_read_as_it_is_saved(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = qwen3_moe()
+    expected = saved(model, tmp_path)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert_equal(read(live_tensors(model)), expected)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sharded_tensor_that_is_yielded_is_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = init_device_mesh("cpu", (1,))
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
-    with pytest.raises(ModelError, match="'weight' is a DTensor"):
-        live_tensors(model)
+    weight = distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (1,)))
+    with pytest.raises(ModelError, match=r"'weight' is a DTensor.*pass the module itself"):
+        live_tensors([("weight", weight)])
 
 
-def test_partitioned_parameter_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    model.weight.ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ModelError, match="'weight' is a ZeRO-3 partition"):
-        live_tensors(model)
+def test_partitioned_parameter_that_is_yielded_is_refused() -> None:
+    weight = torch.zeros(2, 2)
+    weight.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match=r"'weight' is a ZeRO-3 partition.*pass the module itself"):
+        live_tensors([("weight", weight)])
 
 
 def test_changed_shape_is_refused_by_name() -> None:
@@ -286,6 +295,29 @@ def test_conversion_is_followed(case: str) -> None:
     assert isinstance(routes["out"], kind)
     for live in (source, source + 100):
         assert torch.equal(routes["out"].read({"w": live}), move(live))
+
+
+def test_concatenation_of_windows_is_known_piece_by_piece() -> None:
+    sources = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(24.0, 42.0).reshape(3, 6)}
+
+    def convert(given: Tensors) -> Tensors:
+        turned = torch.cat([given["a"][:, 4:], given["a"][:, :4]], dim=1)
+        return {
+            "joined": torch.cat([given["b"][1:], turned], dim=-2).clone(),
+            "more": torch.cat([given["a"], given["a"].t().reshape(4, 6)]),
+        }
+
+    routes = trace(sources, convert)
+    joined, more = routes["joined"], routes["more"]
+    assert isinstance(joined, Replay)
+    assert isinstance(more, Replay)
+    assert joined.joined is not None
+    assert more.joined is None
+    whole = torch.zeros(joined.shape)
+    for place, view in joined.joined:
+        whole[tuple(slice(at, at + size) for at, size in zip(place, view.shape, strict=True))] += view.read(sources) + 1
+    assert torch.equal(whole - 1, convert(sources)["joined"])
+    assert [view.source for _, view in joined.joined] == ["b", "a", "a"]
 
 
 def test_conversion_is_followed_on_a_window_of_a_larger_storage() -> None:

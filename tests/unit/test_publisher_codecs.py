@@ -148,7 +148,7 @@ def test_bits_before_are_copies_of_one_tensor_at_a_time(bucket: Hooked, trainer:
         baseline: Baseline = publisher._committer.baseline
         before = [baseline.bits(tensor).copy() for tensor in range(len(baseline.table))]
         trainer.step()
-        patch = publisher._diff(None)
+        patch = publisher._course._diff(None)
         now = [baseline.bits(tensor).copy() for tensor in range(len(baseline.table))]
         old = Before(baseline, patch.changes())
         for tensor in (0, 1, 0):

@@ -64,6 +64,7 @@ class Heads(Hooked):
 
 
 def ended(publisher: Publisher) -> bool:
+    assert publisher._upkeep is not None
     thread = publisher._upkeep._renewal._thread
     assert thread is not None
     thread.join(120)
@@ -231,7 +232,7 @@ def test_close_does_not_write_over_the_head_of_who_took_over(folder: Path, keys:
 
 def test_no_version_no_renewal(folder: Path, keys: Keys, trainer: Trainer) -> None:
     with Publisher(trainer.live, str(folder), signing_key=keys.private("a")) as publisher:
-        options = publisher._options
+        options = publisher._committer._options
         info = RunInfo.from_bytes((folder / RUN_KEY).read_bytes())
         (folder / HEAD_KEY).unlink()
         writer = RunWriter(open_bucket(str(folder)), info, 0, options)

@@ -119,7 +119,7 @@ def test_no_secret_shows(folder: Path, keys: Keys, trainer: Trainer) -> None:
     key = keys.private("a")
     lines = [line for line in key.read_text().splitlines() if "KEY" not in line]
     with Publisher(trainer.live, str(folder), signing_key=key) as publisher:
-        shown = repr(publisher) + repr(publisher._options) + repr(vars(publisher))
+        shown = repr(publisher) + repr(publisher._committer._options) + repr(vars(publisher))
         assert keys.hex("a") in shown
         assert [line for line in lines if line in shown] == []
 

@@ -170,6 +170,7 @@ def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(bucket: Watche
     closing = threading.Thread(target=publisher.close)
     closing.start()
     # Whoever closes waits for the one call under way, and for nothing that would follow.
+    assert publisher._upkeep is not None
     while not publisher._upkeep._closing:
         closing.join(0.01)
     go_on.set()
