@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def others() -> list[threading.Thread]:
+    return threads_of_ours()
+
+
+@pytest.fixture
 def model() -> PreTrainedModel:
     return make_model("qwen3", **SIZES)
 
 
-def test_each_kth_step_and_the_last_are_published(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
+def test_each_kth_step_and_the_last_are_published(
+    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
+) -> None:
     callback = DeltaSyncCallback(bucket=url, every=2)
     seen = Settled(callback)
     trainer_of(model, tmp_path, [callback, seen], max_steps=5).train()
@@ -55,7 +63,7 @@ def test_each_kth_step_and_the_last_are_published(model: PreTrainedModel, url: s
     for version, step in enumerate((2, 4, 5), start=1):
         assert_holds(run, version, seen.weights[step])
     assert callback.publisher is None
-    assert not threads_of_ours()
+    assert not threads_of_ours(others)
 
 
 def test_only_optimizer_steps_count_under_gradient_accumulation(
@@ -185,7 +193,9 @@ def test_a_failure_is_logged_and_made_up_for(
     assert said[1] == "version 2 is published: publishing works again"
 
 
-def test_a_failure_ends_training_where_that_is_wanted(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
+def test_a_failure_ends_training_where_that_is_wanted(
+    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
+) -> None:
     with open_bucket(url) as store:
         bucket = HeldBucket(store)
         callback = DeltaSyncCallback(bucket=bucket, stop_on_error=True)
@@ -195,7 +205,7 @@ def test_a_failure_ends_training_where_that_is_wanted(model: PreTrainedModel, ur
         with pytest.raises((PublishError, StoreError), match="the store is down"):
             trainer.train()
         assert callback.publisher is None
-        assert not threads_of_ours()
+        assert not threads_of_ours(others)
         assert trainer.state.global_step < 50
 
 
@@ -215,7 +225,7 @@ def test_the_end_says_that_the_last_weights_are_not_published(
 
 
 def test_another_writer_ends_publishing_not_training(
-    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, others: list[threading.Thread]
 ) -> None:
     callback = DeltaSyncCallback(bucket=url)
     seen = Settled(callback, wait=False)
@@ -226,11 +236,11 @@ def test_another_writer_ends_publishing_not_training(
     assert trainer.state.global_step == 8
     said = [line for line in caplog.messages if "nothing more is published by this training" in line]
     assert len(said) == 1
-    assert not threads_of_ours()
+    assert not threads_of_ours(others)
 
 
 def test_training_does_not_begin_with_what_cannot_be_published(
-    model: PreTrainedModel, url: str, tmp_path: Path
+    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
 ) -> None:
     Publisher(model, bucket=url).close()
     callback = DeltaSyncCallback(bucket=url, resume=False)
@@ -240,22 +250,26 @@ def test_training_does_not_begin_with_what_cannot_be_published(
     model.register_buffer("bad", torch.zeros(2, device="meta"))
     with pytest.raises(ModelError, match="bad"):
         trainer.train()
-    assert not threads_of_ours()
+    assert not threads_of_ours(others)
 
 
-def test_an_interrupt_closes_what_it_leaves(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
+def test_an_interrupt_closes_what_it_leaves(
+    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
+) -> None:
     callback = DeltaSyncCallback(bucket=url)
     seen = Settled(callback)
     seen.at[2] = interrupt
     with pytest.raises(KeyboardInterrupt), callback:
         trainer_of(model, tmp_path, [callback, seen]).train()
     assert callback.publisher is None
-    assert not threads_of_ours()
+    assert not threads_of_ours(others)
     assert steps_of(open_run(url)) == [1, 2]
     assert_holds(open_run(url), 2, seen.weights[2])
 
 
-def test_the_next_training_closes_what_an_interrupt_has_left(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
+def test_the_next_training_closes_what_an_interrupt_has_left(
+    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
+) -> None:
     callback = DeltaSyncCallback(bucket=url)
     seen = Settled(callback)
     seen.at[2] = interrupt
@@ -265,7 +279,7 @@ def test_the_next_training_closes_what_an_interrupt_has_left(model: PreTrainedMo
     trainer.train()
     assert steps_of(open_run(url)) == [1, 2, 1, 2, 3]
     assert_holds(open_run(url), 5, checkpoint_of(model))
-    assert not threads_of_ours()
+    assert not threads_of_ours(others)
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
