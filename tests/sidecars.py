@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.hooks import Hooked, Trainer
+from tests.faults.hooks import Hooked, Trainer, small_trainer
 from trainer_side import Publisher
 from vllm_delta_sync import cli
 from vllm_delta_sync.bucket import open_bucket
@@ -19,10 +19,7 @@ STATE = b'{"learning_rate":1e-4,"step":7}'
 
 @pytest.fixture
 def trainer() -> Trainer:
-    """Without the tensor that is sent in full each time, which would call for an anchor at once."""
-    made = Trainer()
-    made.live["c"] = made.live["c"][:2].clone()
-    return made
+    return small_trainer()
 
 
 @pytest.fixture

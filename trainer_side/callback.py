@@ -216,7 +216,7 @@ class DeltaSyncCallback(TrainerCallback):
                 self._close_after(error)
                 raise
             self._tell(error)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: no event of the Trainer follows, and its thread would stay
             self._close_after(error)
             raise
 

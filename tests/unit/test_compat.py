@@ -392,3 +392,16 @@ def imports_of_vllm() -> list[tuple[str, str]]:
             elif isinstance(node, ast.Import):
                 found += [(path.name, alias.name) for alias in node.names if alias.name.split(".")[0] == "vllm"]
     return found
+
+
+def test_queues_sleep_between_two_looks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import utils
+    from vllm.platforms import current_platform
+
+    calls: list[str] = []
+    monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
+    monkeypatch.setattr(utils.os, "sched_yield", lambda: calls.append("yielded"))
+    utils.sched_yield()
+    compat.sleep_between_looks()
+    utils.sched_yield()
+    assert calls == ["yielded"] * (1 if current_platform.is_cpu() else 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -347,3 +347,15 @@ def test_conversion_that_computes_is_refused(case: str) -> None:
     convert, message = REFUSED[case]
     with pytest.raises(ModelError, match=message):
         trace({"w": torch.randn(4, 6)}, convert)
+
+
+def test_fsdp1_is_refused_by_name() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu")))
+        with pytest.raises(ModelError, match="module '0' is sharded by FullyShardedDataParallel"):
+            live_tensors(model)
+    finally:
+        distributed.destroy_process_group()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cryptography.exceptions import InvalidSignature
 
-from tests.faults.hooks import Trainer
+from tests.faults.hooks import Trainer, small_trainer
 from tests.signed import (
     KINDS,
     Keys,
@@ -45,10 +45,7 @@ from vllm_delta_sync.wire.manifest import RUN_KEY, Document, Manifest, version_k
 
 @pytest.fixture
 def trainer() -> Trainer:
-    """Without the tensor that is sent in full each time, which would call for an anchor at once."""
-    made = Trainer()
-    made.live["c"] = made.live["c"][:2].clone()
-    return made
+    return small_trainer()
 
 
 @pytest.fixture

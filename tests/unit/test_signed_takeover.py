@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.hooks import Hooked, Trainer
+from tests.faults.hooks import Hooked, Trainer, small_trainer
 from tests.forge import forge
 from tests.signed import Keys, assert_all_signed, head_of, list_keys, publish, refuse, sign_file, stored, unsign
 from trainer_side import Publisher
@@ -23,10 +23,7 @@ from vllm_delta_sync.wire.manifest import HEAD_KEY, Head, Manifest, version_key
 
 @pytest.fixture
 def trainer() -> Trainer:
-    """Without the tensor that is sent in full each time, which would call for an anchor at once."""
-    made = Trainer()
-    made.live["c"] = made.live["c"][:2].clone()
-    return made
+    return small_trainer()
 
 
 @pytest.fixture
