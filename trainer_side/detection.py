@@ -19,8 +19,8 @@ from vllm_delta_sync.wire.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.wire.segments import Scratch
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
-PARALLEL_ELEMENTS = 2 * 1024**2
-"""Smaller tensors take less than a millisecond: nothing to share out."""
+PARALLEL_ELEMENTS = 512 * 1024
+"""Smaller tensors take some hundred microseconds: less than what sharing them out would save."""
 
 
 @dataclass

@@ -58,6 +58,8 @@ def shares(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]
     shape = tuple(live.shape)
     if live.is_contiguous():
         live = live.view(-1)
+        if parts == 1:
+            return live, [[(0, (slice(0, live.numel()),))]] if live.numel() else []
         every = list(boxes((live.numel(),), -(-live.numel() // parts) or 1))
     elif len(shape) > 2 and math.prod(shape[-2:]) < PLANE_ELEMENTS:
         every = list(boxes(shape, CHUNK_ELEMENTS))

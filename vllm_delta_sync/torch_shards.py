@@ -14,6 +14,7 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.wire.boxes import Box, boxes_of_range
 
 Pieces = list[tuple[Box, torch.Tensor]]
+Index = tuple[slice, ...]
 Runs = list[tuple[int, int]]
 """Ranges (start, stop) of one dimension, in the order in which the local tensor has them."""
 
@@ -112,29 +113,46 @@ def _held_of_dtensor(tensor: torch.Tensor, name: str) -> Pieces:
     coordinate = _coordinate(mesh)
     if coordinate is None:
         return []
+    shards = tuple(_shard(placement, name) for placement in _placements(tensor))
     with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    runs: list[Runs] = [[(0, size)] for size in whole]
-    for axis, (place, placement) in enumerate(zip(coordinate, _placements(tensor), strict=True)):
-        if placement.is_replicate():
-            continue
-        dimension = getattr(placement, "dim", None)
-        if placement.is_partial() or dimension is None:
-            raise ModelError(
-                f"tensor {name!r} is a DTensor placed as {placement}, which is not a part of its values; redistribute "
-                "it to shards or replicas first"
-            )
-        already = getattr(placement, "split_factor", 1)
-        runs[dimension] = _share(runs[dimension], already, mesh.size(axis), place)
-    held = tuple(sum(stop - start for start, stop in every) for every in runs)
-    if not all(held):
-        return []
-    if tuple(local.shape) != held:
+        local: torch.Tensor = tensor.to_local().detach()  # type: ignore[attr-defined]
+    held, cuts = _cuts(whole, tuple(mesh.shape), coordinate, shards)
+    if cuts and tuple(local.shape) != held:
         raise ModelError(
             f"tensor {name!r} is a DTensor {list(whole)} placed as {list(_placements(tensor))}, of which this process "
             f"holds {list(local.shape)} where {list(held)} belong; publish a function that yields the whole tensors"
         )
-    return _pieces(local.detach(), runs, whole)
+    return [(box, local if box.shape == held else local[index]) for box, index in cuts]
+
+
+def _shard(placement: Any, name: str) -> tuple[int, int] | None:
+    """Dimension that a mesh dimension shards, and how many shards of it there are already; None if it replicates."""
+    if placement.is_replicate():
+        return None
+    if placement.is_partial() or not hasattr(placement, "dim"):
+        raise ModelError(
+            f"tensor {name!r} is a DTensor placed as {placement}, which is not a part of its values; redistribute "
+            "it to shards or replicas first"
+        )
+    return placement.dim, getattr(placement, "split_factor", 1)
+
+
+# There is a question for each tensor of each version, and the answer never changes.
+@lru_cache(maxsize=65_536)
+def _cuts(
+    whole: tuple[int, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    shards: tuple[tuple[int, int] | None, ...],
+) -> tuple[tuple[int, ...], list[tuple[Box, Index]]]:
+    """Shape of the local tensor at ``coordinate`` of a mesh of ``sizes``; its boxes, and where in it they are."""
+    runs: list[Runs] = [[(0, size)] for size in whole]
+    for size, place, shard in zip(sizes, coordinate, shards, strict=True):
+        if shard is not None:
+            dimension, already = shard
+            runs[dimension] = _share(runs[dimension], already, size, place)
+    held = tuple(sum(stop - start for start, stop in every) for every in runs)
+    return held, _pieces(runs, whole) if all(held) else []
 
 
 def _share(runs: Runs, already: int, parts: int, number: int) -> Runs:
@@ -161,7 +179,7 @@ def _chunk(runs: Runs, parts: int, number: int) -> Runs:
     return found
 
 
-def _pieces(local: torch.Tensor, runs: list[Runs], whole: tuple[int, ...]) -> Pieces:
+def _pieces(runs: list[Runs], whole: tuple[int, ...]) -> list[tuple[Box, Index]]:
     """One box for each combination of ranges."""
     places: list[list[tuple[int, int, int]]] = []
     for every in runs:
@@ -170,12 +188,11 @@ def _pieces(local: torch.Tensor, runs: list[Runs], whole: tuple[int, ...]) -> Pi
             found.append((start, stop, at))
             at += stop - start
         places.append(found)
-    pieces: Pieces = []
+    pieces = []
     for chosen in product(*places):
         offsets = tuple(start for start, _, _ in chosen)
         shape = tuple(stop - start for start, stop, _ in chosen)
-        view = local[tuple(slice(at, at + stop - start) for start, stop, at in chosen)] if chosen else local
-        pieces.append((Box(offsets, shape, whole), view))
+        pieces.append((Box(offsets, shape, whole), tuple(slice(at, at + stop - start) for start, stop, at in chosen)))
     return pieces
 
 

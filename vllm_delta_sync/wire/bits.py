@@ -5,6 +5,8 @@ The ULP distance of two patterns is their difference, modulo 2^width, in an orde
 patterns monotonically (docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay apart.
 """
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,7 @@ CHUNK_ELEMENTS = 32_768
 """What is compared at a time: it stays in a core's cache, and an index in it fits 16 bits."""
 
 
+@cache
 def order_masks(dtype: DType) -> tuple[np.uint64, np.uint64]:
     """(sign, mask) of the kernels: the sign bit (0 for integer types) and all bits of the width."""
     width = 8 * dtype.itemsize
