@@ -1,7 +1,9 @@
 """For all tests: nothing that they start reaches anything outside of this machine, or what earlier tests left."""
 
 import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,3 +27,18 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def worlds_end() -> Iterator[None]:
+    """Publishers have threads, which run on until they are closed: those of worlds that a test makes end with it."""
+    known = list(_worlds())
+    yield
+    for world in [world for world in _worlds() if world not in known]:
+        world.close()
+
+
+def _worlds() -> list[Any]:
+    # Not imported for tests that do without: it takes seconds.
+    module = sys.modules.get("tests.world")
+    return [] if module is None else module.World.made

@@ -1,7 +1,7 @@
 """A whole small world in one process: a trainer, a run in a directory, and the real receiver on real modules."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,13 @@ from vllm_delta_sync.errors import DeltaSyncError
 
 
 class World:
-    """A trainer's tensors, a run, and a receiver that serves a model of one or several ranks from the base."""
+    """A trainer's tensors, a run, and a receiver that serves a model of one or several ranks from the base.
+
+    Attributes:
+        made: those of this process that are not closed; tests/conftest.py closes what a test has made.
+    """
+
+    made: ClassVar[list["World"]] = []
 
     def __init__(self, root: Path, with_base: bool = True, codec: str = "auto", ranks: int = 1) -> None:
         self.url = str(root / "run")
@@ -23,10 +29,19 @@ class World:
         base = save_base(root / "base", self.tensors) if with_base else None
         # No folded ranges: how many versions a commit takes must not be a matter of time.
         self.publisher = Publisher(self.pairs, bucket=self.url, base=base, codec=codec, fold=False)  # type: ignore[arg-type]
+        self.made.append(self)
         self.ranks = ranks
         self.models = self.fresh()
         self.model: Any = self.models[0]
         self.use(ModulePort(*self.models))
+
+    def close(self) -> None:
+        """End the publisher's threads; what it has not made durable is lost to nobody."""
+        self.made.remove(self)
+        try:
+            self.publisher.close()
+        except DeltaSyncError:
+            pass
 
     def fresh(self) -> list[Any]:
         """Models with the trainer's tensors as they are now, loaded by their own loaders."""

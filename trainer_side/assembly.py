@@ -72,18 +72,15 @@ def agreed_options(ranks: "Ranks | None", check: Callable[[bool], Options]) -> O
 
     Args:
         check: makes them, with keys to sign with if it is told so: only rank 0 needs them.
+
+    Raises:
+        UsageError, SettingsError: what ``check`` raised on any rank; or the ranks were given other options.
     """
     if ranks is None:
         return check(True)
     from trainer_side.sharded.joining import joined_options
 
-    options = each(ranks, "options", lambda: joined_options(check(ranks.leads)))
-    if ranks.leads:
-        ranks.work.first("keys", lambda: sorted(options.keyring.trusted))
-        return options
-    from trainer_side.sharded.joining import with_trusted
-
-    return with_trusted(options, ranks.work.first("keys", list))
+    return joined_options(ranks, check)
 
 
 def assembled(

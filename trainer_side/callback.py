@@ -1,7 +1,5 @@
-"""Publish from the Trainer of transformers: ``DeltaSyncCallback``. The only module here that imports transformers."""
+"""Publish from the Trainer of transformers: ``DeltaSyncCallback``. Importing this imports transformers."""
 
-import inspect
-import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -9,9 +7,8 @@ from typing import Any, Self
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_side.lag import ReceiversLag
 from trainer_side.publisher import Publisher
-from trainer_side.result import METRICS, PublishResult
+from trainer_side.reports import Reports, check_publisher_options
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
@@ -60,10 +57,7 @@ class DeltaSyncCallback(TrainerCallback):
         """
         if type(every) is not int or every < 1:
             raise UsageError(f"every is {every!r}; give a number of optimizer steps from 1 on")
-        try:
-            inspect.signature(Publisher).bind(None, bucket, **options)
-        except TypeError as error:
-            raise UsageError(f"the options {sorted(options)} are not those of Publisher: {error}") from error
+        check_publisher_options(bucket, options)
         self._bucket = bucket
         self._every = every
         self._stop_on_error = stop_on_error
@@ -73,12 +67,8 @@ class DeltaSyncCallback(TrainerCallback):
         self._forget()
 
     def _forget(self) -> None:
-        self._trainer: Any = None
-        self._lag: ReceiversLag | None = None
-        self._under_way: PublishResult | None = None
-        self._skipped = self._waiting = 0
+        self._reports = Reports()
         self._last_step: int | None = None
-        self._failure: str | None = None
 
     def close(self) -> None:
         """Wait until what was published is durable, and give everything back; needed only after an exception.
@@ -86,12 +76,11 @@ class DeltaSyncCallback(TrainerCallback):
         Raises:
             PublishError, ConflictError: it could not be made durable; everything is given back all the same.
         """
-        publisher, lag = self.publisher, self._lag
+        publisher, reports = self.publisher, self._reports
         self.publisher = None
         self._forget()
         try:
-            if lag is not None:
-                lag.close()
+            reports.close()
         finally:
             if publisher is not None:
                 publisher.close()
@@ -118,16 +107,11 @@ class DeltaSyncCallback(TrainerCallback):
         if not _takes_part(model, state):
             return
         self.publisher = publisher = Publisher(model, self._bucket, **self._options)
-        if not state.is_world_process_zero:
-            return
-        self._trainer = _calling_trainer()
-        if self._trainer is None:
-            logger.warning("no Trainer is found that calls this callback: metrics go to this log only")
-        if self._lag_wanted:
-            self._lag = ReceiversLag(self._bucket, lambda: publisher.version)
+        if state.is_world_process_zero:
+            self._reports.begin(self._bucket, publisher, self._lag_wanted)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._attempt(lambda: self._report(control))
+        self._attempt(self._report)
         if state.global_step % self._every == 0:
             self._attempt(lambda: self._publish(state.global_step))
 
@@ -141,7 +125,7 @@ class DeltaSyncCallback(TrainerCallback):
     ) -> None:
         # The last that is logged of a training. Loggers end with it, before this callback is told that it has ended.
         if logs is not None and "train_runtime" in logs:
-            self._settle(state.global_step, control)
+            self._settle(state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -151,8 +135,8 @@ class DeltaSyncCallback(TrainerCallback):
         if best is not None and best != step:
             # The Trainer has put the best weights back meanwhile.
             step, self._last_step = best, None
-        self._trainer = None
-        self._settle(step, control)
+        self._reports.trainer = None
+        self._settle(step)
         if self.publisher is not None and self._last_step != step:
             logger.error("training has ended at step %d, and its last weights are not published", step)
         self._attempt(self.close)
@@ -163,47 +147,28 @@ class DeltaSyncCallback(TrainerCallback):
         if self.publisher is None:
             return
         result = self.publisher.publish(step, wait=wait)
-        if result.version is None:
-            self._waiting += 1
-        else:
-            self._under_way, self._last_step = result, step
-            self._skipped, self._waiting = self._waiting, 0
+        self._reports.took(result)
+        if result.version is not None:
+            self._last_step = step
 
-    def _settle(self, step: int, control: TrainerControl) -> None:
+    def _settle(self, step: int) -> None:
         """Publish the weights of this moment, unless that was done, and wait until they are durable."""
-        self._attempt(lambda: self._flush(control))
+        self._attempt(self._flush)
         if self._last_step != step:
             self._attempt(lambda: self._publish(step, wait=True))
-            self._attempt(lambda: self._flush(control))
+            self._attempt(self._flush)
 
-    def _flush(self, control: TrainerControl) -> None:
+    def _flush(self) -> None:
         try:
             if self.publisher is not None:
                 self.publisher.flush()
         finally:
-            self._report(control)
+            self._report()
 
-    def _report(self, control: TrainerControl) -> None:
+    def _report(self) -> None:
         """Log the version under way, if it is durable."""
-        result = self._under_way
-        if result is None or not result.done:
-            return
-        self._under_way = None
-        if result.failed:
-            # Told by the publisher at its next call, in all processes of a sharded model alike.
+        if not self._reports.tell():
             self._last_step = None
-            return
-        metrics = result.metrics() | {f"{METRICS}skipped": self._skipped}
-        if self._failure is not None:
-            logger.warning("version %d is published: publishing works again", result.version)
-            self._failure = None
-        if self._lag is not None:
-            if self._lag.lag is not None:
-                metrics[f"{METRICS}receivers_lag"] = self._lag.lag
-            self._lag.look()
-        logger.info("%s", ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
-        if self._trainer is not None:
-            _log(self._trainer, metrics, control)
 
     def _attempt(self, call: Callable[[], None]) -> None:
         """Do something that publishes; what it raises is logged, or raised once all is given back."""
@@ -224,12 +189,8 @@ class DeltaSyncCallback(TrainerCallback):
         if isinstance(error, ConflictError):
             logger.error("nothing more is published by this training, which goes on: %s", error)
             self._close_after(error)
-        elif error.kind != self._failure:
-            # A store that is down would otherwise be told of at every step.
-            self._failure = error.kind
-            logger.error(
-                "not published (%s), training goes on and the next version makes up for it: %s", error.kind, error
-            )
+        else:
+            self._reports.failed(error)
 
     def _close_after(self, error: BaseException | None) -> None:
         """Close where another error is on its way, or nobody waits for one."""
@@ -247,31 +208,3 @@ def _takes_part(model: nn.Module, state: TrainerState) -> bool:
     from trainer_side.sharded.parts import needs_ranks
 
     return needs_ranks(model)
-
-
-def _calling_trainer() -> Any:
-    """The Trainer that has called an event of the callback; None if something else has.
-
-    Events hand over neither the Trainer nor its other callbacks. Those that ``report_to`` names are called before this
-    one, so that what it adds to the ``logs`` of ``on_log`` never reaches them: what does is ``Trainer.log``. To be
-    removed once events name their Trainer.
-    """
-    module = sys.modules.get("transformers.trainer")
-    frame = inspect.currentframe()
-    while module is not None and frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, module.Trainer):
-            return owner
-        frame = frame.f_back
-    return None
-
-
-def _log(trainer: Any, metrics: dict[str, float], control: TrainerControl) -> None:
-    """Have the Trainer log, without the side effects of its own logging."""
-    from transformers import Trainer
-
-    # Logging is what the flag asks for, and puts it down; the Trainer's own is still to come in this step.
-    wanted = control.should_log
-    # Subclasses such as TRL's average over the time since the last call; so this calls none of theirs.
-    Trainer.log(trainer, metrics)
-    control.should_log = wanted

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 
@@ -9,13 +10,17 @@ from trainer_side.changes import Patch
 from trainer_side.committer import Committer
 from trainer_side.detection import Detector
 from trainer_side.naming import LiveTensors
-from trainer_side.options import Options
+from trainer_side.options import Options, check_step
 from trainer_side.result import Progress, PublishResult, Stopwatch
+from trainer_side.sidecars import Bytes, checked_sidecars
 from trainer_side.skips import Skips
 from trainer_side.worker import Worker
+from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.wire.table import TensorTable
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+Sidecars = Mapping[str, Bytes] | None
+_Given = TypeVar("_Given")
 
 
 class Course:
@@ -44,9 +49,12 @@ class Course:
         self._skips = Skips()
 
     def publish(
-        self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Mapping[str, bytes]
+        self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars
     ) -> PublishResult:
-        """See ``Publisher.publish``, which has checked the arguments."""
+        """See ``Publisher.publish``."""
+        step, kept = check_step(step), checked_sidecars(sidecars)
+        if weights is None and not self._live.held:
+            raise UsageError("this publisher is handed its weights with each version: give weights=")
         if not self._busy:
             self.finish()
         self._calls += 1
@@ -56,7 +64,7 @@ class Course:
             return self._skipped_for_another(step, watch)
         self.finish()
         watch.lap()
-        return self._handed_over(step, self._diff(weights), watch, sidecars)
+        return self._handed_over(step, self._diff(weights), watch, kept)
 
     def settle(self) -> None:
         """Wait until what was published is durable, before something else is done; raises as ``finish``."""
@@ -89,6 +97,14 @@ class Course:
         self._background.call(work)
         self._called_off = False
 
+    def agreed(self, what: str, check: Callable[[], _Given]) -> _Given:
+        """What ``check`` makes of a call's arguments, once all processes that publish together have made the same.
+
+        Raises:
+            UsageError: what ``check`` raised, in any of them.
+        """
+        return check()
+
     def led(self, what: str, work: Callable[[], str]) -> str:
         """What ``work`` gives, which is done once for all processes that publish together."""
         return work()
@@ -102,7 +118,7 @@ class Course:
         patch = self._patch = Patch(self._committer.baseline, options.base_codec, options.compression, self._detector)
         with ExitStack() as undo:
             undo.callback(self._background.call, patch.revert)
-            patch.add_all(self._live.read() if weights is None else weights)
+            patch.add_all(self._live.read() if weights is None else self._live.given(weights))
             undo.pop_all()
         return patch
 

@@ -41,10 +41,19 @@ class ModuleForm:
         aliases: checkpoint name of a tied duplicate → checkpoint name of the tensor that is published.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, described: bool = False) -> None:
+        """Find the form.
+
+        Args:
+            described: the module stands for another of its kind, and its tensors may be on the meta device.
+
+        Raises:
+            ModelError: see ``check_plain``; or the conversion cannot be followed, or there is no tensor.
+        """
         self._model = _unwrap(model)
         _refuse_unpublishable(self._model)
-        state = _module_state(self._model)
+        self._described = described
+        state = _module_state(self._model, described)
         self._ties = _find_ties(self._model, state)
         self._geometry = _geometry(state)
         self.routes = self._trace(state)
@@ -65,7 +74,7 @@ class ModuleForm:
             TensorMismatchError: a tensor is new, missing, or has another shape, dtype, tie or cut than before.
             ModelError: a tensor can no longer be read, see ``check_plain``.
         """
-        state = _module_state(self._model)
+        state = _module_state(self._model, self._described)
         self._check_unchanged(state)
         return state
 
@@ -178,7 +187,7 @@ def _refuse_unpublishable(model: nn.Module) -> None:
             )
 
 
-def _module_state(model: nn.Module) -> State:
+def _module_state(model: nn.Module, described: bool) -> State:
     """Parameters and persistent buffers that a checkpoint of the module has, ties included.
 
     Sharded ones are those of the module; all others are detached.
@@ -204,6 +213,9 @@ def _module_state(model: nn.Module) -> State:
             continue
         if name in state:
             raise ModelError(f"two tensors are named {name!r} once the wrappers' prefixes are stripped; rename one")
+        if isinstance(value, torch.Tensor) and described and value.is_meta:
+            state[name] = value.detach()
+            continue
         sharded = isinstance(value, torch.Tensor) and is_sharded(value)
         state[name] = value if sharded else check_plain(name, value)
     return state

@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-ModelLike = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[], NamedTensors]
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,16 @@ class LiveTensors(ABC):
 
     tensors: dict[str, CheckpointTensor]
     aliases: dict[str, str]
+    held = True
+    """Whether ``read`` gives the values; otherwise they come with each version only, through ``given``."""
+
+    def given(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, tensor) pairs from what a caller hands over to be published, one after another.
+
+        Raises:
+            UsageError: not pairs. TensorMismatchError, ModelError: a tensor is not what it has to be.
+        """
+        return pairs(weights)
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -58,6 +67,9 @@ class LiveTensors(ABC):
         """
 
 
+ModelLike = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[], NamedTensors] | LiveTensors
+
+
 def live_tensors(model: ModelLike) -> LiveTensors:
     """Understand what a user passed as the model.
 
@@ -65,6 +77,8 @@ def live_tensors(model: ModelLike) -> LiveTensors:
         ModelError: a tensor cannot be published; names the tensor, the reason and the mend.
         UsageError: not one of the forms.
     """
+    if isinstance(model, LiveTensors):
+        return model
     if isinstance(model, nn.Module):
         from trainer_side.modules import ModuleTensors
 

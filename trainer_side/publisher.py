@@ -13,14 +13,14 @@ from trainer_side.assembly import agreed_options, assembled, each, ranks_of
 from trainer_side.detection_held import Place
 from trainer_side.gate import Gate
 from trainer_side.naming import ModelLike
-from trainer_side.options import RESCAN_BYTES, Options, check_step, check_version, checked
+from trainer_side.options import RESCAN_BYTES, Options, check_version, checked
 from trainer_side.result import PublishResult, Stopwatch
-from trainer_side.sidecars import Bytes, checked_sidecars
+from trainer_side.sidecars import Bytes
 from trainer_side.versions import SHARD_BYTES
 from trainer_side.worker import Worker
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
-from vllm_delta_sync.notice.publisher import try_announcing
+from vllm_delta_sync.notice.publisher import NoticePublisher, try_announcing
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import HEAD_SECONDS
 from vllm_delta_sync.wire.compression import Compression
@@ -144,9 +144,13 @@ class Publisher:
             self._bucket = each(ranks, "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket))
             if self._own_bucket:
                 undo.callback(self._bucket.close)
-            self._notice = None
-            if notice is not None and (ranks is None or ranks.leads):
-                self._notice = try_announcing(notice, notice_key, notice_allowed, options.keyring)
+
+            def announcing() -> NoticePublisher | None:
+                if notice is None or (ranks is not None and not ranks.leads):
+                    return None
+                return try_announcing(notice, notice_key, notice_allowed, options.keyring)
+
+            self._notice = each(ranks, "notice", announcing)
             if self._notice is not None:
                 undo.callback(self._notice.close)
             made = assembled(model, self._bucket, base, options, self._background, ranks, undo)
@@ -212,7 +216,7 @@ class Publisher:
         try:
             with self._lock:
                 self._refuse_closed()
-                return self._course.publish(check_step(step), wait, given, watch, checked_sidecars(sidecars))
+                return self._course.publish(step, wait, given, watch, sidecars)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
@@ -242,9 +246,9 @@ class Publisher:
             PublishError, ConflictError: as ``flush``. DeltaSyncError: the version cannot be rebuilt; the next publish
                 builds on what it would have built on before.
         """
-        number = check_version(version)
         with self._lock:
             self._refuse_closed()
+            number = self._course.agreed("version", lambda: check_version(version))
             self._course.call(lambda: self._committer.rebase(number))
 
     def rescan(self) -> list[str]:
@@ -293,12 +297,16 @@ class Publisher:
             ConflictError: a run branches at the tag of that name; or as ``flush``. StoreError: the store failed.
         """
         from vllm_delta_sync.upkeep.tagging import set_tag
-        from vllm_delta_sync.wire.documents import Tag
+        from vllm_delta_sync.wire.documents import Tag, tag_key
 
-        number = None if version is None else check_version(version)
+        def checked_arguments() -> list[str | int | bool | None]:
+            return [tag_key(name), None if version is None else check_version(version), bool(milestone)]
+
         with self._lock:
+            self._refuse_closed()
+            self._course.agreed("tag", checked_arguments)
             self._settled()
-            number = self.version if number is None else number
+            number = self.version if version is None else check_version(version)
             run = self._committer.run
             text = self._course.led("tag", lambda: set_tag(run, name, number, milestone).to_bytes().decode())
             if milestone and self._upkeep is not None:

@@ -216,6 +216,11 @@ class Takeover:
     # The newest version is lost
 
     def _capture(self, found: Found, problem: DeltaSyncError) -> None:
+        if not self._live.held:
+            raise type(problem)(
+                f"version {found.version} cannot be rebuilt ({problem}), and this publisher is handed the weights to "
+                "begin anew only later; repair the run, or start a new one"
+            ) from problem
         logger.error(
             "version %d of %s cannot be rebuilt, so the weights of now are committed as a full snapshot behind it: %s",
             found.version, self._bucket.url, problem,

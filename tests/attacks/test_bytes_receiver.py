@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,12 +23,13 @@ from vllm_delta_sync.wire.manifest import ObjectRef, object_key
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A receiver that serves version 1."""
     world = World(tmp_path_factory.mktemp("receiver"))
     world.train(1)
     world.receiver.advance()
-    return world
+    yield world
+    world.close()
 
 
 def rewritten(change: Callable[[Arrays, Metadata], None]) -> Callable[[bytes], bytes]:

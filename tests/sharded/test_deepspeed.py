@@ -20,11 +20,17 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 CASES = [[1, "qwen3 tied", "bf16"], [2, "qwen3 moe", "fp32"], [3, "qwen3 moe", "bf16"], [3, "llama tied", "fp32"]]
 
 
+def compile_nothing() -> None:
+    """DeepSpeed would compile a faster all-reduce when it is used first; gloo's does."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def engine_of(stage: int, name: str, precision: str) -> Any:
     import deepspeed
 
-    # It would compile a faster all-reduce when it is used first; gloo's does.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_nothing()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     model = built(name)
     settings = {

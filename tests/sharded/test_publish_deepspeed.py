@@ -1,4 +1,4 @@
-"""What real DeepSpeed engines publish from all ranks, on the CPU: ZeRO-1 and ZeRO-3."""
+"""What real DeepSpeed engines publish from all ranks, on the CPU: ZeRO-1, ZeRO-2 and ZeRO-3."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,7 @@ from vllm_delta_sync import open_run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-CASES = [[1, "llama tied", "bf16"], [3, "qwen3 moe", "bf16"]]
+CASES = [[1, "llama tied", "bf16"], [2, "qwen3 moe", "fp32"], [3, "qwen3 moe", "bf16"]]
 
 
 def wrong(url: str, expected: dict[str, torch.Tensor]) -> list[str]:
@@ -48,7 +48,7 @@ def publish(rank: int, size: int, folder: str, cases: list[list[Any]]) -> None:
 def test_engines_publish_their_partitions(size: int, tmp_path: Path) -> None:
     with World(size, publish, ENVIRONMENT, folder=str(tmp_path), cases=CASES) as world:
         world.results(timeout=600)
-    for stage, writers in ((1, {0}), (3, set(range(size)))):
+    for stage, writers in ((1, {0}), (2, {0}), (3, set(range(size)))):
         run = open_run(str(tmp_path / str(stage)))
         assert run.verify().head == 4
         assert {ref.rank for ref in run.manifest(4).objects} == writers

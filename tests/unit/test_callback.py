@@ -4,7 +4,6 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,7 @@ from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, Stor
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -169,7 +163,7 @@ def test_a_failure_is_logged_and_made_up_for(
         logged, seen = Logged(), Settled(callback, wait=False)
 
         def settle() -> None:
-            result = callback._under_way
+            result = callback._reports.under_way
             assert result is not None
             result._progress.join()  # type: ignore[union-attr]
 
@@ -181,12 +175,12 @@ def test_a_failure_is_logged_and_made_up_for(
             bucket.down = False
 
         seen.at = {1: down, 2: settle, 3: up, 4: settle, 5: settle, 6: settle}
-        with caplog.at_level(logging.WARNING, "trainer_side.callback"):
+        with caplog.at_level(logging.WARNING, "trainer_side.reports"):
             trainer_of(model, tmp_path, [callback, logged, seen], max_steps=6).train()
     run = open_run(url)
     assert steps_of(run) == [1, 4, 5, 6]
     assert_holds(run, 4, seen.weights[6])
-    said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.callback"]
+    said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.reports"]
     assert len(said) == 2
     assert "training goes on" in said[0]
     assert "the store is down" in said[0]

@@ -4,7 +4,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,12 +33,7 @@ from vllm_delta_sync.upkeep.leases import write_lease
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trainer.md"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -143,7 +138,7 @@ def test_receivers_lag_is_among_the_metrics(
         return lambda: [write_lease(Run(open_bucket(url)), name, served, seconds=600, state=state)].clear()
 
     def looked() -> None:
-        lag = callback._lag
+        lag = callback._reports.lag
         assert lag is not None
         if lag._job is not None:
             lag._job.join()
@@ -172,7 +167,7 @@ def test_what_is_no_trainer_is_told_that_loggers_get_nothing(
     handler = CallbackHandler([DefaultFlowCallback(), callback, Settled(callback), logged], model, None, None, None)
     given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     state, control = TrainerState(max_steps=2), TrainerControl()
-    with caplog.at_level(logging.INFO, "trainer_side.callback"):
+    with caplog.at_level(logging.INFO, "trainer_side.reports"):
         handler.on_train_begin(given, state, control)
         for state.global_step in (1, 2):
             with torch.no_grad():
@@ -181,7 +176,7 @@ def test_what_is_no_trainer_is_told_that_loggers_get_nothing(
         handler.on_train_end(given, state, control)
     assert_holds(open_run(url), 2, checkpoint_of(model))
     assert not logged.lines
-    assert "no Trainer is found that calls this callback: metrics go to this log only" in caplog.messages
+    assert "no Trainer is found among the callers: metrics go to this log only" in caplog.messages
     assert [line.split(", delta_sync/changed")[0] for line in caplog.messages if line.startswith("delta_sync/")] == [
         "delta_sync/version 1, delta_sync/step 1",
         "delta_sync/version 2, delta_sync/step 2",

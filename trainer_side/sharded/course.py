@@ -4,21 +4,25 @@ What one rank has met must not lead it elsewhere than the others, or they would 
 is done that all have to do, they ask each other who is still busy, and who has something to say first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import TypeVar
 
-from trainer_side.course import Course, Weights
+from trainer_side.course import Course, Sidecars, Weights
 from trainer_side.detection import Detector
 from trainer_side.naming import LiveTensors
-from trainer_side.options import Options
+from trainer_side.options import Options, check_step
 from trainer_side.result import Progress, PublishResult, Stopwatch
 from trainer_side.sharded.committer import RanksCommitter
-from trainer_side.sharded.ranks import Ranks
+from trainer_side.sharded.ranks import Json, Ranks, check_same
+from trainer_side.sidecars import checked_sidecars
 from trainer_side.worker import Worker
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.wire.table import TensorTable
 
 logger = guarded_logger(__name__)
+
+_Given = TypeVar("_Given")
 
 
 class RanksCourse(Course):
@@ -39,21 +43,25 @@ class RanksCourse(Course):
         self._ranks = ranks
 
     def publish(
-        self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Mapping[str, bytes]
+        self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars
     ) -> PublishResult:
         """See ``Publisher.publish``."""
-        if weights is not None:
-            raise UsageError(
-                "weights= is given, and this publisher's model is sharded over ranks: publish the model, or make a "
-                "publisher from a function that yields (checkpoint name, whole tensor), on one rank"
-            )
+        # Counted before anything is refused, so that the ranks count alike.
         self._calls += 1
+        kept: dict[str, bytes] = {}
+
+        def checked() -> int:
+            _refuse_weights(weights)
+            kept.update(checked_sidecars(sidecars))
+            return check_step(step)
+
         if self._calls % self._options.every:
-            return self._skipped(step, watch)
+            return self._skipped(checked(), watch)
         what = f"publish, call {self._calls}"
         if wait:
             self._join()
-        (busy,) = self._ranks.calls.who(what, [self._busy])
+        busy = self._ranks.calls.agree(what, lambda: [checked(), self._busy], _busy_at_one_step)
+        step = check_step(step)
         if busy:
             return self._skipped_for_another(step, watch)
         failed = self._agree(what)
@@ -66,7 +74,7 @@ class RanksCourse(Course):
         except BaseException as error:  # an interrupt too: the others publish, and wait for this rank
             self._withdraw(error, step, watch)
             raise
-        return self._handed_over(step, patch, watch, sidecars)
+        return self._handed_over(step, patch, watch, kept)
 
     def finish(self) -> None:
         """Wait for the version under way, without the other ranks.
@@ -89,6 +97,17 @@ class RanksCourse(Course):
         failed = self._agree("settle")
         if failed:
             raise PublishError(f"rank {_listed(failed)} could not go on, and says why; call this again")
+
+    def agreed(self, what: str, check: Callable[[], _Given]) -> _Given:
+        """As ``Course.agreed``; raises on every rank, also where they were not given the same."""
+        found: list[_Given] = []
+
+        def work() -> Json:
+            found.append(check())
+            return found[0]
+
+        self._ranks.calls.agree(f"{what}: arguments", work, lambda told: check_same(what, told))
+        return found[0]
 
     def led(self, what: str, work: Callable[[], str]) -> str:
         """What ``work`` gives on rank 0, on every rank."""
@@ -143,6 +162,20 @@ class RanksCourse(Course):
         progress.delivered = True
         self._background.submit(progress, lambda: self._together.work(patch, step, progress, watch, error))
         self._progress = progress
+
+
+def _refuse_weights(weights: Weights | None) -> None:
+    if weights is not None:
+        raise UsageError(
+            "weights= is given, and this publisher's model is sharded over ranks: publish the model, or make a "
+            "publisher from a function that yields (checkpoint name, whole tensor), on one rank"
+        )
+
+
+def _busy_at_one_step(told: list[Json]) -> bool:
+    """Whether a version is under way on any rank; raises UsageError where they publish different steps."""
+    check_same("step", [step for step, _ in told])
+    return any(busy for _, busy in told)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer_side.options import Options
 from trainer_side.sharded.baseline import PartsBaseline, Summed, check_same_tables
+from trainer_side.sharded.cover import boxes_document, check_cover
 from trainer_side.sharded.parts import ModuleParts
 from trainer_side.sharded.ranks import Circle, Json, LostRankError, told_error
 from trainer_side.sharded.snapshot import put_shards
@@ -92,7 +93,11 @@ class Crew:
     # Orders, for what rank 0 runs in ``lead``
 
     def fit(self) -> PartsBaseline:
-        """Find out which parts of the run's tensors the ranks own; raises as ``Baseline.of_run``."""
+        """Find out which parts of the run's tensors the ranks own.
+
+        Raises:
+            ModelError: that is not each element once. Else as ``Baseline.of_run``.
+        """
         self._order({"do": "fit", "tensors": self.run.table.digest})
         return self._fit(self.run.table.digest)
 
@@ -139,16 +144,26 @@ class Crew:
             on rank 0 all of them, and the first tensor that is not the base's; else None.
 
         Raises:
-            ModelError: the ranks do not publish the same tensors. Else as ``Baseline.captured``.
+            ModelError: the ranks do not publish the same tensors, or not each element of them once. Else as
+                ``Baseline.captured``.
         """
 
         def work() -> Json:
             baseline = PartsBaseline.captured_parts(self._live, base, self.circle.rank)
             self._baseline = baseline
             baseline.scan()
-            return {"tensors": baseline.whole.digest, "difference": baseline.first_difference, **_shares(baseline)}
+            return {
+                "tensors": baseline.whole.digest,
+                "boxes": boxes_document(baseline.boxes),
+                "difference": baseline.first_difference,
+                **_shares(baseline),
+            }
 
-        told = self.circle.together("weights", work, check_same_tables)
+        def judge(told: list[Json]) -> None:
+            check_same_tables(told)
+            check_cover(self.baseline.whole, [item["boxes"] for item in told])
+
+        told = self.circle.together("weights", work, judge)
         if told is None:
             return None, None
         difference = next((item["difference"] for item in told if item["difference"] is not None), None)
@@ -160,15 +175,16 @@ class Crew:
         return baseline.arranged(restore_boxes(self.run, manifest, baseline.wanted(), self.base))
 
     def _fit(self, tensors: str) -> PartsBaseline:
-        def work() -> None:
+        def work() -> Json:
             if self.run.table.digest != tensors:
                 raise UsageError(
                     f"rank {self.circle.rank} sees another run at {self._bucket.url} than rank 0: give every rank the "
                     "URL of one bucket that all of them reach"
                 )
             self._baseline = PartsBaseline.parts_of_run(self._live, self.run.table, self.circle.rank)
+            return boxes_document(self._baseline.boxes)
 
-        self.circle.together("parts", work)
+        self.circle.together("parts", work, lambda told: check_cover(self.run.table, told))
         return self.baseline
 
     def _capture(self, rest: Checkpoint | None) -> None:

@@ -1,6 +1,6 @@
 """How one rank takes its place in a publisher of many."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer_side.sharded.course import RanksCourse
 from trainer_side.sharded.crew import Crew
 from trainer_side.sharded.opening import open_or_begin
 from trainer_side.sharded.parts import ModuleParts
-from trainer_side.sharded.ranks import Ranks
+from trainer_side.sharded.ranks import Json, Ranks, check_same
 from trainer_side.start import Opened
 from trainer_side.upkeep import Upkeep
 from trainer_side.worker import Worker
@@ -24,9 +24,30 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.trust import Keyring
 
+# What ranks would else encode or cut in other ways, or come to their calls at other steps. Of all others rank 0's
+# count, or each rank's own.
+_ALIKE = ("codec", "compression", "every", "shard_bytes")
 
-def joined_options(options: Options) -> Options:
-    """The same; raises UsageError for what only the publisher of a whole model can do."""
+
+def joined_options(ranks: Ranks, check: Callable[[bool], Options]) -> Options:
+    """See ``assembly.agreed_options``; raises UsageError also for what only the publisher of a whole model can do."""
+    found: list[Options] = []
+
+    def work() -> Json:
+        found.append(_of_ranks(check(ranks.leads)))
+        return [getattr(found[0], name) for name in _ALIKE]
+
+    def judge(told: list[Json]) -> None:
+        for name, values in zip(_ALIKE, zip(*told, strict=True), strict=True):
+            check_same(name, values)
+
+    ranks.work.together("options", work, judge)
+    trusted = ranks.work.first("keys", lambda: sorted(found[0].keyring.trusted))
+    # Who signs nothing believes whom rank 0 believes.
+    return found[0] if ranks.leads else replace(found[0], keyring=Keyring(trusted))
+
+
+def _of_ranks(options: Options) -> Options:
     if options.gate is not None:
         raise UsageError(
             "gate is set, and a gate looks at whole tensors, of which each rank has a part; leave it out, or publish "
@@ -38,11 +59,6 @@ def joined_options(options: Options) -> Options:
             "part; give 'packed' or 'auto'"
         )
     return options
-
-
-def with_trusted(options: Options, trusted: Sequence[str]) -> Options:
-    """Options of a rank that signs nothing, and believes whom rank 0 believes."""
-    return replace(options, keyring=Keyring(trusted))
 
 
 def joined(

@@ -9,7 +9,7 @@ from trainer_side.options import Options
 from trainer_side.resume import Takeover, check_may_resume, place_of
 from trainer_side.sharded.crew import Crew
 from trainer_side.sharded.parts import ModuleParts
-from trainer_side.sharded.ranks import Circle
+from trainer_side.sharded.ranks import Circle, Json, check_same
 from trainer_side.start import Opened, begin, holds_run
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
@@ -31,14 +31,15 @@ def open_or_begin(
     there = circle.first("opening", lambda: _look(bucket, options))
     places: list[tuple[ResolvedBase | None, str | Path | None]] = []
 
-    def locate() -> None:
+    def locate() -> bool:
         resolved = None if there or base is None else resolve_base(base)
         path = None if resolved is None else resolved.path
         places.append((resolved, place_of(base) if there else path))
+        return resolved is not None
 
     # Where it has to be downloaded, ranks that share a cache take it from there.
-    circle.first("base", locate)
-    circle.together("base of each", lambda: None if circle.leads else locate())
+    based = circle.first("base", locate)
+    circle.together("base of each", lambda: based if circle.leads else locate(), _check_based)
     resolved, place = places[0]
     crew = Crew(circle, live, bucket, options, place)
     writers: list[RunWriter] = []
@@ -59,6 +60,10 @@ def open_or_begin(
     circle.together("ready", lambda: _prepare(crew, held, options))
     writer = writers[0] if writers else crew.follower(held)
     return Opened(crew.baseline, writer, held), crew
+
+
+def _check_based(told: list[Json]) -> None:
+    check_same("whether base= is given", told)
 
 
 def _look(bucket: Bucket, options: Options) -> bool:

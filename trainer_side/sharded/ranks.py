@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-from vllm_delta_sync.errors import DeltaSyncError, PublishError, error_kinds
+from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError, error_kinds
 from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
@@ -44,11 +44,22 @@ class Circle:
 
     Args:
         seconds: how long a rank waits for another before it takes it for lost.
+
+    Raises:
+        LostRankError: a rank does not take part.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        try:
+            self._group: distributed.ProcessGroup | None = distributed.new_group(
+                backend="gloo", timeout=timedelta(seconds=seconds)
+            )
+        except RuntimeError as error:
+            raise LostRankError(
+                f"not all ranks have come together in {seconds:.0f} s ({_reason(error)}): every rank of the world has "
+                "to make the publisher, with the model that is shared out among them"
+            ) from error
         self._turn = 0
         self._broken: str | None = None
         self.rank = distributed.get_rank()
@@ -139,7 +150,23 @@ class Circle:
             on rank 0 what each rank's ``work`` gave; None elsewhere.
 
         Raises:
-            DeltaSyncError: on every rank, what was raised on one. LostRankError: as ``gather``.
+            DeltaSyncError: as ``agree``.
+        """
+        found: list[Json] = []
+
+        def judged(told: list[Json]) -> None:
+            found.extend(told)
+            if judge is not None:
+                judge(told)
+
+        self.agree(what, work, judged)
+        return found if self.leads else None
+
+    def agree(self, what: str, work: Callable[[], Json], judge: Callable[[list[Json]], Json]) -> Json:
+        """What ``judge`` makes on rank 0 of what ``work`` gives on each rank; the same on every rank.
+
+        Raises:
+            DeltaSyncError: on every rank, what was raised on one, or by ``judge``. LostRankError: as ``gather``.
         """
         own: Exception | None = None
         document: Json = None
@@ -151,19 +178,17 @@ class Circle:
 
         def verdict() -> Json:
             failed = first_error(told or [])
-            if failed is None and judge is not None and told is not None:
-                judge([item["value"] for item in told])
-            return failed
+            return {"failed": failed} if failed else {"value": judge([item["value"] for item in told or []])}
 
         try:
-            failed = self.first(f"{what}: verdict", verdict)
+            answer = self.first(f"{what}: verdict", verdict)
         except DeltaSyncError as error:
             raise error if own is None else own from None
         if own is not None:
             raise own
-        if failed is not None:
-            raise told_error(failed["error"], failed["rank"])
-        return None if told is None else [item["value"] for item in told]
+        if "failed" in answer:
+            raise told_error(answer["failed"]["error"], answer["failed"]["rank"])
+        return answer["value"]
 
     def who(self, what: str, flags: Sequence[bool]) -> list[list[int]]:
         """For each flag, the ranks that have set it; the same on every rank."""
@@ -181,10 +206,14 @@ class Circle:
         self.check()
         self._put(rank, data)
 
-    def receive(self, rank: int) -> Bytes:
-        """The (n,) bytes that a rank sends here. Raises LostRankError as ``gather``."""
+    def receive(self, rank: int, room: Bytes | None = None) -> Bytes:
+        """The (n,) bytes that a rank sends here, in ``room`` if that is given.
+
+        Raises:
+            LostRankError: as ``gather``; or they are not as many as there is room for.
+        """
         self.check()
-        return self._get(rank)
+        return self._get(rank, room=room)
 
     def check(self) -> None:
         """Raise LostRankError if the ranks have lost each other."""
@@ -197,9 +226,12 @@ class Circle:
             )
 
     def close(self) -> None:
-        """Give back sockets and threads."""
-        if distributed.is_initialized():
-            distributed.destroy_process_group(self._group)
+        """Give back sockets and threads; the others notice it if they still wait for this rank."""
+        group, self._group = self._group, None
+        if distributed.is_initialized() and group is not None:
+            distributed.destroy_process_group(group)
+        # Its connections are closed when nobody holds it any more.
+        self._broken = self._broken or "the publisher is closed"
 
     # Below
 
@@ -217,21 +249,21 @@ class Circle:
 
     def _lost(self, rank: int, error: Exception) -> LostRankError:
         return self._break(
-            f"rank {rank} did not answer rank {self.rank} (it has ended, or did nothing for {self._seconds:.0f} s): "
-            f"{_reason(error)}. The newest version in the bucket is whole: start the job again, "
-            "which goes on from there"
+            f"rank {rank} did not answer rank {self.rank} (it has ended, closed its publisher, or did nothing for "
+            f"{self._seconds:.0f} s): {_reason(error)}. The newest version in the bucket is whole: start the job "
+            "again, which goes on from there"
         )
 
     def _tell_lost(self, error: LostRankError) -> None:
         """Have the other ranks know why rank 0 does not go on."""
         for rank in range(1, self.size):
             try:
-                self._put(rank, _encoded({"lost": error.message}), _PARTING_SECONDS)
+                self._put(rank, encoded({"lost": error.message}), _PARTING_SECONDS)
             except LostRankError:
                 logger.debug("rank %d cannot be told that another rank is lost", rank)
 
     def _say(self, rank: int, document: Json) -> None:
-        self._put(rank, _encoded(document))
+        self._put(rank, encoded(document))
 
     def _hear(self, rank: int, patience: float | None = None) -> Json:
         return json.loads(self._get(rank, patience).tobytes())
@@ -245,16 +277,18 @@ class Circle:
         except RuntimeError as error:
             raise self._lost(rank, error) from error
 
-    def _get(self, rank: int, patience: float | None = None) -> Bytes:
+    def _get(self, rank: int, patience: float | None = None, room: Bytes | None = None) -> Bytes:
         size = torch.zeros(1, dtype=torch.int64)
         try:
             self._wait(distributed.irecv(size, group=self._group, group_src=rank), patience)
-            data = torch.empty(int(size), dtype=torch.uint8)
-            if data.numel():
+            found = np.empty(int(size), np.uint8) if room is None else room
+            if found.size != int(size):
+                raise self._break(f"rank {rank} sends {int(size)} bytes where {found.size} belong; start the job again")
+            if found.size:
+                data = torch.from_numpy(found)
                 self._wait(distributed.irecv(data, group=self._group, group_src=rank), patience)
         except RuntimeError as error:
             raise self._lost(rank, error) from error
-        found: Bytes = data.numpy()
         return found
 
     def _wait(self, work: distributed.Work | None, patience: float | None) -> None:
@@ -280,6 +314,13 @@ class Ranks:
         self.work.close()
 
 
+def check_same(name: str, told: Sequence[Json]) -> None:
+    """Raise UsageError unless all ranks were given the same. ``told``: by each rank, as ``name``."""
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise UsageError(f"{name} is {theirs!r} on rank {rank}, and {told[0]!r} on rank 0; give all ranks the same")
+
+
 def error_document(error: BaseException) -> Json:
     """An error as other ranks are told of it."""
     if isinstance(error, DeltaSyncError):
@@ -303,5 +344,6 @@ def _reason(error: Exception) -> str:
     return str(error).split("] ", 1)[-1].split(". ", 1)[0][:200]
 
 
-def _encoded(document: Json) -> Bytes:
+def encoded(document: Json) -> Bytes:
+    """A document as bytes to ``send``."""
     return np.frombuffer(json.dumps(document).encode(), np.uint8).copy()

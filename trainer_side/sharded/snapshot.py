@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 
 from trainer_side.sharded.baseline import PartsBaseline
-from trainer_side.sharded.ranks import Bytes, Circle, LostRankError, error_document, told_error
+from trainer_side.sharded.ranks import Circle, LostRankError, encoded, error_document, told_error
 from trainer_side.versions import Put, Shards
-from vllm_delta_sync.errors import DeltaSyncError, FormatError, TensorMismatchError
+from vllm_delta_sync.errors import DeltaSyncError, TensorMismatchError
 from vllm_delta_sync.wire.anchor import shard_tables
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.boxes import Box
 from vllm_delta_sync.wire.manifest import ObjectRef
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
-
-_HEADER = 8
 
 
 def put_shards(circle: Circle, baseline: PartsBaseline, shard_bytes: int, put: Put) -> list[ObjectRef] | None:
@@ -75,21 +73,22 @@ class _Incoming:
 
     def drain(self) -> None:
         """Take what is left, and throw it away."""
-        for _ in self._rest:
+        for spec in self._rest:
             for rank in range(self._circle.size):
                 if rank != self._circle.rank:
-                    self._circle.receive(rank)
+                    self._take(rank, spec, None)
 
     def _assembled(self, spec: TensorSpec) -> Bits:
         bits = np.empty(spec.numel, spec.element.uint)
         filled, failure = 0, None
         for rank in range(self._circle.size):
             try:
-                own = rank == self._circle.rank
-                data = None if own else self._circle.receive(rank)
-                for box, here in _own_pieces(self._baseline, spec) if data is None else _unpacked(data, spec, rank):
-                    box.view(bits)[...] = here.reshape(box.shape)
-                    filled += box.numel
+                if rank == self._circle.rank:
+                    for box, here in _own_pieces(self._baseline, spec):
+                        box.view(bits)[...] = here.reshape(box.shape)
+                        filled += box.numel
+                else:
+                    filled += self._take(rank, spec, bits)
             except LostRankError:
                 raise
             except DeltaSyncError as error:
@@ -103,46 +102,47 @@ class _Incoming:
             )
         return bits
 
+    def _take(self, rank: int, spec: TensorSpec, bits: Bits | None) -> int:
+        """Take what another rank holds of a tensor, into the (numel,) bits of the whole unless that is None.
+
+        Returns:
+            the number of elements.
+
+        Raises:
+            DeltaSyncError: that rank cannot give them, and says why.
+        """
+        header = json.loads(self._circle.receive(rank).tobytes())
+        if bits is None:
+            for _ in header.get("boxes", ()):
+                self._circle.receive(rank)
+            return 0
+        if "error" in header:
+            raise told_error(header["error"], rank)
+        filled = 0
+        for offsets, shape in header["boxes"]:
+            box = Box(tuple(offsets), tuple(shape), spec.shape)
+            # What lies in the whole without gaps comes to its place at once: tensors may be large.
+            room = bits[box.start : box.stop] if box.is_range else np.empty(box.numel, bits.dtype)
+            self._circle.receive(rank, room.view(np.uint8))
+            if not box.is_range:
+                box.view(bits)[...] = room.reshape(box.shape)
+            filled += box.numel
+        return filled
+
 
 def _own_pieces(baseline: PartsBaseline, spec: TensorSpec) -> list[tuple[Box, Bits]]:
     return [(box, baseline.peek(part)) for part, box in baseline.parts_of(spec.name)]
 
 
 def _send_all(circle: Circle, writer: int, baseline: PartsBaseline, table: TensorTable) -> None:
-    """Send this rank's parts of a file's tensors to the rank that writes it."""
+    """Send this rank's parts of a file's tensors to the rank that writes it: of each its boxes, and then their bits."""
     for spec in table:
         try:
-            data = _packed(_own_pieces(baseline, spec))
+            pieces = _own_pieces(baseline, spec)
         except DeltaSyncError as error:
-            data = _message({"error": error_document(error)}, [])
-        circle.send(writer, data)
-
-
-def _packed(pieces: list[tuple[Box, Bits]]) -> Bytes:
-    if not pieces:
-        return np.empty(0, np.uint8)
-    boxes = [(box.offsets, box.shape) for box, _ in pieces]
-    return _message({"boxes": boxes}, [np.ascontiguousarray(bits) for _, bits in pieces])
-
-
-def _message(header: dict[str, Any], arrays: list[np.ndarray]) -> Bytes:
-    text = json.dumps(header).encode()
-    parts = [np.frombuffer(len(text).to_bytes(_HEADER, "little") + text, np.uint8), *(a.view(np.uint8) for a in arrays)]
-    return np.concatenate(parts)
-
-
-def _unpacked(data: Bytes, spec: TensorSpec, rank: int) -> Iterator[tuple[Box, Bits]]:
-    if not data.size:
-        return
-    start = _HEADER + int.from_bytes(data[:_HEADER].tobytes(), "little")
-    header = json.loads(data[_HEADER:start].tobytes())
-    if "error" in header:
-        raise told_error(header["error"], rank)
-    for offsets, shape in header["boxes"]:
-        box = Box(tuple(offsets), tuple(shape), spec.shape)
-        stop = start + box.numel * spec.element.itemsize
-        if stop > data.size:
-            raise FormatError(f"rank {rank} sent less of tensor {spec.name!r} than it announced")
-        # Where a header ends is anywhere: elements are aligned by the copy.
-        yield box, data[start:stop].copy().view(spec.element.uint)
-        start = stop
+            circle.send(writer, encoded({"error": error_document(error)}))
+            continue
+        circle.send(writer, encoded({"boxes": [(box.offsets, box.shape) for box, _ in pieces]}))
+        for _, bits in pieces:
+            # A tensor of torch wants memory that may be written; what a base has mapped may not.
+            circle.send(writer, np.require(bits, requirements=["C", "W"]).view(np.uint8))

@@ -31,6 +31,7 @@ from vllm_delta_sync.bucket.base import (
 )
 from vllm_delta_sync.bucket.confined import open_folder, refuse_link
 from vllm_delta_sync.bucket.flow import moved
+from vllm_delta_sync.bucket.local_errors import failure
 from vllm_delta_sync.bucket.nfs import StagedFile, again, is_silly
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 
@@ -44,19 +45,6 @@ _Result = TypeVar("_Result")
 # Without O_NONBLOCK somebody's named pipe would hold a reader for ever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
-_MENDS = {
-    errno.ENOSPC: "free some space there and try again",
-    errno.EDQUOT: "free some space there or raise the quota, and try again",
-    errno.EFBIG: "raise the file size limit (ulimit -f) and try again",
-    errno.EACCES: "give this user access to it",
-    errno.EPERM: "give this user access to it",
-    errno.EROFS: "mount it writable",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "raise the system's limit of open files",
-    errno.ENOTDIR: "give a directory as the bucket",
-    errno.ESTALE: "its server no longer knows it: mount it again",
-}
 
 
 class LocalBucket(Bucket):
@@ -328,7 +316,7 @@ class LocalBucket(Bucket):
     # Errors
 
     def _no_copy(self, key: str, path: Path, error: OSError) -> StoreError:
-        return StoreError(_failure(f"copy key {key!r} of {self.url} to {path}", error))
+        return StoreError(failure(f"copy key {key!r} of {self.url} to {path}", error))
 
     @contextmanager
     def _reading(self, action: str, key: str) -> Iterator[None]:
@@ -338,17 +326,17 @@ class LocalBucket(Bucket):
             if not self._root.exists():
                 raise NotFoundError(f"no object {key!r}: {self.url} does not exist; check the bucket URL") from error
             if not self._root.is_dir():
-                raise StoreError(_failure(f"{action} key {key!r} of {self.url}", error)) from error
+                raise StoreError(failure(f"{action} key {key!r} of {self.url}", error)) from error
             raise NotFoundError(f"no object {key!r} in {self.url}") from error
         except OSError as error:
-            raise StoreError(_failure(f"{action} key {key!r} of {self.url}", error)) from error
+            raise StoreError(failure(f"{action} key {key!r} of {self.url}", error)) from error
 
     @contextmanager
     def _writing(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise StoreError(_failure(f"{action} key {key!r} of {self.url}", error)) from error
+            raise StoreError(failure(f"{action} key {key!r} of {self.url}", error)) from error
 
 
 def _names(folder: int, begin: str) -> list[str]:
@@ -374,11 +362,6 @@ def _is_key(key: str) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _failure(action: str, error: OSError) -> str:
-    mend = _MENDS.get(error.errno or 0, "check the disk or mount it is on and try again")
-    return f"cannot {action}: {error.strerror or error}; {mend}"
 
 
 def _open_source(key: str, path: Path) -> BufferedIOBase:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from vllm_delta_sync.bucket import store_of
 from vllm_delta_sync.checkpoint import names_model
 from vllm_delta_sync.errors import (
     ChainError,
@@ -54,6 +55,15 @@ def check_document_size(document: Document, limit: int, what: str) -> None:
         raise LimitError(
             f"{what} would have {size} bytes, and readers of this model take {limit} (document_limit): list fewer, "
             "larger objects (shard_bytes)"
+        )
+
+
+def check_same_store(run: str, url: str, source: str) -> None:
+    """Raise ChainError unless the run that a run at ``url`` says it branches from lies in the same store."""
+    if store_of(source) != store_of(url):
+        raise ChainError(
+            f"run {run} says that it branches from {source[:200]!r}, which is not of the store {store_of(url)!r} that "
+            "it lies in: give its location yourself"
         )
 
 

@@ -5,30 +5,23 @@ from contextlib import AbstractContextManager
 from hashlib import sha256
 from typing import Self, TypeVar
 
-from vllm_delta_sync.bucket import Bucket, open_beside, store_of
+from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.objects import fetch_object
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain.ahead import MOST_EXPECTED, Ahead
 from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.chain.checks import (
     check_follows,
+    check_same_store,
     check_tensor_fingerprints,
     decode_objects,
     document_limit,
     object_limit,
 )
+from vllm_delta_sync.chain.fixed import read_info, read_table
 from vllm_delta_sync.chain.glance import GLANCE_BYTES, check_glance
 from vllm_delta_sync.chain.newest import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
-from vllm_delta_sync.errors import (
-    ChainError,
-    DeltaSyncError,
-    DigestError,
-    FormatError,
-    LimitError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, LimitError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
@@ -36,9 +29,8 @@ from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.changes import Changes
 from vllm_delta_sync.wire.documents import Anchor, Claim, FoldedRange, Lease, Retention, Tag
 from vllm_delta_sync.wire.limits import check_limit
-from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef
 from vllm_delta_sync.wire.old import Old
-from vllm_delta_sync.wire.table import TensorTable
 
 TAG_PREFIX = "tag:"
 _Side = TypeVar("_Side", Anchor, Claim, FoldedRange, Lease, Retention, Tag)
@@ -63,24 +55,9 @@ class RunDocuments:
         self.keyring = Keyring() if keyring is None else keyring
         self.pointer: Head | None = None
         self._ahead = Ahead(bucket)
-        try:
-            data = bucket.get(keys.RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
-        except NotFoundError as error:
-            lacks = "there is no such bucket or folder" if "does not exist" in error.message else "it has no run.json"
-            raise NotFoundError(
-                f"no run at {bucket.url!r}: {lacks}; start a publisher there, or check the URL"
-            ) from error
-        self.info = RunInfo.from_bytes(data, keys.RUN_KEY)
+        self.info = read_info(bucket)
         self.authentic = Authentic(bucket, self.keyring, self.info)
-        table = bucket.get(keys.TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
-        self.table = TensorTable.from_bytes(table)
-        if self.table.digest != self.info.tensors:
-            raise DigestError(f"{keys.TABLE_KEY} has SHA-256 {self.table.digest}, run.json says {self.info.tensors}")
-        if self.info.total != self.table.total or self.info.full_bytes != self.table.full_bytes:
-            raise FormatError(
-                f"{keys.RUN_KEY}: total {self.info.total} or full_bytes {self.info.full_bytes} contradicts "
-                f"{keys.TABLE_KEY}"
-            )
+        self.table = read_table(bucket, self.info)
         self.document_limit = document_limit(self.table)
 
     def looking(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
@@ -395,11 +372,8 @@ class RunDocuments:
         if base is None or base.run is None or base.version is None:
             raise ChainError(f"run {self.info.run} does not branch from a run")
         url = location or base.location
-        if location is None and store_of(url) != store_of(self.bucket.url):
-            raise ChainError(
-                f"run {self.info.run} says that it branches from {url[:200]!r}, which is not of the store "
-                f"{store_of(self.bucket.url)!r} that it lies in: give its location yourself"
-            )
+        if location is None:
+            check_same_store(self.info.run, self.bucket.url, url)
         source = type(self)(open_beside(self.bucket, url), self.keyring, self.cache)
         if source.info.run != base.run:
             raise ChainError(f"run {self.info.run} branches from run {base.run}, but {url!r} holds {source.info.run}")

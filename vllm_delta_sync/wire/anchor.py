@@ -37,6 +37,8 @@ def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np
                 pending.discard(name)
                 file.seek(len(header) + placed[name].start)
                 file.write(np.ascontiguousarray(bits).view(np.uint8).data)
+                # Let go of it before the next one is made.
+                del bits
             file.truncate(len(header) + table.full_bytes)
             file.flush()
             os.fsync(file.fileno())
