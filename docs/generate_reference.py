@@ -22,6 +22,7 @@ import trainer_side.callback
 import trainer_side.gate
 import trainer_side.publisher
 import trainer_side.result
+import trainer_side.transfer
 import vllm_delta_sync.chain
 import vllm_delta_sync.chain.documents
 import vllm_delta_sync.chain.findings
@@ -299,6 +300,8 @@ def python() -> Iterator[str]:
     yield "`PublishResult.seconds` has the keys:"
     yield table(("key", "meaning"), [(code(name), text) for name, text in RESULT_SECONDS.items()])
     yield stub(trainer_side.callback, "DeltaSyncCallback")
+    yield "### `from trainer_side.integrations.trl import DeltaWeightTransfer`"
+    yield stub(trainer_side.transfer, "DeltaWeightTransfer")
     yield "### `from vllm_delta_sync import open_run`"
     yield "Needs neither vLLM nor a trainer; only `Run.tensors` and `Run.load_into` need torch."
     for name in ("open_run", "Run"):

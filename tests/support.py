@@ -39,6 +39,8 @@ SINCE = {"tests/e2e/test_server.py": (0, 32), "tests/e2e/test_faults.py": (0, 32
 """Files that ask for what vLLM has from a release on, and are left out before: checksums by a route, and which version
 made which token."""
 FILE_SECONDS = 1800.0
+TRL_HEADING = "## Releases of TRL"
+"""Where the part of docs/support.md begins that tests/support_trl.py writes."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,8 @@ def main(arguments: list[str]) -> int:
         for release in releases:
             bar.set_description(f"{release} installing")
             outcomes.append(tried(release, environment(release), bar))
-    DOCUMENT.write_text("\n".join(document(outcomes)) + "\n")
+    _, heading, trl = DOCUMENT.read_text().partition(TRL_HEADING)
+    DOCUMENT.write_text("\n".join(document(outcomes)) + "\n" + (f"\n{heading}{trl}" if heading else ""))
     print(f"wrote {DOCUMENT.relative_to(ROOT)}")
     return 0 if all(outcome.works for outcome in outcomes) else 1
 
