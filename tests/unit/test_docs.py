@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SHARED = "/mnt/shared"
 """Where README.md puts its run."""
-# Arguments of vLLM, pip, hf and our scripts.
+# Arguments of vLLM, pip, hf, torchrun, slime and our scripts.
 FOREIGN_FLAGS = {
     "--write",
     "--check",
@@ -53,6 +53,17 @@ FOREIGN_FLAGS = {
     "--compilation-config",
     "--size",
     "--slow-start",
+    "--network",
+    "--ahead",
+    "--max-staleness",
+    "--nproc-per-node",
+    "--checkpoint",
+    "--steps",
+    "--hf-checkpoint",
+    "--update-weight-transport",
+    "--update-weight-mode",
+    "--custom-update-weight-post-write-path",
+    "--rollout-function-path",
 }
 SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
 """Members of the status that an API server adds; tests/unit/test_layout_leading.py sees them."""

@@ -1,0 +1,1 @@
+"""Publishing from other trainers: adapters to copy from. docs/recipes.md says what each was written against."""

@@ -1,0 +1,91 @@
+"""prime-rl: a weight sender and receiver that meet in a bucket, beside its filesystem, NCCL and NIXL ones.
+
+Written against ``src/prime_rl/transports/weights/`` (``base.py`` at 114f3ca, ``__init__.py`` at 05732b7) and
+``src/prime_rl/utils/weights.py`` (at 3a77ae0). ``setup_weight_sender`` and ``setup_weight_receiver`` there choose by
+``config.type`` among fixed names, so a fork has to name these two classes; docs/recipes.md shows where.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from prime_rl.transports.weights.base import (  # type: ignore[import-not-found]
+    FINISHED_MARKER,
+    WeightReceiver,
+    WeightSender,
+)
+from prime_rl.utils.pathing import wait_for_path  # type: ignore[import-not-found]
+from prime_rl.utils.weights import convert_state_dict_to_hf, resolve_fqn  # type: ignore[import-not-found]
+from torch.distributed.tensor import DTensor
+
+from examples.recipes.stream import gathered_publisher, publish_gathered
+from vllm_delta_sync import open_run
+
+VERSION = "delta_sync_version"
+"""File in a step's directory with the number of its version in the run."""
+_LAYER = re.compile(r".*?\blayers\.\d+\.")
+
+
+class DeltaSyncWeightSender(WeightSender):  # type: ignore[misc]
+    """Publishes from the master rank what all ranks gather, layer by layer.
+
+    Args:
+        output_dir: of the training run.
+        config: its ``weight_broadcast``, with ``timeout`` (seconds), and of ours ``bucket`` (run URL) and ``base``
+            (checkpoint that the servers start from).
+    """
+
+    def __init__(self, output_dir: Path, config: Any) -> None:
+        super().__init__(output_dir, config.timeout)
+        self._publisher = gathered_publisher(config.bucket, config.base, leads=self.world.is_master)
+
+    def _broadcast(self, model: torch.nn.Module, step: int, step_dir: Path) -> None:
+        if torch.distributed.is_initialized():
+            # The others wait for the master's handshake here, and not within a collective of the device.
+            torch.distributed.barrier()
+        publish_gathered(self._publisher, step, hf_tensors(model))
+        if self._publisher is not None:
+            (step_dir / VERSION).write_text(str(self._publisher.version))
+
+
+class DeltaSyncWeightReceiver(WeightReceiver):  # type: ignore[misc]
+    """Waits until the servers that follow the run serve an offered version; never asks them for anything.
+
+    Args:
+        config: as the sender's, with ``replicas``, how many servers there are, each with a ``receiver_id``.
+        broadcast_dir, admin_plane, model_name: as for prime-rl's own receivers.
+    """
+
+    async def receive(self, step: int) -> None:
+        """Acknowledge the offer, and return once it is served.
+
+        Raises:
+            FleetLateError: it is not, within ``config.timeout`` seconds; the message names who lags.
+        """
+        self._ack(step)
+        await wait_for_path(self.step_dir(step) / FINISHED_MARKER)
+        version = int((self.step_dir(step) / VERSION).read_text())
+        fleet = open_run(self.config.bucket).fleet()
+        await asyncio.to_thread(fleet.wait, version, self.config.replicas, self.config.timeout)
+
+
+def hf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(checkpoint name, whole tensor) of a model in prime-rl's layout; a layer at a time, which is what converts whole.
+
+    Every rank has to read all of it: each sharded tensor is gathered when its layer's turn comes.
+    """
+
+    def layer(item: tuple[str, torch.Tensor]) -> str:
+        match = _LAYER.match(item[0])
+        return match.group() if match else ""
+
+    for _, items in groupby(model.state_dict().items(), layer):
+        gathered = {
+            resolve_fqn(model, key): value.full_tensor() if isinstance(value, DTensor) else value
+            for key, value in items
+        }
+        yield from convert_state_dict_to_hf(model, gathered).items()

@@ -1,0 +1,64 @@
+"""slime: a hook for ``--custom-update-weight-post-write-path`` that publishes the checkpoint slime has just written.
+
+Written against slime's ``docs/en/get_started/customization.md`` (section 19, at 138eb42) and
+``slime/backends/megatron_utils/update_weight/update_weight_from_disk.py``: with ``--update-weight-transport disk``
+and ``--update-weight-mode full`` slime gathers, converts Megatron's names to those of ``--hf-checkpoint``, writes
+safetensors files, and calls the hook on every rank.
+
+    export DELTA_SYNC_BUCKET=s3://bucket/run
+    python train.py ... --custom-update-weight-post-write-path examples.recipes.slime.publish_checkpoint
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.recipes.stream import gathered_publisher, publish_gathered
+from trainer_side import Publisher
+from vllm_delta_sync.checkpoint import INDEX_NAME, Checkpoint
+from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.torch_bits import tensor_from_bits
+
+_VERSION = re.compile(r"weight_v(\d+)")
+
+
+def publish_checkpoint(args: Any, version_dir: str, rollout_engines: Sequence[object]) -> None:
+    """Publish a directory that slime wrote, from rank 0; durable when this returns.
+
+    Args:
+        args: slime's arguments; ``hf_checkpoint`` is what the servers start from.
+        version_dir: ``.../weight_v000017``; its number becomes the step.
+        rollout_engines: slime's own, of no account here.
+
+    Raises:
+        UsageError: the directory is no whole checkpoint (slime's delta mode), or DELTA_SYNC_BUCKET is not set.
+        Else as ``Publisher``.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    folder = Path(version_dir)
+    number = _VERSION.fullmatch(folder.name)
+    index = folder / INDEX_NAME
+    if number is None or (index.is_file() and "delta_encoding" in json.loads(index.read_bytes()).get("metadata", {})):
+        raise UsageError(
+            f"{version_dir} holds no whole checkpoint, but what slime's delta mode writes, which only its own "
+            "engines read; use --update-weight-mode full"
+        )
+    written = Checkpoint(folder)
+    weights = ((name, tensor_from_bits(written.bits(name).copy(), spec)) for name, spec in written.specs.items())
+    publish_gathered(_publisher(args.hf_checkpoint), int(number.group(1)), weights)
+
+
+@lru_cache(maxsize=1)
+def _publisher(base: str) -> Publisher | None:
+    """The one of this process: slime calls a function, and keeps nothing for it."""
+    bucket = os.environ.get("DELTA_SYNC_BUCKET")
+    if not bucket:
+        raise UsageError("DELTA_SYNC_BUCKET is not set; export the URL of the run on the trainer's machines")
+    return gathered_publisher(bucket, base)
