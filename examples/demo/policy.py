@@ -6,7 +6,7 @@ computed in fp32 and rounded. The optimizer works on fp32 masters, as a large ru
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,16 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
         dtype="bfloat16",
         attn_implementation="eager",
     )
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    return _quick(Qwen3ForCausalLM(config).to(torch.bfloat16))
+
+
+def load_model(path: Path) -> Qwen3ForCausalLM:
+    """The policy of a checkpoint directory, as ``make_model`` gives it."""
+    return _quick(Qwen3ForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager"))
+
+
+def _quick(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The model itself, multiplying in the way that this processor is not slow at."""
     if torch.backends.cpu.get_cpu_capability() in SLOW_IN_BF16:
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
@@ -94,6 +103,34 @@ class Masters:
             for served, master in zip(self._served, self._masters, strict=True):
                 served.copy_(master)
         return float(norm)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that ``restore`` needs, by name: fp32 masters, and AdamW's moments and counts once there was a step."""
+        kept = {f"master.{number}": master.detach() for number, master in enumerate(self._masters)}
+        for number, moments in self._optimizer.state_dict()["state"].items():
+            kept |= {f"adam.{number}.{name}": value for name, value in moments.items()}
+        return kept
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what ``tensors`` gave, and round the masters into the model.
+
+        Raises:
+            KeyError, RuntimeError, ValueError: a master is missing, has another shape, or is one too many.
+        """
+        if f"master.{len(self._masters)}" in tensors:
+            raise ValueError(f"there are more than the model's {len(self._masters)} parameters")
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "adam":
+                index, _, moment = rest.partition(".")
+                moments.setdefault(int(index), {})[moment] = value
+        with torch.no_grad():
+            for number, (served, master) in enumerate(zip(self._served, self._masters, strict=True)):
+                master.copy_(tensors[f"master.{number}"])
+                served.copy_(master)
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Processes of the demo, each under a warden in a session of its own: none survives it, however it ends."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import IO, Self
 TERM_SECONDS = 6.0
 """How long a command may take to end by itself once it is asked to."""
 WARDEN_SECONDS = TERM_SECONDS + 8.0
+KILL_SECONDS = 30.0
 TAIL_LINES = 25
 
 
@@ -104,6 +106,17 @@ class Child:
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
+
+    def kill(self) -> None:
+        """End it and all it started with SIGKILL, as a machine that fails does; returns when they are gone.
+
+        Linux only.
+        """
+        listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        for process in listing.read_text().split():
+            os.killpg(int(process), signal.SIGKILL)
+        self.wait(KILL_SECONDS)
+        self.stop()
 
     def stop(self) -> None:
         """End it and all it started; returns when they are gone, after some 15 s at most."""

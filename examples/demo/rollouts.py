@@ -15,7 +15,14 @@ REQUEST_SECONDS = 120.0
 
 
 class ServerError(Exception):
-    """The server could not be reached, refused, or answered something else than was asked for."""
+    """The server could not be reached, refused, or answered something else than was asked for.
+
+    ``status``: of its HTTP answer, if that is what is wrong.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -33,17 +40,14 @@ class Completion:
     finished: bool
 
 
-class ServerClient:
-    """Keeps one connection per thread, and as many threads as are useful for ``complete``."""
+class JsonClient:
+    """JSON over HTTP to one server; keeps one connection per thread."""
 
-    def __init__(self, url: str, model: str, connections: int = CONNECTIONS) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
-        self._model = model
         self._local = threading.local()
-        self._pool = ThreadPoolExecutor(connections, thread_name_prefix="rollouts")
-        self._connections = connections
 
     def request(self, method: str, path: str, body: object = None, seconds: float = REQUEST_SECONDS) -> Any:
         """Send one request and return the decoded JSON answer.
@@ -65,9 +69,31 @@ class ServerClient:
                     continue
                 raise ServerError(f"{method} {path}: {type(error).__name__}: {error}") from error
             if response.status >= 400:
-                raise ServerError(f"{method} {path}: HTTP {response.status}: {text[:500].decode(errors='replace')}")
+                shown = text[:500].decode(errors="replace")
+                raise ServerError(f"{method} {path}: HTTP {response.status}: {shown}", response.status)
             return json.loads(text) if text else None
         raise ServerError(f"{method} {path}: no answer")
+
+    def _connection(self, fresh: bool, seconds: float) -> http.client.HTTPConnection:
+        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        if connection is None or fresh:
+            if connection is not None:
+                connection.close()
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+            self._local.connection = connection
+        if connection.sock is not None:
+            connection.sock.settimeout(seconds)
+        return connection
+
+
+class ServerClient(JsonClient):
+    """A vLLM server; has as many threads as are useful for ``complete``."""
+
+    def __init__(self, url: str, model: str, connections: int = CONNECTIONS) -> None:
+        super().__init__(url)
+        self._model = model
+        self._pool = ThreadPoolExecutor(connections, thread_name_prefix="rollouts")
+        self._connections = connections
 
     def complete(
         self,
@@ -106,17 +132,6 @@ class ServerClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _connection(self, fresh: bool, seconds: float) -> http.client.HTTPConnection:
-        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if connection is None or fresh:
-            if connection is not None:
-                connection.close()
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
-            self._local.connection = connection
-        if connection.sock is not None:
-            connection.sock.settimeout(seconds)
-        return connection
 
 
 def parse_completions(answer: Any, samples: int) -> list[list[Completion]]:

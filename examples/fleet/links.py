@@ -2,8 +2,8 @@
 
     python -m examples.fleet.links BYTES_PER_SECOND ROUND_TRIP_SECONDS [slow-start]
 
-Speaks JSON lines: ``{"forward": LINK, "port": PORT, "inward": BOOL}`` is answered by ``{"port": PORT}``, and ``{}`` by
-``{LINK: {"up": BYTES, "down": BYTES}, …}``. A link is made when it is first named.
+Speaks JSON lines: ``{"forward": LINK, "port": PORT, "inward": BOOL, "host": ADDRESS, "target": ADDRESS}`` is answered
+by ``{"port": PORT}``, and ``{}`` by ``{LINK: {"up": BYTES, "down": BYTES}, …}``. A link is made when it is first named.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from examples.demo.processes import Child, DemoError
-from examples.fleet.shaping import Link
+from examples.fleet.shaping import HOST, Link
 
 SLOW_START = "slow-start"
 Passed = dict[str, int]
@@ -36,13 +36,17 @@ class Links:
         self.child = Child("the links", command, log, talk=True)
         self._lock = threading.Lock()
 
-    def forward(self, link: str, port: int, inward: bool = False) -> int:
+    def forward(self, link: str, port: int, inward: bool = False, host: str = HOST, target: str = HOST) -> int:
         """A port through which this link's machine reaches ``port``; inward: through which others reach it there.
+
+        Args:
+            host: address at which the returned port is opened. target: address of ``port``.
 
         Raises:
             DemoError: the process is gone.
         """
-        return int(self._ask({"forward": link, "port": port, "inward": inward})["port"])
+        question = {"forward": link, "port": port, "inward": inward, "host": host, "target": target}
+        return int(self._ask(question)["port"])
 
     def passed(self) -> dict[str, Passed]:
         """Bytes so far, of every link. Raises DemoError: the process is gone."""
@@ -72,7 +76,8 @@ async def _answer(links: dict[str, Link], question: dict[str, Any], make: Callab
     name = question["forward"]
     if name not in links:
         links[name] = make()
-    return {"port": await links[name].forward(question["port"], question["inward"])}
+    port, inward = question["port"], question["inward"]
+    return {"port": await links[name].forward(port, inward, question["host"], question["target"])}
 
 
 def main(arguments: list[str]) -> None:

@@ -11,8 +11,11 @@ MARKER = ".delta-sync-fleet"
 SUMMARY, TABLE = "summary.json", "fleet.md"
 
 
-def prepare_output(path: Path) -> Path:
+def prepare_output(path: Path, marker: str = MARKER) -> Path:
     """Make the directory, or clear what an earlier run of the example left there; its absolute path.
+
+    Args:
+        marker: name of the empty file by which an example knows its own directory.
 
     Raises:
         DemoError: the directory is not the example's own, or cannot be written.
@@ -21,12 +24,12 @@ def prepare_output(path: Path) -> Path:
     try:
         if path.exists() and not path.is_dir():
             raise DemoError(f"{path} is a file; give another directory with --out")
-        if path.exists() and any(path.iterdir()) and not (path / MARKER).exists():
+        if path.exists() and any(path.iterdir()) and not (path / marker).exists():
             raise DemoError(f"{path} holds files that the example did not write; give another directory with --out")
         if path.exists():
             shutil.rmtree(path)
         path.mkdir(parents=True)
-        (path / MARKER).touch()
+        (path / marker).touch()
     except OSError as error:
         raise DemoError(f"cannot prepare {path}: {error.strerror}; give another directory with --out") from error
     return path

@@ -1,8 +1,15 @@
-"""What a link really is: round trip and throughput, measured through it like anybody's traffic."""
+"""What a link really is: round trip and throughput, measured through it like anybody's traffic.
 
+    python -m examples.fleet.probe HOST PORT BITS_PER_SECOND
+
+measures from the machine it runs on, and prints the document of ``Measured``.
+"""
+
+import json
 import socket
 import statistics
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -46,8 +53,12 @@ def far_end() -> Iterator[int]:
 
 def measure(links: Links, link: str, far_port: int, bits_per_second: float) -> Measured:
     """Measure one link from its machine's end. Raises OSError: the connection failed."""
+    return measure_at((HOST, links.forward(link, far_port)), bits_per_second)
+
+
+def measure_at(address: tuple[str, int], bits_per_second: float) -> Measured:
+    """Measure the link whose near end is at this address. Raises OSError: the connection failed."""
     count = int(SECONDS * bits_per_second / 8)
-    address = (HOST, links.forward(link, far_port))
     with socket.create_connection(address, PATIENCE_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _exchange(connection, 0, 0)
@@ -102,3 +113,7 @@ def _serve(connection: socket.socket) -> None:
                 connection.sendall(b".")
             except OSError:
                 return
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_at((sys.argv[1], int(sys.argv[2])), float(sys.argv[3])).document()))

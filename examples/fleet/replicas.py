@@ -1,7 +1,5 @@
 """One inference machine: a real ``delta-sync serve`` behind its own link, with a cache directory of its own."""
 
-import os
-import signal
 import sysconfig
 import time
 from collections.abc import Mapping
@@ -29,7 +27,6 @@ SERVE_ARGUMENTS = (
 START_SECONDS = 300.0
 FRESH_SECONDS = 120.0
 LOOK_SECONDS = 0.2
-KILL_SECONDS = 30.0
 PROMPTS = ("delta>", "a fleet of four", "0123", "TRAINER")
 ANSWER_TOKENS = 24
 
@@ -75,11 +72,7 @@ class Replica:
 
     def kill(self) -> None:
         """End every process of the server with SIGKILL, as a machine that fails does."""
-        child = self._running()
-        listing = Path(f"/proc/{child.process.pid}/task/{child.process.pid}/children")
-        for process in listing.read_text().split():
-            os.killpg(int(process), signal.SIGKILL)
-        child.wait(KILL_SECONDS)
+        self._running().kill()
         self.close()
 
     def close(self) -> None:

@@ -101,12 +101,13 @@ class Link:
         ways = Way(bytes_per_second, delay), Way(bytes_per_second, delay)
         return cls(*ways, round_trip_seconds, slow_start)
 
-    async def forward(self, target_port: int, inward: bool = False) -> int:
-        """Pass connections on to a port of loopback.
+    async def forward(self, target_port: int, inward: bool = False, host: str = HOST, target: str = HOST) -> int:
+        """Pass connections on to a port of ``target``.
 
         Args:
             inward: the target is the machine at the end of this link, and clients are elsewhere; otherwise the clients
                 are that machine.
+            host: address of this machine at which clients find it.
 
         Returns:
             the port to connect to.
@@ -116,7 +117,7 @@ class Link:
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(self.round_trip)
             try:
-                far_reader, far_writer = await asyncio.open_connection(HOST, target_port, limit=CHUNK_BYTES)
+                far_reader, far_writer = await asyncio.open_connection(target, target_port, limit=CHUNK_BYTES)
             except OSError:
                 writer.close()
                 return
@@ -130,7 +131,7 @@ class Link:
                 writer.close()
                 far_writer.close()
 
-        server = await asyncio.start_server(carry, HOST, 0, limit=CHUNK_BYTES)
+        server = await asyncio.start_server(carry, host, 0, limit=CHUNK_BYTES)
         return int(server.sockets[0].getsockname()[1])
 
     def _window(self) -> Window | None:

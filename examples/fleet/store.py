@@ -28,6 +28,6 @@ def serving(folder: Path, log: Path) -> Iterator[s3_store.S3Server]:
         yield s3_store.S3Server(f"http://{s3_store.HOST}:{json.loads(line)}", child.process.pid)
 
 
-def through(server: s3_store.S3Server, port: int) -> dict[str, str]:
-    """Variables of a client that reaches the server by another port."""
-    return server.environment | {"AWS_ENDPOINT_URL": f"http://{s3_store.HOST}:{port}"}
+def through(server: s3_store.S3Server, port: int, host: str = s3_store.HOST) -> dict[str, str]:
+    """Variables of a client that reaches the server by another port, or at another address."""
+    return server.environment | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}

@@ -14,13 +14,13 @@ def comparison(record: Record) -> Rows:
     """A version beside the full weights, over the same link."""
     full, fresh, down = record.full, record.fresh(), record.down()
     rows = [["over one replica's link", "bytes down", "seconds to fresh"]]
-    rows.append(["a version, median", _mb(statistics.median(down)), f"{statistics.median(fresh):.2f}"])
-    rows.append(["a version, slowest", _mb(max(down)), f"{max(fresh):.2f}"])
+    rows.append(["a version, median", megabytes(statistics.median(down)), f"{statistics.median(fresh):.2f}"])
+    rows.append(["a version, slowest", megabytes(max(down)), f"{max(fresh):.2f}"])
     if full is not None:
         bytes_down = full.passed[record.full_replica]["down"]
-        rows.append(["full weights, stored and fetched", _mb(bytes_down), f"{full.seconds:.2f}"])
+        rows.append(["full weights, stored and fetched", megabytes(bytes_down), f"{full.seconds:.2f}"])
         bound = max(full.up, full.down)
-        rows.append(["the same, if both ways overlapped (computed)", _mb(bytes_down), f"{bound:.2f}"])
+        rows.append(["the same, if both ways overlapped (computed)", megabytes(bytes_down), f"{bound:.2f}"])
         rows.append(["full weights / median version", f"{record.byte_ratio():.0f} ×", f"{record.time_ratio():.1f} ×"])
     return rows
 
@@ -31,19 +31,19 @@ def versions(record: Record) -> Rows:
     rows = [["version", "scene", "changed", "payload", "trainer up", *(f"{name}: s, down" for name in names)]]
     for change in record.changes:
         cells = [
-            f"{change.fresh[name]:.2f}, {_mb(change.passed[name]['down'])}" if name in change.fresh else "–"
+            f"{change.fresh[name]:.2f}, {megabytes(change.passed[name]['down'])}" if name in change.fresh else "–"
             for name in names
         ]
         share = f"{PERCENT * change.changed / change.total:.2f} %"
-        up = _mb(change.passed["trainer"]["up"])
-        rows.append([str(change.version), change.scene, share, _mb(change.payload_bytes), up, *cells])
+        up = megabytes(change.passed["trainer"]["up"])
+        rows.append([str(change.version), change.scene, share, megabytes(change.payload_bytes), up, *cells])
     return rows
 
 
 def arrivals(record: Record) -> Rows:
     """Servers that came back, or came late."""
     rows = [["server", "how", "version", "seconds from start", "bytes down"]]
-    rows += [[a.name, a.how, str(a.version), f"{a.seconds:.1f}", _mb(a.down)] for a in record.arrivals]
+    rows += [[a.name, a.how, str(a.version), f"{a.seconds:.1f}", megabytes(a.down)] for a in record.arrivals]
     return rows
 
 
@@ -80,13 +80,15 @@ def on_screen(rows: Rows) -> Table:
 def markdown(record: Record) -> str:
     """All tables, for fleet.md."""
     listing = [f"```\n$ delta-sync fleet\n{record.listing}```\n"] if record.listing else []
-    return "\n".join([*(_markdown(rows) for rows in everything(record)), *listing])
+    return "\n".join([*(in_markdown(rows) for rows in everything(record)), *listing])
 
 
-def _markdown(rows: Rows) -> str:
+def in_markdown(rows: Rows) -> str:
+    """For a document."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _mb(count: float) -> str:
-    return f"{count / MB:.2f} MB" if count >= MB / 100 else f"{count / 1e3:.1f} kB"
+def megabytes(count: float) -> str:
+    """``count`` bytes for people."""
+    return f"{count / MB:.2f} MB" if count >= MB / 10 else f"{count / 1e3:.1f} kB"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from examples.three_machines.fits import fits_of
 from tests.e2e.servers import Server
 from tests.soak import memory, proof
 from tests.soak.chaos import Chaos
@@ -179,7 +180,7 @@ def judge(report: Report, load: Load, watch: memory.Watch, url: str, base: Path,
         report.wrong.append("no answer was in flight across a commit")
     progress.say(f"computing {len(answers)} answers anew")
     last = report.options.versions
-    fits = proof.fits_of(answers, url, base, lambda version: progress.step(version, last, "proven"))
+    fits = fits_of(answers, url, base, lambda version: progress.step(version, last, "proven"))
     report.proof, wrong = proof.findings(fits)
     report.wrong += wrong
     report.samples = watch.samples

@@ -5,36 +5,17 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from examples.three_machines.fits import Answered, Span
 from tests.e2e.servers import PATIENCE_SECONDS, PLAIN
 from tests.soak.lives import Life, Lives
 from tests.tiny import VOCABULARY
 
 FIRST_TOKEN = 3
 LONGEST_PROMPT, LONGEST_ANSWER = 24, 200
-
-
-@dataclass(frozen=True)
-class Span:
-    """Output tokens ``start`` to ``end`` were sampled by a version."""
-
-    version: int | None
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A finished answer: token ids of prompt and answer, the log probability of each of the latter, and the spans."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    spans: list[Span]
 
 
 def covers(spans: list[Span], tokens: int) -> bool:

@@ -27,6 +27,7 @@ from examples.fleet.probe import far_end, measure
 from examples.fleet.record import Arrival, Change, Full, Record
 from examples.fleet.settings import SHARE, SIZES, Options
 from examples.fleet.shaping import FIRST_WINDOW_BYTES, IDLE_SECONDS, Window
+from tests.running import mentioning
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 
 RATE = 40e6
@@ -379,16 +380,3 @@ def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
         assert process.wait(SECONDS) == 130, said
     assert "interrupted; all processes have ended" in said
     assert mentioning(out) == set()
-
-
-def mentioning(path: Path) -> set[int]:
-    """Processes that were started with that path in their arguments or variables."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            started = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if str(path).encode() in started:
-            found.add(int(folder.name))
-    return found

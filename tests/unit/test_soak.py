@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from examples.three_machines.fits import Answered, Span, fits_of, one_thread, recompute
 from tests.soak import proof
-from tests.soak.load import Answered, Span, covers, read_plain, read_stream
+from tests.soak.load import covers, read_plain, read_stream
 from tests.soak.memory import FEWEST, Sample, growth
 from tests.soak.trainer import FAMILY, SEED, steps
 from tests.tiny import make_model, make_model_like, save_checkpoint
@@ -21,8 +22,8 @@ PROMPT = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    with proof.one_thread():
+def single_thread() -> Iterator[None]:
+    with one_thread():
         yield
 
 
@@ -106,7 +107,7 @@ def answer_of(versions: list[PreTrainedModel], first: int, second: int) -> Answe
     """Ten tokens by one version and ten by another, as a commit in the middle makes them."""
     row = sampled(versions[second], 20, torch.Generator().manual_seed(second))
     asked = Answered(row[:PROMPT], row[PROMPT:], [], [])
-    halves = [proof.recompute(versions[version], [asked])[0] for version in (first, second)]
+    halves = [recompute(versions[version], [asked])[0] for version in (first, second)]
     logprobs = [float(value) for value in np.concatenate([halves[0][:10], halves[1][10:]])]
     return Answered(asked.prompt, asked.tokens, logprobs, [Span(first, 0, 10), Span(second, 10, 20)])
 
@@ -115,7 +116,7 @@ def test_right_spans_are_proven(course: tuple[str, Path, list[PreTrainedModel]])
     url, base, versions = course
     told: list[int] = []
     answers = [answer_of(versions, *pair) for pair in ((1, 2), (2, 3), (0, 1))]
-    figures, wrong = proof.findings(proof.fits_of(answers, url, base, told.append))
+    figures, wrong = proof.findings(fits_of(answers, url, base, told.append))
     assert wrong == []
     assert (figures["spans"], figures["tokens"], figures["own_version_fits_best"]) == (6, 60, 1.0)
     assert told == [0, 1, 2, 3]
@@ -126,7 +127,7 @@ def test_a_span_that_names_another_version_is_noticed(course: tuple[str, Path, l
     right = answer_of(versions, 1, 2)
     # The commit in the middle is not told of.
     told = Answered(right.prompt, right.tokens, right.logprobs, [Span(1, 0, 20)])
-    _, wrong = proof.findings(proof.fits_of([told], url, base, lambda version: None))
+    _, wrong = proof.findings(fits_of([told], url, base, lambda version: None))
     assert any(text.startswith("version 1 does not explain its span of 20 tokens") for text in wrong)
 
 
