@@ -44,7 +44,7 @@ def parse_options(arguments: list[str]) -> Options:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--versions", type=_count, default=160, help="that the trainer publishes (default %(default)s)")
+    parser.add_argument("--versions", type=_count, default=120, help="that the trainer publishes (default %(default)s)")
     parser.add_argument(
         "--max-staleness",
         type=_count,
@@ -66,7 +66,10 @@ def parse_options(arguments: list[str]) -> Options:
     )
     parser.add_argument("--no-kills", dest="kills", action="store_false", help="kill nothing")
     parser.add_argument(
-        "--warm-up", type=_count, default=None, help="supervised steps before (default: until guesses are legal words)"
+        "--warm-up",
+        type=_count,
+        default=None,
+        help="supervised steps before (default: until guesses begin to fit the feedback)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("three-out"), help="directory to write, made anew (default three-out)"

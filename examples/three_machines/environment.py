@@ -21,6 +21,8 @@ from examples.three_machines import game
 
 PROMPT = ">"
 MAX_BODY_BYTES = 1 << 20
+DRAINED_BYTES = 16 * MAX_BODY_BYTES
+"""Of a larger body so much is read and thrown away, for whoever sends it to see why it is refused."""
 MAX_PLAYS = 4096
 MAX_GAME = 2**53 - 1
 MAX_GUESS_CHARACTERS = 64
@@ -127,6 +129,9 @@ class Handler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdigit()):
             raise RefusedError(411, f"header Content-Length is {_shown(length)}; give the body's size")
         if int(length[:20]) > MAX_BODY_BYTES:
+            # Bytes that nobody has read when a connection is closed would take the answer with them.
+            for read in range(0, min(int(length[:20]), DRAINED_BYTES), MAX_BODY_BYTES):
+                self.rfile.read(min(MAX_BODY_BYTES, int(length[:20]) - read))
             raise RefusedError(413, f"the body has {length[:20]} bytes; give at most {MAX_BODY_BYTES}")
         return self.rfile.read(int(length))
 

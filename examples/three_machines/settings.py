@@ -19,7 +19,7 @@ DOWN_SECONDS = 5.0
 """From a kill until what was killed starts again."""
 NEEDED_VERSIONS = 100
 """A run of fewer need not learn."""
-NEEDED_RISE = 0.08
+NEEDED_RISE = 0.15
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def told(process: "subprocess.Popen[str]", event: str) -> dict[str, Any]:
 
 def test_batches_hold_whole_games_with_the_versions_of_every_token(world: World) -> None:
     world.server.crossing = True
-    with world.worker(batches=2) as process:
+    with world.worker(batches=2, ahead=2) as process:
         assert process.wait(SECONDS) == 0
     first, second = world.batches()
     assert (first.number, second.number, first.run) == (0, 1, RUN)
