@@ -61,7 +61,7 @@ def plans(quick: bool) -> list[Plan]:
     if quick:
         return [Plan("7 M", ranks, 1, turns=3, blocks=2, steps=2, settle=0.0) for ranks in (1, 2)]
     calls = [Plan("0.5 B", *share, turns=7, blocks=0, steps=3, settle=0.0) for share in shares]
-    return calls + [Plan("0.1 B", *share, turns=0, blocks=4, steps=4, settle=1.0) for share in shares]
+    return calls + [Plan("0.1 B", *share, turns=0, blocks=3, steps=3, settle=1.0) for share in shares]
 
 
 def case_of(plan: Plan) -> str:

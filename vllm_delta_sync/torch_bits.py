@@ -27,6 +27,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer view by element width: torch's signed types have every operation, its unsigned ones do not."""
 
@@ -46,8 +47,8 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 def bits_of(tensor: torch.Tensor) -> Bits:
     """Flat (numel,) unsigned view of a contiguous CPU tensor; shares its memory."""
     flat = tensor.detach().reshape(-1)
-    signed: np.ndarray = flat.view(SIGNED[flat.element_size()]).numpy()
-    return signed.view(f"<u{flat.element_size()}")
+    bits: np.ndarray = flat.view(_UNSIGNED[flat.element_size()]).numpy()
+    return bits
 
 
 def tensor_from_bits(bits: Bits, spec: TensorSpec) -> torch.Tensor:
