@@ -248,10 +248,13 @@ def test_generation_goes_on_when_the_controller_stands_still(brief: tuple[World,
     world.faults.arm("controller.after_commit", "stop")
     with request_in_flight(server) as answers:
         assert world.trainer.step() == 1
-        wait_for_log(server, "fault: stop at controller.after_commit")
-        expect_reverted(wait_for_log(server, "the lost pause is over"), 1)
-        assert psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED
-        server.process.send_signal(signal.SIGCONT)
+        try:
+            wait_for_log(server, "fault: stop at controller.after_commit")
+            expect_reverted(wait_for_log(server, "the lost pause is over"), 1)
+            assert psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED
+        finally:
+            # Whoever waits for its answers would wait for ever.
+            server.process.send_signal(signal.SIGCONT)
         server.wait_served(1)
     assert all(answer["usage"]["completion_tokens"] == TOKENS for answer in answers)
     assert spans_of(server) == [{"index": 0, "version": 1, "start": 0, "end": 5}]
