@@ -112,20 +112,25 @@ def undisturbed(process: "subprocess.Popen[str]", tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     "point",
     [
-        "gradient:before:2",
-        "flush:before:3",
-        "step:after:2",
         "save:before:3",
-        "sync:after:3",
-        "sync:before:4",
         "save:after:3",
-        "publish:after:2",
-        "sidecar:after:2",
-        "object:after:2",
-        "manifest:before:2",
         "manifest:after:2",
-        "head:before:2",
         "flush:after:3",
+        *(
+            pytest.param(point, marks=pytest.mark.slow)
+            for point in (
+                "gradient:before:2",
+                "flush:before:3",
+                "step:after:2",
+                "sync:after:3",
+                "sync:before:4",
+                "publish:after:2",
+                "sidecar:after:2",
+                "object:after:2",
+                "manifest:before:2",
+                "head:before:2",
+            )
+        ),
     ],
 )
 def test_a_killed_trainer_goes_on_and_each_trajectory_is_trained_on_once(
