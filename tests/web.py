@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from vllm_delta_sync.engine import http
 from vllm_delta_sync.engine.service import ReceiverService
 
 HERE, ELSEWHERE = ("127.0.0.1", 50000), ("192.0.2.7", 50000)
+SECONDS = 120
 TOKEN = "correct-horse-battery-staple"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 CHANGING = ("sync", "rollback", "target", "hold", "release", "verify")
@@ -77,7 +79,13 @@ class Site:
     def serve(self) -> None:
         """Start the service, and wait until it serves."""
         self.service.start()
-        assert self.client().get("/delta_sync/wait", params={"version": 0, "timeout": 120}).status_code == 200
+        if self.settings.policy == "manual":
+            # Until it has looked it says that nothing comes by itself.
+            deadline = time.monotonic() + SECONDS
+            while self.service.receiver.served_version is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert self.client().get("/delta_sync/wait", params={"version": 0, "timeout": SECONDS}).status_code == 200
 
     def publish(self, step: int) -> None:
         self.tensors["q.weight"] = self.tensors["q.weight"] + 0.01
