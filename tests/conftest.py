@@ -10,6 +10,9 @@ from hypothesis import settings
 
 from tests.clouds import NOWHERE
 
+# Importing TRL, as some tests do, would otherwise silence the servers that others start from this process.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
 # A change is judged by the same examples wherever its tests run; ``--hypothesis-profile=random`` looks for new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.register_profile("random", deadline=None)
