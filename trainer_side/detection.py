@@ -20,8 +20,8 @@ from vllm_delta_sync.wire.segments import Scratch
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 PARALLEL_ELEMENTS = 8 * 1024**2
-"""Smaller tensors take at most two milliseconds, of which waking the other threads and waiting for them can be a half:
-models of smaller tensors were compared slower by two threads than by one."""
+"""Smaller tensors take some two milliseconds at most. Where they were shared out, two threads took longer than one for
+a whole model (``benchmarks.publish``), as they are woken and waited for at each tensor."""
 
 
 @dataclass

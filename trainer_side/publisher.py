@@ -194,8 +194,7 @@ class Publisher:
             weights: (checkpoint name, tensor) pairs to publish instead of the model given at construction.
                 Tensors that are absent keep the bits published last. Always read to its end, even when the
                 call is skipped.
-            sidecars: name → bytes to commit with this version, such as a small training state; at most 16 of 16 MiB;
-                of ranks that publish together those of rank 0.
+            sidecars: name → bytes to commit with this version, such as a small training state; at most 16 of 16 MiB.
                 Read back by ``Run.sidecar``. Those of a call that is skipped or fails are not kept for the next. Where
                 ranks publish together, it is those of rank 0.
 

@@ -1,11 +1,8 @@
 """``python -m examples.fleet``: see ``--help``."""
 
 import argparse
-import math
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
@@ -13,6 +10,7 @@ from rich.text import Text
 from examples.demo.processes import DemoError
 from examples.demo.rollouts import ServerError
 from examples.fleet import tables
+from examples.fleet.arguments import count, interrupted_by_signals, positive
 from examples.fleet.orchestrate import Fleet
 from examples.fleet.output import SUMMARY, TABLE, prepare_output, write_summary
 from examples.fleet.record import Record
@@ -45,14 +43,14 @@ def parse_options(arguments: list[str]) -> Options:
     )
     parser.add_argument("--size", choices=SIZES, default="full", help="100 M parameters, or 3 M (default full)")
     parser.add_argument(
-        "--replicas", type=_count, default=3, help="servers at the start, of some 3 GB each; one joins (default 3)"
+        "--replicas", type=count, default=3, help="servers at the start, of some 3 GB each; one joins (default 3)"
     )
     parser.add_argument(
-        "--versions", type=_count, default=8, help="versions before the first server is killed (default 8)"
+        "--versions", type=count, default=8, help="versions before the first server is killed (default 8)"
     )
-    parser.add_argument("--mbit", type=_positive, default=100.0, help="Mbit/s of each link, each way (default 100)")
+    parser.add_argument("--mbit", type=positive, default=100.0, help="Mbit/s of each link, each way (default 100)")
     parser.add_argument(
-        "--round-trip-ms", type=_positive, default=50.0, help="ms from a machine to the store and back (default 50)"
+        "--round-trip-ms", type=positive, default=50.0, help="ms from a machine to the store and back (default 50)"
     )
     parser.add_argument(
         "--slow-start",
@@ -71,8 +69,7 @@ def main(arguments: list[str]) -> int:
     """Run the example; returns the exit status."""
     options = parse_options(arguments)
     console = Console(width=None if sys.stdout.isatty() else 200)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupted_by_signals()
     try:
         return _run(options, console)
     except KeyboardInterrupt:
@@ -109,24 +106,6 @@ def _report(console: Console, record: Record, ratio: float | None) -> list[str]:
         mark = Text("✓ ", style="bold green") if holds else Text("✗ ", style="bold red")
         console.print(mark + Text(text.replace("_", " ")), soft_wrap=True)
     return [text for text, holds in claims.items() if not holds]
-
-
-def _count(text: str) -> int:
-    value = _positive(text)
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(value)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0 or not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

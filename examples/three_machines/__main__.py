@@ -1,16 +1,14 @@
 """``python -m examples.three_machines``: see ``--help``."""
 
 import argparse
-import math
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
 
 from examples.demo.processes import DemoError
+from examples.fleet.arguments import count, interrupted_by_signals, positive
 from examples.fleet.output import prepare_output, write_summary
 from examples.fleet.screen import Screen
 from examples.fleet.tables import on_screen
@@ -44,19 +42,19 @@ def parse_options(arguments: list[str]) -> Options:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--versions", type=_count, default=120, help="that the trainer publishes (default %(default)s)")
+    parser.add_argument("--versions", type=count, default=120, help="that the trainer publishes (default %(default)s)")
     parser.add_argument(
         "--max-staleness",
-        type=_count,
+        type=count,
         default=4,
         help="train on what is at most so many versions behind the weights (default %(default)s)",
     )
     parser.add_argument(
-        "--ahead", type=_count, default=1, help="batches that the worker plays per version (default %(default)s)"
+        "--ahead", type=count, default=1, help="batches that the worker plays per version (default %(default)s)"
     )
-    parser.add_argument("--mbit", type=_positive, default=100.0, help="Mbit/s of each link, each way (default 100)")
+    parser.add_argument("--mbit", type=positive, default=100.0, help="Mbit/s of each link, each way (default 100)")
     parser.add_argument(
-        "--round-trip-ms", type=_positive, default=50.0, help="ms from a machine to any other place (default 50)"
+        "--round-trip-ms", type=positive, default=50.0, help="ms from a machine to any other place (default 50)"
     )
     parser.add_argument(
         "--network",
@@ -67,7 +65,7 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument("--no-kills", dest="kills", action="store_false", help="kill nothing")
     parser.add_argument(
         "--warm-up",
-        type=_count,
+        type=count,
         default=None,
         help="supervised steps before (default: until guesses begin to fit the feedback)",
     )
@@ -82,8 +80,7 @@ def main(arguments: list[str]) -> int:
     """Run the example; returns the exit status."""
     options = parse_options(arguments)
     console = Console(width=None if sys.stdout.isatty() else 200)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupted_by_signals()
     try:
         return _run(options, console)
     except KeyboardInterrupt:
@@ -124,24 +121,6 @@ def _report(console: Console, record: Record) -> None:
         console.print(mark + Text(text.replace("_", " ")), soft_wrap=True)
     for text in record.wrong:
         console.print(Text(text, style="red"), soft_wrap=True)
-
-
-def _count(text: str) -> int:
-    value = _positive(text)
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(value)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0 or not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from examples.demo.processes import DemoError
 from examples.demo.record import NEEDED_RISE, NEEDED_VERSIONS
 from examples.demo.rollouts import ServerError
 from examples.demo.screen import make_screen
+from examples.fleet.arguments import interrupted_by_signals
 from examples.fleet.output import prepare_output
 from examples.trl_async.orchestrate import TrlRun
 from examples.trl_async.report import report
@@ -72,8 +72,7 @@ def main(arguments: list[str]) -> int:
     """Run the example; returns the exit status."""
     options = parse_options(arguments)
     console = Console(width=None if sys.stdout.isatty() else 200)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    interrupted_by_signals()
     try:
         return _run(options, console)
     except KeyboardInterrupt:
