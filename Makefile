@@ -70,15 +70,16 @@ TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { prin
 	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 
-# The tests that start engines mostly wait, so the others run beside them, and give way to them; what those say is shown at
-# the end. Engines are in front, where Ctrl-C ends them in order.
+# The tests that start engines often wait, so the others run beside them in two halves, and give way to them; what those say
+# is shown at the end. Engines are in front, where Ctrl-C ends them in order.
 define both
-TMPDIR=$$($(TEMPORARY)); export TMPDIR; said=$$(mktemp); \
+TMPDIR=$$($(TEMPORARY)); export TMPDIR; said=$$(mktemp -d); \
 	echo "make: the tests without vLLM run beside these, and are shown at the end" >&2; \
-	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -m "not e2e $(1)" >"$$said" 2>&1 & others=$$!; \
-	trap 'kill "$$others" 2>/dev/null || true; rm -rf "$$TMPDIR"' EXIT; status=0; \
+	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -m "not e2e $(1)" tests/unit >"$$said/1" 2>&1 & units=$$!; \
+	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -p no:cacheprovider -m "not e2e $(1)" --ignore tests/unit >"$$said/2" 2>&1 & others=$$!; \
+	trap 'kill "$$units" "$$others" 2>/dev/null || true; rm -rf "$$TMPDIR"' EXIT; status=0; \
 	$(PYTEST) $(PYTEST_FLAGS) -p no:cacheprovider -m "e2e $(1)" || status=$$?; \
-	wait "$$others" || status=$$?; cat "$$said"; exit "$$status"
+	wait "$$units" || status=$$?; wait "$$others" || status=$$?; cat "$$said/1" "$$said/2"; exit "$$status"
 endef
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/

@@ -212,9 +212,11 @@ class Measurement:
             began = time.perf_counter()
             self._save(keep=True)
             saved = time.perf_counter() - began
+            self._flush_saved()
+            durable = time.perf_counter() - began
             self._quieten()
             self._remove()
-            found.append(Turn(blocked, result.seconds["diff"], compared, bare, saved, changed))
+            found.append(Turn(blocked, result.seconds["diff"], compared, bare, saved, durable, changed))
         return found
 
     def _save(self, keep: bool = False) -> None:
@@ -222,6 +224,13 @@ class Measurement:
         if not keep:
             self._meet()
             self._remove()
+
+    def _flush_saved(self) -> None:
+        """Wait until the disk has what was saved."""
+        if self._rank == 0:
+            for path in (self._folder / "saved").iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
 
     def _remove(self) -> None:
         """Away with what was saved."""

@@ -22,11 +22,10 @@ from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 @dataclass
 class _Moved:
-    """What changed in one tensor, and whether it is sent in full."""
+    """What changed in one tensor."""
 
     tensor: int
     found: Extracted
-    full: bool = False
 
 
 class Patch:
@@ -94,9 +93,6 @@ class Patch:
         if not changed:
             self._moved.pop()
             return 0
-        moved.full = self._baseline.sent_in_full(tensor) and full_is_smaller(
-            spec, moved.found, self._codec, self._compression, lambda: self._baseline.peek(tensor)
-        )
         self.fingerprints[tensor] = change
         self.changed += changed
         return changed
@@ -164,15 +160,27 @@ class Patch:
 
     def changes(self) -> Changes:
         """The patch in the wire's terms; valid until it is reverted or the next patch begins."""
-        full = [Full(moved.tensor, self._baseline.peek(moved.tensor)) for moved in self._moved if moved.full]
-        return Changes([self._group(batch) for batch in self._batches()], full, dict(self.fingerprints))
+        full: list[Full] = []
+        sparse: list[_Moved] = []
+        # Not found out where tensors are compared: the training waits there.
+        for moved in self._moved:
+            if self._is_smaller_in_full(moved):
+                full.append(Full(moved.tensor, self._baseline.peek(moved.tensor)))
+            else:
+                sparse.append(moved)
+        return Changes([self._group(batch) for batch in self._batches(sparse)], full, dict(self.fingerprints))
 
-    def _batches(self) -> Iterator[list[_Moved]]:
+    def _is_smaller_in_full(self, moved: _Moved) -> bool:
+        spec, baseline = self._baseline.table[moved.tensor], self._baseline
+        return baseline.sent_in_full(moved.tensor) and full_is_smaller(
+            spec, moved.found, self._codec, self._compression, lambda: baseline.peek(moved.tensor)
+        )
+
+    def _batches(self, sparse: list[_Moved]) -> Iterator[list[_Moved]]:
         """Tensors of one dtype, ascending by id, up to about a block together: bounds what joining copies."""
         table = self._baseline.table
         batch: list[_Moved] = []
         held = 0
-        sparse = [moved for moved in self._moved if not moved.full]
         for moved in sorted(sparse, key=lambda moved: (table[moved.tensor].dtype, moved.tensor)):
             full = held + moved.found.size > BLOCK_ELEMENTS
             if batch and (full or table[moved.tensor].dtype != table[batch[0].tensor].dtype):

@@ -106,7 +106,9 @@ class _Share:
         """Compare consecutive boxes → what they add to the fingerprint."""
         self._open(0)
         for start, index in every:
-            for offset, fresh, nan in self._room.reader.read(self._live[index], self._spec.dtype):
+            # Most are taken whole, and need no view.
+            box = self._live[index] if index else self._live
+            for offset, fresh, nan in self._room.reader.read(box, self._spec.dtype):
                 here = start + offset
                 self._compare(self._bits[here : here + fresh.size], fresh, nan, here)
         self._notes[-1:] = [self._segment.closed()] if self._segment.size else []

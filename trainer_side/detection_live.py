@@ -18,7 +18,7 @@ PLANE_ELEMENTS = 4096
 
 Index = tuple[int | slice, ...]
 Box = tuple[int, Index]
-"""Flat index of its first element, and where in the tensor it is."""
+"""Flat index of its first element, and where in the tensor it is; ``()`` for all of it."""
 
 
 @cache
@@ -59,7 +59,7 @@ def shares(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]
     if live.is_contiguous():
         live = live.view(-1)
         if parts == 1:
-            return live, [[(0, (slice(0, live.numel()),))]] if live.numel() else []
+            return live, [[(0, ())]] if live.numel() else []
         every = list(boxes((live.numel(),), -(-live.numel() // parts) or 1))
     elif len(shape) > 2 and math.prod(shape[-2:]) < PLANE_ELEMENTS:
         every = list(boxes(shape, CHUNK_ELEMENTS))

@@ -18,7 +18,7 @@ from trainer_side.gatekeeper import judge_whole
 from trainer_side.naming import LiveTensors
 from trainer_side.options import Options
 from trainer_side.standing import check_end, open_vouched, refuse_forged
-from trainer_side.start import Opened, begin, holds_run
+from trainer_side.start import Opened, begin, look_at
 from trainer_side.writer import FormerVersionError, RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain.checks import check_base
@@ -64,14 +64,16 @@ def open_or_begin(
     Raises:
         ConflictError: there is a part of a run, or a run that is not to be resumed. Else as ``begin`` and ``Takeover``.
     """
-    if not holds_run(bucket):
+    there = look_at(bucket, options.resume)
+    if not there.run:
         resolved = None if base is None else resolve_base(base)
         path = None if resolved is None else resolved.path
         baseline = Baseline.captured(live, path)
         _prepare(baseline, options, call)
         call(baseline.scan)
         store = partial(versions.put_shards, baseline, options.shard_bytes)
-        writer, manifest = begin(bucket, baseline, baseline.first_difference, resolved, options, store)
+        difference = baseline.first_difference
+        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, there.unfinished)
         return Opened(baseline, writer, manifest), path
     check_may_resume(bucket, options)
     place = place_of(base)

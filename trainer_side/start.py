@@ -45,29 +45,50 @@ def new_run(table: TensorTable) -> RunInfo:
     )
 
 
-def holds_run(bucket: Bucket) -> bool:
-    """Whether there is a run, whole or damaged.
+@dataclass(frozen=True)
+class Place:
+    """What a publisher finds at its URL.
+
+    Attributes:
+        run: whether there is a run, whole or damaged.
+        unfinished: run.json of a start that never came to a version; None if there is no such thing.
+    """
+
+    run: bool
+    unfinished: bytes | None = None
+
+
+def look_at(bucket: Bucket, resume: bool) -> Place:
+    """What is there.
+
+    Args:
+        resume: whether to go on where another publisher was.
 
     Raises:
-        ConflictError: there is a part of one.
+        ConflictError: a part of a run, and not one that a start of a run leaves.
     """
     found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
     versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
     if versions and RUN_KEY in found:
-        return True
+        return Place(True)
     found += [VERSIONS_PREFIX] if versions else []
     # Claims of a run that is gone would fence the writer of a new one, its list of keys would be refused by readers.
     found += [KEYS_KEY] if _present(bucket, KEYS_KEY) else []
     for prefix in (CLAIMS_PREFIX, CHANGES_PREFIX):
         found += [prefix] if next(iter(bucket.list(prefix)), None) is not None else []
-    if found:
-        keys = ", ".join(found)
-        raise ConflictError(
-            f"{bucket.url} holds {keys} but no whole run: another publisher is starting there, or a start "
-            f"crashed, or a run was half removed; publish to a new run URL, or, if nobody uses this one, remove "
-            f"{keys} by hand"
-        )
-    return False
+    if not found:
+        return Place(False)
+    if resume and found in ([RUN_KEY], [RUN_KEY, TABLE_KEY]):
+        try:
+            return Place(False, bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES))
+        except NotFoundError:
+            return Place(False)
+    keys = ", ".join(found)
+    raise ConflictError(
+        f"{bucket.url} holds {keys} but no whole run: another publisher is starting there, or a start "
+        f"crashed, or a run was half removed; publish to a new run URL, or, if nobody uses this one, remove "
+        f"{keys} by hand"
+    )
 
 
 @dataclass
@@ -90,10 +111,12 @@ def begin(
     base: ResolvedBase | None,
     options: Options,
     store: Callable[[versions.Put], list[ObjectRef]],
+    unfinished: bytes | None = None,
 ) -> tuple[RunWriter, Manifest]:
     """Commit version 0 of a new run.
 
     Args:
+        unfinished: run.json of the start that this one takes the place of.
         whole: the weights. difference: the first tensor that is not the base's, None if all are.
         store: stores all weights as an anchor's objects with what it is given.
 
@@ -114,6 +137,8 @@ def begin(
             base.path, difference,
         )  # fmt: skip
     with Start(bucket, writer, info, whole.table) as start:
+        if unfinished is not None:
+            start.replace(unfinished)
         start.claim()
         if base is not None and difference is None:
             manifest = keyring.signed(versions.reference(info.run, whole, base.recorded))
@@ -151,6 +176,41 @@ class Start:
         self._info = info
         self._table = table
         self._made = _Made()
+
+    def replace(self, unfinished: bytes) -> None:
+        """Remove what a start has left that never came to a version; should it go on after all, it ends at its commit.
+
+        Args:
+            unfinished: its run.json. If another is there by now, that stays.
+
+        Raises:
+            ConflictError: it has come to a version meanwhile. StoreError: the store failed.
+        """
+        if not self._reads(RUN_KEY, unfinished):
+            return
+        self._refuse_begun()
+        logger.warning(
+            "somebody began a run at %s and was gone before its first version: a new run begins in its place",
+            self._bucket.url,
+        )
+        there = _present(self._bucket, TABLE_KEY)
+        table = self._bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES) if there else None
+        # The claim goes last: whoever is stopped in between leaves what can be replaced again.
+        for key in (TABLE_KEY, RUN_KEY):
+            self._bucket.delete(key)
+        try:
+            self._refuse_begun()
+        except ConflictError:
+            for key, data in ((RUN_KEY, unfinished), (TABLE_KEY, table)):
+                if data is not None:
+                    self._bucket.put(key, data, if_absent=True)
+            raise
+
+    def _refuse_begun(self) -> None:
+        if _present(self._bucket, version_key(0)):
+            raise ConflictError(
+                f"the run at {self._bucket.url} was begun by another publisher just now; start again to take it over"
+            )
 
     def claim(self) -> None:
         """Write run.json and tensors.json.
@@ -223,7 +283,7 @@ class Start:
         """Remove what this start has created; return the keys that may still be there."""
         left: list[str] = []
         made = self._made
-        if not self._bucket.exclusive and RUN_KEY in made.keys and self._is_replaced():
+        if RUN_KEY in made.keys and self._is_replaced():
             # Whoever has written over run.json may use the table and the objects too, which are named by content.
             return left
         # The claim goes last: as long as it stands nobody else writes here.
@@ -265,14 +325,14 @@ class Start:
     def _kept(self) -> str:
         return (
             f"{self._bucket.url} stays claimed by run {self._info.run}: start again, which goes on with that run if "
-            "its version 0 is there, or publish to a new run URL"
+            "its version 0 is there, and else begins a new one in its place"
         )
 
     def _left(self, keys: list[str]) -> str:
         names = ", ".join(keys)
         return (
-            f"this failed start may have left {names} in {self._bucket.url}: remove by hand what is there, or "
-            "publish to a new run URL"
+            f"this failed start may have left {names} in {self._bucket.url}: start again, which begins a run in its "
+            "place, or remove by hand what is there"
         )
 
 

@@ -46,7 +46,10 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 
 def bits_of(tensor: torch.Tensor) -> Bits:
     """Flat (numel,) unsigned view of a contiguous CPU tensor; shares its memory."""
-    flat = tensor.detach().reshape(-1)
+    # Each call of torch that is not needed is spared: publishers come here for every tensor of every version.
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    if flat.requires_grad:
+        flat = flat.detach()
     bits: np.ndarray = flat.view(_UNSIGNED[flat.element_size()]).numpy()
     return bits
 

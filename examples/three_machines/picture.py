@@ -36,7 +36,7 @@ def draw(record: Record, path: Path) -> None:
     age.step(numbers, [version.staleness for version in record.versions], color="C4", where="mid", linewidth=1)
     limit = record.options.max_staleness
     age.axhline(limit, color="0.5", linestyle="--", label=f"at most {limit}")
-    age.set(ylabel="staleness [versions]", xlabel="version", ylim=(0, None))
+    age.set(ylabel="staleness [versions]", xlabel="version", ylim=(-0.2, None))  # 0 apart from the axis
     for kill in record.kills:
         for pane in panes:
             pane.axvline(kill.version, color="0.6", linewidth=0.8)

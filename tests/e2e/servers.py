@@ -79,6 +79,16 @@ class Server:
             time.sleep(0.1)
         raise AssertionError(f"no error of kind {kind!r} within {timeout} s: {self.status()}")
 
+    def wait_idle(self, timeout: float = 60) -> dict[str, Any]:
+        """Block until nothing is under way: a version is served before it is counted and logged."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            status = self.status()
+            if status["state"] == "idle":
+                return status
+            time.sleep(0.05)
+        raise AssertionError(f"not idle within {timeout} s: {self.status()}")
+
 
 @contextmanager
 def serving(model: Path, log: Path, command: list[str], environment: dict[str, str]) -> Iterator[Server]:

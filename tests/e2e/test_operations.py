@@ -55,7 +55,7 @@ def test_one_server_from_a_wrong_bucket_to_a_store_that_is_gone(tmp_path: Path) 
                 publisher.publish(step=step, wait=True)
                 publisher.flush()
                 server.wait_served(step)
-        status = server.status()
+        status = server.wait_idle()
         found = shown(server)
         assert found["delta_sync_served_version"] == found["delta_sync_head_version"] == 2
         assert found["delta_sync_lag_versions"] == 0

@@ -1,8 +1,10 @@
 """A real bucket that calls back at every step, and a small trainer: what the fault tests share."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -17,6 +19,17 @@ Hook = Callable[[str], None]
 
 def nothing(key: str) -> None:
     return None
+
+
+def logs(frame: FrameType | None) -> bool:
+    """Whether Python's logging is at work there.
+
+    Nothing is to be raised in it: between taking a handler's lock and the ``try`` that gives it back, that would stop
+    every other thread that logs, for ever.
+    """
+    while frame is not None and frame.f_code.co_filename != logging.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Hooked(Bucket):

@@ -58,14 +58,13 @@ def test_start_whose_version_0_may_be_there_keeps_the_claim(
         Publisher(trainer.live, bucket)
     told = str(caught.value) if isinstance(error, StoreError) else caplog.text
     assert "stays claimed by run" in told
-    assert "publish to a new run URL" in told
-    if not written:
-        refused(r"holds run\.json, tensors\.json but no whole run", bucket)
-        return
-    refused("holds a run already", bucket, resume=False)
+    assert "start again" in told
+    refused("holds a run already" if written else "but no whole run", bucket, resume=False)
+    claimed = bucket.get(RUN_KEY)
     with Publisher(trainer.live, bucket) as publisher:
         assert publisher.version == 0
         publisher.publish(step=1)
+    assert (bucket.get(RUN_KEY) == claimed) is written
     assert open_run(bucket.url).verify().head == 1
 
 
@@ -80,9 +79,10 @@ def test_interrupted_start_gives_its_url_back(bucket: Hooked, trainer: Trainer) 
 def test_start_that_cannot_tidy_says_what_is_left(bucket: Hooked, trainer: Trainer) -> None:
     bucket.after = FailAt(RUN_KEY)
     bucket.reading = FailAt(RUN_KEY, StoreError("still down"))
-    with pytest.raises(StoreError, match=r"injected.*may have left run\.json in .*remove by hand"):
+    with pytest.raises(StoreError, match=r"injected.*may have left run\.json in .*start again"):
         Publisher(trainer.live, bucket)
-    refused(r"holds run\.json but no whole run", bucket)
+    refused(r"holds run\.json but no whole run", bucket, resume=False)
+    Publisher(trainer.live, bucket).close()
 
 
 LEFTOVERS = {
@@ -90,7 +90,6 @@ LEFTOVERS = {
     "table": ([RUN_KEY, HEAD_KEY, version_key(0)], r"holds tensors\.json but .* remove tensors\.json by hand"),
     "HEAD": ([RUN_KEY, TABLE_KEY, version_key(0)], r"holds HEAD\.json but no whole run"),
     "version": ([RUN_KEY, TABLE_KEY, HEAD_KEY], r"holds versions/ but no whole run"),
-    "run.json": ([TABLE_KEY, HEAD_KEY, version_key(0)], r"holds run\.json but no whole run"),
     "claims": ([RUN_KEY, TABLE_KEY, HEAD_KEY, version_key(0)], r"holds claims/ but no whole run"),
 }
 

@@ -127,3 +127,22 @@ def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
         print(f"rank {rank} of {size}, {victim} dead {at}: {error}", flush=True)
         os._exit(TOLD if f"rank {victim} " in str(error) else 1)
     publisher.close()
+
+
+def begin(rank: int, size: int, where: str, victim: int, prefix: str) -> None:
+    """Begin a run in ``where``; rank ``victim`` ends itself as it puts the first object whose key begins so.
+
+    The others end with status TOLD if they are told so. Without a victim one version is published.
+    """
+    model: Any = sharded(Small(), "fsdp")
+    bucket = Hooked(Path(where) / "run")
+    if rank == victim:
+        bucket.before = lambda key: die() if key.startswith(prefix) else None
+    try:
+        publisher = Publisher(model, bucket)
+    except PublishError as error:
+        print(f"rank {rank} of {size}, {victim} dead at {prefix}: {error}", flush=True)
+        os._exit(TOLD if f"rank {victim} " in str(error) else 1)
+    model.second.bias.data.add_(1.0)
+    publisher.publish(1)
+    publisher.close()

@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from tests.sharded.killed import POINTS, TOLD, digest, live
+from tests.sharded.killed import POINTS, TOLD, begin, digest, live
 from tests.sharded.nursery import Nursery
 from vllm_delta_sync import open_run
 
@@ -37,3 +37,13 @@ def test_killed_ranks_leave_whole_versions_and_the_job_goes_on(nursery: Nursery,
     run = open_run(str(tmp_path / "run"))
     assert run.head().version == head + 1
     assert run.verify().head == head + 1
+
+
+def test_ranks_killed_before_the_first_version_are_in_nobodys_way(nursery: Nursery, tmp_path: Path) -> None:
+    for prefix in ("tensors.json", "objects/", "versions/"):
+        statuses = nursery.statuses(2, begin, where=str(tmp_path), victim=0, prefix=prefix)
+        assert statuses == [-signal.SIGKILL, TOLD], f"killed at {prefix}\n{nursery.logs()}"
+        assert (tmp_path / "run" / "run.json").exists()
+        assert not (tmp_path / "run" / "HEAD.json").exists()
+    assert nursery.statuses(2, begin, where=str(tmp_path), victim=-1, prefix="") == [0, 0], nursery.logs()
+    assert open_run(str(tmp_path / "run")).verify().head == 1

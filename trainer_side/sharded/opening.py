@@ -10,7 +10,7 @@ from trainer_side.resume import Takeover, check_may_resume, place_of
 from trainer_side.sharded.crew import Crew
 from trainer_side.sharded.parts import ModuleParts
 from trainer_side.sharded.ranks import Circle, Json, check_same
-from trainer_side.start import Opened, begin, holds_run
+from trainer_side.start import Opened, Place, begin, look_at
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.checkpoint import Checkpoint, ResolvedBase, resolve_base
@@ -28,7 +28,15 @@ def open_or_begin(
     Returns:
         The run (whose writer stores objects only, on ranks other than 0), and this rank's place in it.
     """
-    there = circle.first("opening", lambda: _look(bucket, options))
+    looked: list[Place] = []
+
+    def look() -> bool:
+        looked.append(look_at(bucket, options.resume))
+        if looked[0].run:
+            check_may_resume(bucket, options)
+        return looked[0].run
+
+    there = circle.first("opening", look)
     places: list[tuple[ResolvedBase | None, str | Path | None]] = []
 
     def locate() -> bool:
@@ -51,7 +59,8 @@ def open_or_begin(
         def start() -> str:
             if whole is None:
                 raise UsageError("only rank 0 begins a run")
-            writer, manifest = begin(bucket, whole, difference, resolved, options, lambda put: crew.put_shards(put)[1])
+            store, unfinished = (lambda put: crew.put_shards(put)[1]), looked[0].unfinished
+            writer, manifest = begin(bucket, whole, difference, resolved, options, store, unfinished)
             writers.append(writer)
             return manifest.to_bytes().decode()
 
@@ -64,13 +73,6 @@ def open_or_begin(
 
 def _check_based(told: list[Json]) -> None:
     check_same("whether base= is given", told)
-
-
-def _look(bucket: Bucket, options: Options) -> bool:
-    if not holds_run(bucket):
-        return False
-    check_may_resume(bucket, options)
-    return True
 
 
 def _prepare(crew: Crew, held: Manifest, options: Options) -> None:
