@@ -14,17 +14,13 @@ from typing import Any
 
 import httpx
 
+from tests.e2e import warm
+from tests.e2e.warm import ENVIRONMENT, WarmProcess
+
 START_SECONDS = 600.0
 PATIENCE_SECONDS = 600.0
 PLAIN = False
 """Loading certificates would take httpx longer than any of our requests, which need none."""
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
-    "HF_HUB_OFFLINE": "1",
-}
 VLLM_FLAGS = [
     "--enforce-eager",
     "--max-model-len",
@@ -49,7 +45,7 @@ class Server:
     """A running server: its URL, its process, and its log file."""
 
     url: str
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | WarmProcess"
     log: Path
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
@@ -91,12 +87,38 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, log: Path, command: list[str], environment: dict[str, str]) -> Iterator[Server]:
-    """Run a server command until the block ends; its whole process group is ended with it."""
+def serving(
+    model: Path, log: Path, command: list[str], environment: dict[str, str], *, cold: bool = False
+) -> Iterator[Server]:
+    """Run a server command until the block ends; its whole process group is ended with it.
+
+    ``cold``: as a user starts it, with an environment and command line of its own in ``/proc``.
+    """
     port = free_port()
+    command = [*command, "--port", str(port), "--host", "127.0.0.1"]
+    process = _cold(command, log, environment) if cold else warm.start(command, log, environment)
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_ready(server)
+        yield server
+    finally:
+        end_group(process)
+
+
+def refused(log: Path, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Exit status of a server command that ends by itself, and what it said."""
+    process = warm.start([*command, "--port", str(free_port()), "--host", "127.0.0.1"], log, environment)
+    try:
+        status = process.wait(START_SECONDS)
+    finally:
+        end_group(process)
+    return status, log.read_text()
+
+
+def _cold(command: list[str], log: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--host", "127.0.0.1"],
+        return subprocess.Popen(
+            command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT, **environment},
@@ -104,12 +126,6 @@ def serving(model: Path, log: Path, command: list[str], environment: dict[str, s
             # then take as much as all else that the tests run, stores and trainers included.
             process_group=0,
         )
-    server = Server(f"http://127.0.0.1:{port}", process, log)
-    try:
-        _wait_ready(server)
-        yield server
-    finally:
-        end_group(process)
 
 
 def _wait_ready(server: Server) -> None:
@@ -125,7 +141,7 @@ def _wait_ready(server: Server) -> None:
     raise AssertionError(f"server did not start within {START_SECONDS} s:\n{server.log.read_text()[-4000:]}")
 
 
-def end_group(process: "subprocess.Popen[bytes]") -> None:
+def end_group(process: "subprocess.Popen[bytes] | WarmProcess") -> None:
     """Terminate a process group that this test started, and wait for it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

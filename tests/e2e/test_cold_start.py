@@ -5,7 +5,6 @@ Each case runs in a process of its own, as ``python -m tests.e2e.test_cold_start
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e import servers
+from tests.e2e import warm
 from tests.e2e.fresh import digests, generate, make_engine, worker_model
 from tests.tiny import make_model, save_checkpoint, train_steps
 
@@ -135,15 +134,8 @@ def main(root: Path, case: str) -> None:
     ],
 )
 def test_cold_start_is_a_fresh_load_of_the_head(tmp_path: Path, case: str, kind: str, has_weights: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.test_cold_start", str(tmp_path), case],
-        env={**os.environ, **servers.ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout.decode()[-4000:]
+    done = warm.run("tests.e2e.test_cold_start", str(tmp_path), case, seconds=400)
+    assert done.status == 0, done.said[-4000:]
     seen: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
     assert seen["kind"] == kind
     assert (WEIGHTS in seen["folder"]) is has_weights

@@ -1,9 +1,6 @@
 """All ways to say that a server, or an engine in one's own process, is to move: vLLM's own calls, ours, and both."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import servers
+from tests.e2e import warm
 from tests.e2e.servers import Server, delta_sync_serve, serving
 from tests.e2e.test_server import digests_of
 from tests.tiny import make_model, save_checkpoint, train_steps
@@ -244,15 +241,8 @@ def test_async_engine_takes_native_calls(attached: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_offline_engine_takes_native_calls(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.native_offline", str(tmp_path)],
-        env={**os.environ, **servers.ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout.decode()[-4000:]
+    done = warm.run("tests.e2e.native_offline", str(tmp_path), seconds=400)
+    assert done.status == 0, done.said[-4000:]
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert "start_weight_update reached a worker" in seen["unattached"]
     assert [step["version"] for step in seen["steps"]] == [1, 2]

@@ -51,7 +51,7 @@ class World:
     def serve(self, *flags: str, prefix: tuple[str, ...] = (), **environment: str) -> Any:
         command = [*prefix, *delta_sync_serve(self.base, "--bucket", self.url, *flags)]
         settings = {**self.faults.environment, "VLLM_SERVER_DEV_MODE": "1", **environment}
-        return serving(self.base, self.root / "server.log", command, settings)
+        return serving(self.base, self.root / "server.log", command, settings, cold=bool(prefix))
 
     def log(self) -> str:
         return (self.root / "server.log").read_text(errors="replace")

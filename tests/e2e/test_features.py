@@ -1,16 +1,14 @@
 """Options of vLLM under which patched weights say what a fresh load says, bit for bit. See docs/features.md."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e import warm
 from tests.e2e.features import DRAFT, VERSIONS
-from tests.e2e.servers import ENVIRONMENT, START_SECONDS, VLLM_FLAGS, end_group, free_port
+from tests.e2e.servers import plain_vllm_serve, refused
 from tests.tiny import make_model, save_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -23,23 +21,15 @@ DRAFT_MODEL = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens"
 def follow(root: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Run tests/e2e/features.py in a process of its own and read what it saw."""
     done = run(root, options)
-    assert done.returncode == 0, done.stdout.decode()[-4000:]
+    assert done.status == 0, done.said[-4000:]
     seen: dict[str, Any] = json.loads((root / "seen.json").read_text())
     return seen
 
 
-def run(root: Path, options: dict[str, Any]) -> "subprocess.CompletedProcess[bytes]":
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "delta_sync"}
+def run(root: Path, options: dict[str, Any]) -> warm.Ended:
     # Code that is compiled for a test is of no use to anybody else.
-    environment["VLLM_CACHE_ROOT"] = str(root / "cache")
-    return subprocess.run(
-        [sys.executable, "-m", "tests.e2e.features", str(root), json.dumps(options)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=400,
-        check=False,
-    )
+    environment = {"VLLM_PLUGINS": "delta_sync", "VLLM_CACHE_ROOT": str(root / "cache")}
+    return warm.run("tests.e2e.features", str(root), json.dumps(options), seconds=400, environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +78,8 @@ def test_experts_under_lora_hold_what_a_fresh_load_holds(tmp_path: Path) -> None
 
 def test_offline_start_from_random_weights_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, {**EAGER, "load_format": "dummy"})
-    assert done.returncode != 0
-    assert "--load-format is 'dummy': random weights are no version of any run" in done.stdout.decode()
+    assert done.status != 0
+    assert "--load-format is 'dummy': random weights are no version of any run" in done.said
 
 
 @pytest.mark.slow
@@ -115,20 +105,8 @@ def test_server_is_refused_at_its_start(
     if environment:
         environment = {**environment, "VLLM_RUST_FRONTEND_PATH": str(front_end)}
     base = save_checkpoint(make_model("qwen3"), tmp_path / "base")
-    program = str(Path(sys.executable).with_name("vllm"))
     extension = ["--worker-extension-cls", "vllm_delta_sync.engine.WorkerExtension"]
-    address = ["--host", "127.0.0.1", "--port", str(free_port())]
-    plugin = {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_BUCKET": str(tmp_path / "run")}
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [program, "serve", str(base), *extension, *flags, *VLLM_FLAGS, *address],
-            env={**os.environ, **ENVIRONMENT, **plugin, **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            assert process.wait(START_SECONDS) != 0
-        finally:
-            end_group(process)
-    assert words in (tmp_path / "log").read_text()
+    environment = environment | {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_BUCKET": str(tmp_path / "run")}
+    status, text = refused(tmp_path / "log", plain_vllm_serve(base, *extension, *flags), environment)
+    assert status != 0
+    assert words in text

@@ -1,16 +1,13 @@
 """Pipeline, data and expert parallelism: each rank's weights are a fresh load's, bit for bit, after every version."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e import warm
 from tests.e2e.layouts import BACK, VERSIONS
-from tests.e2e.servers import ENVIRONMENT
 
 pytestmark = pytest.mark.e2e
 DENSE, EXPERTS = "llama_one_kv_head", "qwen3_moe"
@@ -52,17 +49,10 @@ def run(folder: Path, family: str, flags: dict[str, Any]) -> None:
     """Run tests/e2e/layouts.py in a process of its own."""
     # A core for each rank, in turns.
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks_of(flags)))}
-    environment = {**os.environ, **ENVIRONMENT, **binding, "VLLM_PLUGINS": "delta_sync"}
+    environment = {**binding, "VLLM_PLUGINS": "delta_sync"}
     pairs = [f"{name}={json.dumps(value)}" for name, value in flags.items()]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.layouts", str(folder), family, *pairs],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout.decode()[-4000:]
+    done = warm.run("tests.e2e.layouts", str(folder), family, *pairs, seconds=300, environment=environment)
+    assert done.status == 0, done.said[-4000:]
 
 
 def ranks_of(flags: dict[str, Any]) -> int:

@@ -1,23 +1,16 @@
 """What an operator sees of a real server: metrics, the log's lines, and what is said of a set-up that cannot work."""
 
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.servers import (
-    ENVIRONMENT,
-    START_SECONDS,
-    VLLM_FLAGS,
     Server,
     delta_sync_serve,
-    end_group,
-    free_port,
     plain_vllm_serve,
+    refused,
     serving,
 )
 from tests.tiny import make_model, save_checkpoint, train_steps
@@ -99,21 +92,9 @@ def test_set_up_that_cannot_work_ends_the_server_with_one_line(
     tmp_path: Path, environment: dict[str, str], flags: list[str], code: int, words: str
 ) -> None:
     base = save_checkpoint(make_model("qwen3"), tmp_path / "base")
-    program = str(Path(sys.executable).with_name("vllm"))
-    address = ["--host", "127.0.0.1", "--port", str(free_port())]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [program, "serve", str(base), *flags, *VLLM_FLAGS, *address],
-            env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "delta_sync", **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            assert process.wait(START_SECONDS) == code
-        finally:
-            end_group(process)
-    text = (tmp_path / "log").read_text()
+    environment = {"VLLM_PLUGINS": "delta_sync", **environment}
+    status, text = refused(tmp_path / "log", plain_vllm_serve(base, *flags), environment)
+    assert status == code
     assert text.count(words) == 1
     assert "; the server ends" in text
     assert "Traceback" not in text

@@ -1,15 +1,12 @@
 """Tensor parallelism: each rank's weights are a fresh load's, bit for bit, after every version and after going back."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e import warm
 from tests.e2e.parallel import VERSIONS
-from tests.e2e.servers import ENVIRONMENT
 
 pytestmark = pytest.mark.e2e
 # Stacked experts are cut inside each; with one key and value head both ranks hold a copy of it.
@@ -35,11 +32,7 @@ def test_two_ranks_follow_bit_for_bit(tmp_path: Path, family: str) -> None:
 
 def run(folder: Path, *arguments: str) -> str:
     """Run tests/e2e/parallel.py in a process of its own; what it says."""
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PLUGINS": "delta_sync"}
-    command = [sys.executable, "-m", "tests.e2e.parallel", str(folder), *arguments]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, check=False
-    )
-    said = done.stdout.decode()
-    assert done.returncode == 0, said[-4000:]
-    return said
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PLUGINS": "delta_sync"}
+    done = warm.run("tests.e2e.parallel", str(folder), *arguments, seconds=600, environment=environment)
+    assert done.status == 0, done.said[-4000:]
+    return done.said

@@ -62,7 +62,7 @@ def test_trainer_server_and_requests_of_the_readme(tmp_path: Path) -> None:
     assert (verb, model) == ("serve", MODEL)
     program = str(Path(sys.executable).with_name("delta-sync"))
     command = [program, verb, str(checkpoint), *flags, "--served-model-name", MODEL]
-    with serving(checkpoint, tmp_path / "server.log", command, {}) as server:
+    with serving(checkpoint, tmp_path / "server.log", command, {}, cold=True) as server:
         server.wait_served(last)
         status, completion = commands("curl -s http")[0], commands("curl -si http")[0]
         assert curled(server, status).json()["served"]["version"] == last

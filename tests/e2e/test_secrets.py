@@ -85,7 +85,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
             *("--poll-seconds", "0.5"),
         )
         environment = {VARIABLE: canaries.token, "VLLM_LOGGING_LEVEL": "DEBUG"}
-        with serving(base, folder / "server.log", command, environment) as server:
+        with serving(base, folder / "server.log", command, environment, cold=True) as server:
             server.wait_served(0)
             next(train_steps(model, lr=3e-5))
             publisher.publish(step=1, wait=True)

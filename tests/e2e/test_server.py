@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +9,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from tests.e2e import servers
+from tests.e2e import warm
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.servers import Server, delta_sync_serve, plain_vllm_serve, serving
 from tests.forge import BAD_VERSIONS
@@ -51,15 +48,8 @@ def digests_of(server: Server) -> dict[str, str]:
 def fresh_vllm(root: Path, checkpoints: list[Path]) -> dict[str, Any]:
     """What a fresh vLLM in another process makes of the checkpoints."""
     out = root / "fresh.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.fresh", str(out), *map(str, checkpoints)],
-        env={**os.environ, **servers.ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout.decode()[-4000:]
+    done = warm.run("tests.e2e.fresh", str(out), *map(str, checkpoints), seconds=300)
+    assert done.status == 0, done.said[-4000:]
     results: dict[str, Any] = json.loads(out.read_text())
     return results
 

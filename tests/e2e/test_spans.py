@@ -32,6 +32,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     },
 }
 SHORT = {"model": "tiny", "prompt": "fox", "max_tokens": 3, "ignore_eos": True}
+MOST_VERSIONS = 20
 Answers = list[tuple[str, int, list[dict[str, Any]]]]
 """Path, version of the header, and chunks of each stream."""
 
@@ -114,45 +115,55 @@ def test_which_policy_answered_and_who_is_admitted(tmp_path: Path) -> None:
         with serving(base, tmp_path / "server.log", command, environment) as server:
             server.wait_served(0)
             answers: Answers = []
+            version = 0
             with streaming(server, answers):
-                for version in range(1, 4):
+                # A commit may fall between two streams of a kind.
+                while version < 3 or (version < MOST_VERSIONS and not all(crossings(answers).values())):
+                    version += 1
                     publish(version)
                     server.wait_served(version)
                     assert server.get("/delta_sync/ready").status_code == 200
-            crossed: Counter[str] = Counter()
-            for path, admitted, chunks in answers:
-                crossed[path] += check_stream(path, admitted, chunks)
-            assert all(crossed[path] for path in STREAMS), f"none of {len(answers)} streams met a commit: {crossed}"
+            crossed = crossings(answers)
+            assert all(crossed.values()), f"none of {len(answers)} streams met a commit: {crossed}"
             assert figure(server, "delta_sync_output_gap_seconds_count") >= 1
-            check_admission(server, publish)
+            check_admission(server, publish, version + 1)
 
 
-def check_admission(server: Server, publish: Any) -> None:
-    """Waits for version 4 and gets it; late, malformed, held; and readiness."""
+def crossings(answers: Answers) -> Counter[str]:
+    """Per kind of stream, how often one met a commit."""
+    crossed = Counter(dict.fromkeys(STREAMS, 0))
+    for path, admitted, chunks in list(answers):
+        crossed[path] += check_stream(path, admitted, chunks)
+    return crossed
+
+
+def check_admission(server: Server, publish: Any, version: int) -> None:
+    """Waits for the next version and gets it; late, malformed, held; and readiness."""
+    this, next_one = str(version), str(version + 1)
     answers: list[httpx.Response] = []
 
     def ask() -> None:
         # As a client does that is told to ask again.
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline and (not answers or answers[-1].status_code == 503):
-            answers.append(server.post("/v1/completions", SHORT, headers={WANTED: "4"}))
+            answers.append(server.post("/v1/completions", SHORT, headers={WANTED: this}))
 
     asking = threading.Thread(target=ask)
     asking.start()
-    publish(4)
+    publish(version)
     asking.join(300)
-    assert answers[-1].headers["x-delta-sync-version"] == "4"
-    assert [span["version"] for span in answers[-1].json()["delta_sync"]["spans"]] == [4]
-    late = server.post("/v1/completions", SHORT, headers={WANTED: "5"})
+    assert answers[-1].headers["x-delta-sync-version"] == this
+    assert [span["version"] for span in answers[-1].json()["delta_sync"]["spans"]] == [version]
+    late = server.post("/v1/completions", SHORT, headers={WANTED: next_one})
     assert (late.status_code, late.json()["error"]["kind"], late.headers["retry-after"]) == (503, "late", "1")
     assert server.post("/v1/completions", SHORT, headers={WANTED: "five"}).status_code == 400
     assert server.post("/delta_sync/hold").status_code == 200
-    held = server.post("/v1/completions", SHORT, headers={WANTED: "5"})
+    held = server.post("/v1/completions", SHORT, headers={WANTED: next_one})
     assert (held.status_code, held.json()["error"]["kind"]) == (409, "unreachable")
-    assert server.post("/v1/completions", SHORT, headers={WANTED: "4"}).status_code == 200
+    assert server.post("/v1/completions", SHORT, headers={WANTED: this}).status_code == 200
     not_ready = server.get("/delta_sync/ready")
     assert (not_ready.status_code, not_ready.json()["ready"]) == (503, False)
-    assert server.get("/delta_sync/wait", params={"version": 5, "timeout": 300}).status_code == 409
+    assert server.get("/delta_sync/wait", params={"version": version + 1, "timeout": 300}).status_code == 409
     assert server.post("/delta_sync/release").status_code == 200
     assert server.get("/delta_sync/ready").json()["reasons"] == []
     for outcome in ("served", "late", "unreachable", "malformed"):

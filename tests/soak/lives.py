@@ -57,7 +57,7 @@ class Lives:
         flags += ["--num-gpu-blocks-override", CACHE_BLOCKS]
         command = delta_sync_serve(self._base, *flags)
         log = self._folder / f"server-{self._count}.log"
-        server = self._stack.enter_context(serving(self._base, log, command, FEW_KERNELS))
+        server = self._stack.enter_context(serving(self._base, log, command, FEW_KERNELS, cold=True))
         server.wait_served(0)
         with self._changed:
             self._life = Life(self._count, server)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.servers import ENVIRONMENT
+from tests.e2e.warm import ENVIRONMENT
 from tests.tiny import make_model, save_checkpoint
 from vllm_delta_sync.engine import features, launch
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, UsageError
