@@ -107,7 +107,8 @@ def test_several_api_servers_show_the_same_metrics(tmp_path: Path) -> None:
     Publisher(model, bucket=str(tmp_path / "run"), base=base).close()
     command = plain_vllm_serve(base, "--api-server-count", "2", *EXTENSION)
     environment = {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_BUCKET": str(tmp_path / "run")}
-    with serving(base, tmp_path / "server.log", command, environment) as server:
+    # Whether processes add up their metrics is decided when their library is imported.
+    with serving(base, tmp_path / "server.log", command, environment, cold=True) as server:
         server.wait_served(0)
         for _ in range(8):
             found = shown(server)

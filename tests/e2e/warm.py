@@ -1,10 +1,11 @@
 """Processes that are forked from one that has imported vLLM already: real servers, without the seconds of each import.
 
 A server is three processes or more, one after the other, and each takes some six seconds of a core to import vLLM and
-torch. Here they are forks: of a process that has imported both and done nothing else, and of one another, as vLLM's own
-do on a GPU (its CPU platform insists on ``spawn``). Nothing else differs, except that ``/proc`` shows the command line
-and environment of the first process. What looks there, or sets what is read at import (``HF_ENDPOINT``), starts cold;
-so do README's commands, the demo, the examples and the soak.
+torch. Here they are forks: of a process that has imported both and done nothing else, and of one another, as vLLM
+allows by ``VLLM_WORKER_MULTIPROC_METHOD=fork``, but not on a CPU. Nothing else differs, except that ``/proc`` shows the
+command line and environment of the first process. What looks there starts cold, and so does what is decided at import
+(``HF_ENDPOINT``; that several API servers add up their metrics), and README's commands, the demo, the examples and the
+soak.
 
 ``python -m tests.e2e.warm`` reads a line of JSON for each process to start or to look at, and answers with a line.
 """
