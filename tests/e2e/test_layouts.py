@@ -47,7 +47,7 @@ def test_every_rank_follows_bit_for_bit(tmp_path: Path, family: str, flags: dict
 
 def run(folder: Path, family: str, flags: dict[str, Any]) -> None:
     """Run tests/e2e/layouts.py in a process of its own."""
-    # A core for each rank, in turns.
+    # vLLM wants one entry for each rank.
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks_of(flags)))}
     environment = {**binding, "VLLM_PLUGINS": "delta_sync"}
     pairs = [f"{name}={json.dumps(value)}" for name, value in flags.items()]

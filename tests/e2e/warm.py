@@ -1,11 +1,11 @@
 """Processes that are forked from one that has imported vLLM already: real servers, without the seconds of each import.
 
-A server is three processes or more, one after the other, and each takes some six seconds of a core to import vLLM and
-torch. Here they are forks: of a process that has imported both and done nothing else, and of one another, as vLLM
-allows by ``VLLM_WORKER_MULTIPROC_METHOD=fork``, but not on a CPU. Nothing else differs, except that ``/proc`` shows the
-command line and environment of the first process. What looks there starts cold, and so does what is decided at import
-(``HF_ENDPOINT``; that several API servers add up their metrics), and README's commands, the demo, the examples and the
-soak.
+A server is three processes or more, one after the other, and each takes seconds of a core to import vLLM and torch.
+Here they are forks: of a process that has imported both and done nothing else, and of one another, as vLLM allows by
+``VLLM_WORKER_MULTIPROC_METHOD=fork``, but not on a CPU. ``/proc`` then shows the command line and environment of the
+first process, and OpenMP has one thread, bound to no core. What looks there starts cold, and so does what is decided at
+import (``HF_ENDPOINT``; that several API servers add up their metrics), and README's commands, the demo, the examples
+and the soak.
 
 ``python -m tests.e2e.warm`` reads a line of JSON for each process to start or to look at, and answers with a line.
 """
@@ -101,7 +101,7 @@ class _Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # One thread of OpenMP, of which a fork inherits no other.
+            # A fork inherits no other thread, and OpenMP would wait for them.
             env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
             # Ctrl-C is for the tests, which end their servers in order.
             process_group=0,
@@ -113,7 +113,9 @@ class _Nursery:
             assert self._process.stdin is not None
             assert self._process.stdout is not None
             print(json.dumps(order), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
+            answer = self._process.stdout.readline()
+        assert answer, f"the process that servers are forked from has ended, with {self._process.wait(60)}"
+        return json.loads(answer)
 
     def close(self) -> None:
         assert self._process.stdin is not None
