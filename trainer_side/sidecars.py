@@ -8,7 +8,7 @@ from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket.calls import in_parallel
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.wire.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
-from vllm_delta_sync.wire.manifest import SIDECAR_NAME, Sidecar, sidecar_key
+from vllm_delta_sync.wire.manifest import FILE_NAME, Sidecar, sidecar_key
 
 Bytes = bytes | bytearray | memoryview
 
@@ -29,7 +29,7 @@ def checked_sidecars(given: Mapping[str, Bytes] | None) -> dict[str, bytes]:
 
 
 def _checked_name(name: str) -> str:
-    if not isinstance(name, str) or not re.fullmatch(SIDECAR_NAME, name):
+    if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
         raise UsageError(
             f"sidecar name {str(name)[:120]!r} is none; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or "
             "a digit"

@@ -1,0 +1,133 @@
+"""``delta-sync export``: arguments and output; what it does is in ``upkeep.export``."""
+
+import argparse
+import sys
+from typing import Any
+
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    Command,
+    add_base,
+    add_bucket,
+    add_json,
+    add_trust,
+    exit_codes,
+    opened,
+    positive,
+    version,
+)
+
+EXAMPLES = """\
+What comes out is an ordinary Hugging Face checkpoint: transformers, vLLM and everything else load it. Every tensor has
+the bits that the trainer published; digests, fingerprints and (with --trusted-keys) signatures are checked on the way.
+
+Configuration and tokenizer come from the run, which keeps them since its beginning. Runs of older publishers do not:
+then they are taken from the base, where that is at hand.
+
+It is safe to stop an export at any moment. The folder holds a whole checkpoint or none, and the same command goes on
+without downloading anything twice. Until it is done it takes the disk space of the checkpoint and of the objects that
+lead to it. A folder that was exported to before may be named again; any other has to be new or empty. Without --version
+a quarantined version is passed over.
+
+examples:
+  delta-sync export --bucket /data/runs/a --to /models/a
+  delta-sync export --bucket s3://bucket/runs/a --version tag:best --to ./best
+  delta-sync export --bucket /data/runs/a --version 100 --to ./v100 --base /models/qwen3 --json
+"""
+
+
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "export",
+        help="write a version as an ordinary checkpoint folder",
+        description="Write the weights of a version to a folder, with configuration and tokenizer, bit for bit.",
+        epilog=EXAMPLES + exit_codes("weights or documents are damaged, or not signed by who is trusted"),
+    )
+    add_bucket(parser)
+    parser.add_argument(
+        "--version",
+        type=version,
+        metavar="N|tag:NAME",
+        help="the version to write; default: the newest that is not quarantined",
+    )
+    parser.add_argument("--to", required=True, metavar="DIR", help="folder to write, made if it is not there")
+    add_base(parser)
+    parser.add_argument(
+        "--shard-bytes",
+        type=positive,
+        metavar="BYTES",
+        help="bytes of tensors in one file; default: 5 GB",
+    )
+    add_trust(parser)
+    add_json(parser)
+
+
+def _export(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.cli.text import Progress
+    from vllm_delta_sync.upkeep.export import SHARD_BYTES, export
+
+    run = opened(options)
+    bar: list[Progress] = []
+
+    def tell(done: int, work: int) -> None:
+        bar[:] = bar or [Progress(work, "bytes")]
+        bar[0].update(done)
+
+    try:
+        report = export(run, options.to, options.version, options.base, options.shard_bytes or SHARD_BYTES, tell)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        raise
+    finally:
+        for drawn in bar:
+            drawn.close()
+    document = {
+        "run": run.info.run,
+        "version": report.version,
+        "step": report.step,
+        "manifest": report.manifest,
+        "directory": str(report.folder),
+        "files": report.files,
+        "bytes": report.bytes,
+        "present": report.present,
+        "missing": report.missing,
+        "looked_in": report.looked_in,
+        "notes": report.notes,
+    }
+    return document, lambda: _print(document)
+
+
+def _print(document: dict[str, Any]) -> None:
+    from vllm_delta_sync.cli.text import clean, print_fields
+
+    print_fields(
+        [
+            ("version", f"{document['version']} (step {document['step']})"),
+            ("directory", document["directory"]),
+            ("weights", _weights(document)),
+            ("files", ", ".join(name for name in document["files"] if not name.endswith(".safetensors"))),
+        ]
+    )
+    for note in document["notes"]:
+        print(clean(f"note: {note}"))
+    if document["missing"]:
+        places = "; ".join(document["looked_in"]) or "the folder itself"
+        print(
+            clean(f"missing: {' and '.join(document['missing'])}, looked for in {places}"),
+            "without them nothing loads the weights as a model: copy them into the folder, or pass --base with a "
+            "checkpoint that has them",
+            sep="\n",
+            file=sys.stderr,
+        )
+
+
+def _weights(document: dict[str, Any]) -> str:
+    from vllm_delta_sync.cli.text import size
+
+    names = [name for name in document["files"] if name.endswith(".safetensors")]
+    where = names[0] if len(names) == 1 else f"{len(names)} files"
+    return f"{size(document['bytes'])} in {where}" + (", which were there already" if document["present"] else "")
+
+
+COMMANDS: dict[str, Command] = {"export": _export}
