@@ -15,6 +15,12 @@ Peers, and the direction of their ``ratio``:
   ``bare_scatter, prefetching`` asks for cache lines ahead, as our loop does: without that even ours can be faster than
   a bare scatter. Ours / peer time, so *lower is better*.
 
+``proof`` and ``rescan`` hash all weights where they lie in the model, as a server does at its start and on
+``POST /delta_sync/verify``; ``trace`` finds out where that is. Rows ``TP 1`` are of the whole model; rows of
+row-parallel slices are what ``o_proj`` and ``down_proj`` have on one of two tensor parallel ranks, a part of every row.
+The peer is one compiled loop that reads the same bytes as 64-bit words and combines them by XOR: ours / peer time, so
+*lower is better*.
+
 ``extra memory`` is the peak of resident memory above ``input``, what the method is handed (for ours: decoded changes;
 staging is included, and the staged patch is the undo log too). Mapped pages of the file count as memory.
 """

@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 
 from benchmarks.apply_change import NewVersion, bits_of, make_version, read_checkpoint, table_of
 from benchmarks.apply_measure import Method, load_average, peak_extra_bytes, time_all
+from benchmarks.apply_proof import measure_proof
 from benchmarks.models import FULL, QUICK, Loader, Shape, digests, write_checkpoint
 from benchmarks.rows import Row, parse, row, write
 from vllm_delta_sync.engine.commit import commit
@@ -200,6 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for shape in QUICK if options.quick else FULL:
             subject = Subject(shape, Path(scratch))
+            rows += measure_proof(subject, turns)
             for name, density in densities.items():
                 rows += measure(subject, density, f"{shape.name} {name}", turns)
             del subject

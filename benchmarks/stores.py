@@ -2,7 +2,7 @@
 
 The object is 1 GB of random bytes in a file, as an anchor's shard would be. Each transfer is made by a process of its
 own; ``rss`` is the most memory that it ever held, interpreter and libraries included. ``local`` is a directory, its
-peer a copy, with ``fsync`` on the way up. ``s3`` is moto, ``hub`` the loopback Hub of ``tests/hub_store`` with the real
+peer a copy, with ``fsync`` on the way up. ``s3`` is moto, ``hub`` is ``tests/support/hub_store`` with the real
 ``huggingface_hub`` and ``hf_xet``: client and server share this machine's cores, so these are figures of what the
 client costs, not of a network. Downloads are the better of two. What came back is compared with what went up.
 ``document`` is a small object put and read back, as manifests and HEAD.json are.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import Row, parse, row, write
-from tests.stores import STORES
+from tests.support.stores import STORES
 from vllm_delta_sync.bucket import open_bucket
 
 BENCH = "stores"

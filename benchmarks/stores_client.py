@@ -5,7 +5,6 @@ Prints {"seconds", "rss_mb"}; the latter is the most that the process ever held,
 
 import json
 import os
-import resource
 import shutil
 import sys
 import time
@@ -87,7 +86,9 @@ def main(client: str, direction: str, url: str, key: str, path: str) -> None:
     began = time.perf_counter()
     transfer()
     seconds = time.perf_counter() - began
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not getrusage(): its maximum includes the process that this one was forked from.
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    most = int(status["VmHWM"].split()[0]) / 1024
     print(json.dumps({"seconds": seconds, "rss_mb": most}))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,6 +12,7 @@ from torch import distributed
 from trainer_side.committer import Committer
 from trainer_side.course import Course
 from trainer_side.detection import Detector
+from trainer_side.model_files import collect_files
 from trainer_side.naming import ModelLike, live_tensors
 from trainer_side.options import Options
 from trainer_side.resume import open_or_begin
@@ -87,6 +89,7 @@ def assembled(
     model: ModelLike,
     bucket: Bucket,
     base: str | Path | None,
+    files: str | Path | None,
     options: Options,
     background: Worker,
     ranks: "Ranks | None",
@@ -99,12 +102,13 @@ def assembled(
     """
     detector = Detector(options.diff_threads)
     undo.callback(detector.close)
+    collected = partial(collect_files, model, files)
     if ranks is not None:
         from trainer_side.sharded.joining import joined
 
-        return joined(model, bucket, base, options, background, detector, ranks, undo)
+        return joined(model, bucket, base, collected, options, background, detector, ranks, undo)
     live = live_tensors(model)
-    opened, place = open_or_begin(bucket, live, base, options, background.call)
+    opened, place = open_or_begin(bucket, live, base, collected, options, background.call)
     upkeep = Upkeep(bucket, place, options, opened.writer)
     undo.callback(upkeep.close)
     committer = Committer(bucket, opened, place, options, upkeep.offer)

@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trainer_side.model_files import tokenizer_folder
 from trainer_side.publisher import Publisher
 from trainer_side.reports import Reports, check_publisher_options
 from vllm_delta_sync.bucket import Bucket
@@ -50,7 +51,8 @@ class DeltaSyncCallback(TrainerCallback):
             stop_on_error: have training raise what publishing raises. Otherwise it is logged, training goes on, and
                 the changes go out with the next version; only when training begins errors are always raised.
             receivers_lag: read the leases of receivers, in another thread, every 10 s at most.
-            options: of ``Publisher``, such as ``base``, ``notice`` and ``codec``.
+            options: of ``Publisher``, such as ``base``, ``notice`` and ``codec``. Without ``files`` a run that begins
+                keeps the Trainer's tokenizer (``processing_class``), so that servers start from the bucket alone.
 
         Raises:
             UsageError: ``every`` is no number from 1 on, or an option is not one of ``Publisher``.
@@ -106,7 +108,9 @@ class DeltaSyncCallback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         if not _takes_part(model, state):
             return
-        self.publisher = publisher = Publisher(model, self._bucket, **self._options)
+        with tokenizer_folder(kwargs.get("processing_class")) as folder:
+            options = self._options if folder is None else {"files": folder, **self._options}
+            self.publisher = publisher = Publisher(model, self._bucket, **options)
         if state.is_world_process_zero:
             self._reports.begin(self._bucket, publisher, self._lag_wanted)
 

@@ -13,13 +13,11 @@ replace another's. That one notices with its next commit at the latest, and stop
 """
 
 import secrets
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.creation import created, gives, reads, settled
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.checks import check_follows
 from vllm_delta_sync.chain.newest import end_of_block
@@ -28,7 +26,6 @@ from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
     FormatError,
-    LimitError,
     NotFoundError,
     SignatureError,
     StoreError,
@@ -38,11 +35,7 @@ from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.documents import Claim, claim_key
 from vllm_delta_sync.wire.manifest import RUN_KEY, Manifest, timestamp, version_key
 
-SETTLING_SECONDS = 2.0
-"""Longer than a write takes to have its effect after the look that it follows, unless something is wrong."""
-
 _READ_BYTES = 1 << 24
-_Read = TypeVar("_Read")
 
 
 @dataclass
@@ -180,21 +173,9 @@ def claim(run: Run, found: Found) -> Claimed:
             )
         )
         data = document.to_bytes()
-        if _created(bucket, claim_key(epoch), data) and settled(bucket, claim_key(epoch), data):
+        if created(bucket, claim_key(epoch), data) and settled(bucket, claim_key(epoch), data):
             return Claimed(epoch, data)
         epoch += 1
-
-
-def settled(bucket: Bucket, key: str, data: bytes) -> bool:
-    """Whether an object that was created just now is ours to stay. Takes a while where create-if-absent does not hold.
-
-    Raises:
-        StoreError: the store does not tell.
-    """
-    if bucket.exclusive:
-        return True
-    time.sleep(SETTLING_SECONDS)
-    return _reads(bucket, key, data)
 
 
 def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = None) -> None:
@@ -221,17 +202,12 @@ def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = Non
         bucket.stat(later)
     except NotFoundError:
         later = claim_key(epoch)
-        if own is None or bucket.exclusive or _reads(bucket, later, own, lost=True):
+        if own is None or bucket.exclusive or reads(bucket, later, own, lost=True):
             return
     raise ConflictError(
         f"another publisher has taken over the run at {bucket.url} ({later}); this one stops: nothing "
         "it publishes from now on would be kept"
     )
-
-
-def gives(read: Callable[[], _Read], expected: _Read) -> bool:
-    """Whether a read gives what is expected. If not it is read again: bytes may flip on the way from the store."""
-    return read() == expected or read() == expected
 
 
 def stored_digest(bucket: Bucket, key: str) -> str:
@@ -247,29 +223,3 @@ def stored_digest(bucket: Bucket, key: str) -> str:
         if len(piece) < _READ_BYTES:
             return digest.hexdigest()
         start += len(piece)
-
-
-def _reads(bucket: Bucket, key: str, data: bytes, lost: bool = False) -> bool:
-    """Whether an object has these bytes; ``lost`` if there is none."""
-    try:
-        return gives(lambda: bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)), data)
-    except NotFoundError:
-        return lost
-    except LimitError:
-        return False
-
-
-def _created(bucket: Bucket, key: str, data: bytes) -> bool:
-    try:
-        bucket.put(key, data, if_absent=True)
-    except (ConflictError, StoreError) as error:
-        # The answer to a put that went well may have been lost; only our claim has our writer's id.
-        try:
-            if gives(lambda: bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), data):
-                return True
-        except NotFoundError:
-            raise error from None
-        if isinstance(error, StoreError):
-            raise
-        return False
-    return True

@@ -16,6 +16,7 @@ from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.calls import has_object, in_parallel
 from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.checks import check_document_size, document_limit
 from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.errors import (
     ConflictError,
@@ -196,14 +197,16 @@ class Committer:
                 f"tensor {overwritten[0]!r} is read from the base, which was overwritten since: no anchor is written"
             )
         whole, objects = self._put_shards()
+        key = anchor_key(self.held.version)
         document = self._options.keyring.signed(versions.anchor_beside(self.held, whole, objects))
+        check_document_size(document, document_limit(whole.table), key)
         # Another run may lie there by now, whose anchor this would overwrite.
         try:
             self.writer.check_fence()
         except ConflictError as error:
             self.stopped = error
             raise
-        self._bucket.put(anchor_key(self.held.version), document.to_bytes())
+        self._bucket.put(key, document.to_bytes())
         if not all(has_object(self._bucket, ref) for ref in objects):
             # A collection has removed what no document named yet.
             self._put_shards()

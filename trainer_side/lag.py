@@ -57,7 +57,7 @@ class ReceiversLag:
         """Wait for a look that goes on, and give back thread and connections."""
         self._worker.close()
         if self._run is not None and not isinstance(self._bucket, Bucket):
-            self._run.bucket.close()
+            self._run.close()
 
     def _look(self) -> None:
         try:

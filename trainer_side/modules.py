@@ -50,7 +50,7 @@ class ModuleForm:
         Raises:
             ModelError: see ``check_plain``; or the conversion cannot be followed, or there is no tensor.
         """
-        self._model = _unwrap(model)
+        self._model = unwrap(model)
         _refuse_unpublishable(self._model)
         self._described = described
         state = _module_state(self._model, described)
@@ -151,7 +151,8 @@ def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return check_plain(name, tensor)
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module in the wrappers of frameworks, such as DistributedDataParallel; the module itself if it has none."""
     while (attribute := _wrapper_attribute(model)) is not None:
         model = getattr(model, attribute)
     return model

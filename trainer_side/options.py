@@ -11,6 +11,7 @@ import torch
 
 from trainer_side.detection_held import Place
 from trainer_side.gate import Gate
+from vllm_delta_sync.config import client_settings
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
@@ -82,8 +83,8 @@ def checked(
         raise UsageError(f"head_seconds is {head_seconds}; give at most {MAX_HEAD_SECONDS}")
     if trusted_keys is not None and signing_key is None:
         raise UsageError(
-            "trusted_keys is set without signing_key: what this publisher wrote would be refused by whoever asks for "
-            "signatures; give both, or neither"
+            "trusted_keys is set without signing_key: readers that ask for signatures would refuse what this publisher "
+            "writes; give both, or neither (by argument, environment or settings file)"
         )
     if anchor_every is not None:
         _check_number("anchor_every", anchor_every, 1, "a number of versions, or None")
@@ -111,6 +112,17 @@ def checked(
         baseline="device" if baseline == "device" else "host",
         diff_threads=torch.get_num_threads() if diff_threads is None else diff_threads,
         receiver_bytes_per_second=receiver_bytes_per_second,
+    )
+
+
+def chosen_keys(
+    signing_key: str | Path | None, trusted_keys: str | Sequence[str | Path] | None
+) -> tuple[str | Path | None, str | Sequence[str | Path] | None]:
+    """Signing key and trusted keys: as given, else as set. Raises SettingsError: a setting does not fit."""
+    settings = client_settings()
+    return (
+        settings.signing_key if signing_key is None else signing_key,
+        settings.trusted_keys if trusted_keys is None else trusted_keys,
     )
 
 

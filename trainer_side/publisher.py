@@ -12,8 +12,9 @@ import torch
 from trainer_side.assembly import agreed_options, assembled, each, ranks_of
 from trainer_side.detection_held import Place
 from trainer_side.gate import Gate
+from trainer_side.model_files import check_folder
 from trainer_side.naming import ModelLike
-from trainer_side.options import RESCAN_BYTES, Options, check_version, checked
+from trainer_side.options import RESCAN_BYTES, Options, check_version, checked, chosen_keys
 from trainer_side.result import PublishResult, Stopwatch
 from trainer_side.sidecars import Bytes
 from trainer_side.versions import SHARD_BYTES
@@ -59,6 +60,7 @@ class Publisher:
         compression: Compression = "zstd",
         notice: str | None = None,
         *,
+        files: str | Path | None = None,
         notice_key: str | Path | None = None,
         notice_allowed: str | Path | None = None,
         resume: bool = True,
@@ -94,6 +96,11 @@ class Publisher:
                 them for each version, by the speed of uploads; the log says why. ``raw``: values, readable by others.
             compression: ``zstd`` or ``none``.
             notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` goes to a broker.
+            files: folder with config.json, tokenizer.json and the like, which a run that begins keeps, so that servers
+                start from the bucket alone and exports are whole: small files (``*.json``, ``*.txt``, ``*.model``,
+                ``*.jinja``, ``*.tiktoken``) of up to 64 MiB, at most 64 of them and 256 MiB in all. The base's are kept
+                without being asked for, and without a base the configuration of a transformers model; those of this
+                folder win. Of ranks that publish together, rank 0 reads it.
             notice_key, notice_allowed: own secret CURVE certificate; public ones of who may listen, or the broker's.
             resume: False refuses a run that is there already.
             anchor_every: each k-th version gets an anchor; None: when replaying has become dearer than an anchor.
@@ -102,10 +109,12 @@ class Publisher:
             rescan_bytes: at each version, compare so many bytes of the baseline in memory with what was published,
                 tensors in turn; 0 for none.
             shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger than that decoded
-                is parted too. Objects of one version go up side by side.
+                is parted too. Objects of one version go up side by side; at most 65,536 can be listed.
             gate: what versions have to be like, and what becomes of one that is not; None: anything goes.
             signing_key: private key file (``delta-sync keygen``); the whole run is signed from its beginning, or not.
-            trusted_keys: public key files, whose word counts in a run that is taken over; None: that of the key.
+                None: the setting ``signing_key``; where that is not set either, nothing is signed.
+            trusted_keys: public key files, whose signatures count in a run that is taken over. None: the setting
+                ``trusted_keys``, else the signing key's own.
             head_seconds: how long a signed HEAD.json holds; it is written again before, as long as this lives.
             baseline: where the bits published last are kept of tensors on a device: in ``host`` memory (pinned, for
                 CUDA), or on the ``device``, where they take as many bytes as the model in the served dtypes.
@@ -113,7 +122,7 @@ class Publisher:
             receiver_bytes_per_second: how fast receivers download, for codec ``auto``; None: as uploads go from here.
 
         Raises:
-            UsageError: an argument is not understood. SettingsError: a key file cannot be used.
+            UsageError: an argument is not understood. SettingsError: a key file or another setting cannot be used.
             SignatureError: the run that is there is not signed by who is trusted, or by nobody, or the key may not.
             ModelError, TensorMismatchError: a tensor, which is named, cannot be published, or does not fit the run.
             NotFoundError, FormatError: the base cannot be read.
@@ -122,10 +131,13 @@ class Publisher:
         """
 
         def check(signs: bool) -> Options:
+            if signs:  # rank 0, which begins the run; other machines need not have the folder
+                check_folder(files)
+            key, trusted = chosen_keys(signing_key, trusted_keys) if signs else (None, None)
             return checked(
                 codec, compression, every=every, resume=resume, read_back=read_back, rescan_bytes=rescan_bytes,
                 anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
-                signing_key=signing_key if signs else None, trusted_keys=trusted_keys if signs else None,
+                signing_key=key, trusted_keys=trusted,
                 head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
                 receiver_bytes_per_second=receiver_bytes_per_second,
             )  # fmt: skip
@@ -153,7 +165,7 @@ class Publisher:
             self._notice = each(ranks, "notice", announcing)
             if self._notice is not None:
                 undo.callback(self._notice.close)
-            made = assembled(model, self._bucket, base, options, self._background, ranks, undo)
+            made = assembled(model, self._bucket, base, files, options, self._background, ranks, undo)
             self._committer, self._course, self._upkeep = made.committer, made.course, made.upkeep
             self._detector = made.detector
             if self._notice is not None:

@@ -18,7 +18,7 @@ from trainer_side.gatekeeper import judge_whole
 from trainer_side.naming import LiveTensors
 from trainer_side.options import Options
 from trainer_side.standing import check_end, open_vouched, refuse_forged
-from trainer_side.start import Opened, begin, look_at
+from trainer_side.start import Collect, Opened, begin, look_at
 from trainer_side.writer import FormerVersionError, RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.chain.checks import check_base
@@ -50,12 +50,18 @@ Call = Callable[[Callable[[], None]], None]
 
 
 def open_or_begin(
-    bucket: Bucket, live: LiveTensors, base: str | Path | None, options: Options, call: Call
+    bucket: Bucket,
+    live: LiveTensors,
+    base: str | Path | None,
+    files: Collect,
+    options: Options,
+    call: Call,
 ) -> tuple[Opened, str | Path | None]:
     """Take over the run that is in the bucket, or begin one.
 
     Args:
         base: see ``Publisher``.
+        files: gives the model's small files, if a run begins.
         call: makes a call in a thread that no interrupt hits, and raises what it raises.
 
     Returns:
@@ -68,12 +74,13 @@ def open_or_begin(
     if not there.run:
         resolved = None if base is None else resolve_base(base)
         path = None if resolved is None else resolved.path
+        kept = files(resolved)
         baseline = Baseline.captured(live, path)
         _prepare(baseline, options, call)
         call(baseline.scan)
         store = partial(versions.put_shards, baseline, options.shard_bytes)
         difference = baseline.first_difference
-        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, there.unfinished)
+        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, there.unfinished)
         return Opened(baseline, writer, manifest), path
     check_may_resume(bucket, options)
     place = place_of(base)

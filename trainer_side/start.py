@@ -1,19 +1,21 @@
 """The beginning of a run: claim a URL and commit version 0, or give the URL back."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from trainer_side import versions
 from trainer_side.baseline import Baseline
-from trainer_side.claims import settled
 from trainer_side.options import Options
 from trainer_side.writer import RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.creation import settled
+from vllm_delta_sync.bucket.objects import fetch_object
 from vllm_delta_sync.chain.checks import document_limit
 from vllm_delta_sync.checkpoint import ResolvedBase
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, LimitError, NotFoundError, StoreError
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, DigestError, LimitError, NotFoundError, StoreError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
 from vllm_delta_sync.wire import limits
@@ -25,7 +27,10 @@ from vllm_delta_sync.wire.manifest import (
     VERSIONS_PREFIX,
     Manifest,
     ObjectRef,
+    RunFile,
     RunInfo,
+    Stored,
+    file_key,
     timestamp,
     version_key,
 )
@@ -33,15 +38,23 @@ from vllm_delta_sync.wire.table import TensorTable
 
 logger = guarded_logger(__name__)
 
+Collect = Callable[[ResolvedBase | None], Mapping[str, bytes]]
+"""Gives the small files of a model, name → content, by the base that was found."""
 
-def new_run(table: TensorTable) -> RunInfo:
-    """run.json of a run that begins now."""
+
+def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
+    """run.json of a run that begins now. Args: files: name → content of the model's small files."""
+    digests = {name: sha256(data).hexdigest() for name, data in files.items()}
     return RunInfo(
         run=secrets.token_hex(16),
         created_at=timestamp(),
         tensors=table.digest,
         total=table.total,
         full_bytes=table.full_bytes,
+        files=[
+            RunFile(name=name, key=file_key(digest), bytes=len(files[name]), sha256=digest)
+            for name, digest in sorted(digests.items())
+        ],
     )
 
 
@@ -111,11 +124,13 @@ def begin(
     base: ResolvedBase | None,
     options: Options,
     store: Callable[[versions.Put], list[ObjectRef]],
+    files: Mapping[str, bytes],
     unfinished: bytes | None = None,
 ) -> tuple[RunWriter, Manifest]:
     """Commit version 0 of a new run.
 
     Args:
+        files: name → content of the model's small files, which the run keeps.
         unfinished: run.json of the start that this one takes the place of.
         whole: the weights. difference: the first tensor that is not the base's, None if all are.
         store: stores all weights as an anchor's objects with what it is given.
@@ -128,7 +143,7 @@ def begin(
     """
     keyring = options.keyring
     keyring.check_begins()
-    info = keyring.signed(new_run(whole.table))
+    info = keyring.signed(new_run(whole.table, files))
     writer = RunWriter(bucket, info, 0, options, document_limit(whole.table))
     if base is not None and difference is not None:
         logger.warning(
@@ -140,10 +155,11 @@ def begin(
         if unfinished is not None:
             start.replace(unfinished)
         start.claim()
+        start.put_files(files)
         if base is not None and difference is None:
             manifest = keyring.signed(versions.reference(info.run, whole, base.recorded))
         else:
-            manifest = keyring.signed(versions.anchor(info.run, whole, store(start.put_shard)))
+            manifest = keyring.signed(versions.anchor(info.run, whole, store(start.put)))
         start.commit(manifest)
     writer.announce()
     return writer, manifest
@@ -193,15 +209,21 @@ class Start:
             "somebody began a run at %s and was gone before its first version: a new run begins in its place",
             self._bucket.url,
         )
-        there = _present(self._bucket, TABLE_KEY)
-        table = self._bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES) if there else None
+        there: dict[str, bytes | None] = {RUN_KEY: unfinished, TABLE_KEY: None}
+        if _present(self._bucket, TABLE_KEY):
+            there[TABLE_KEY] = self._bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
+        for item in _files_of(unfinished):
+            try:
+                there[item.key] = fetch_object(self._bucket, item)
+            except (NotFoundError, LimitError, DigestError):
+                there[item.key] = None
         # The claim goes last: whoever is stopped in between leaves what can be replaced again.
-        for key in (TABLE_KEY, RUN_KEY):
+        for key in reversed(there):
             self._bucket.delete(key)
         try:
             self._refuse_begun()
         except ConflictError:
-            for key, data in ((RUN_KEY, unfinished), (TABLE_KEY, table)):
+            for key, data in there.items():
                 if data is not None:
                     self._bucket.put(key, data, if_absent=True)
             raise
@@ -221,15 +243,26 @@ class Start:
         self._create(RUN_KEY, self._info.to_bytes())
         self._create(TABLE_KEY, self._table.to_bytes())
 
-    def put_shard(self, ref: ObjectRef, path: Path) -> None:
-        """Store an object of version 0, from any thread; raises StoreError."""
+    def put_files(self, files: Mapping[str, bytes]) -> None:
+        """Store the files that run.json lists; raises StoreError."""
+        made = self._made
+        for key, item in {item.key: item for item in self._info.files}.items():
+            # No collection removes them later: what may have been stored, and what was left there, is taken back too.
+            made.maybe[key] = files[item.name]
+            self.put(item, files[item.name])
+            del made.maybe[key]
+            if key not in made.keys:
+                made.keys.append(key)
+
+    def put(self, ref: Stored, content: bytes | Path) -> None:
+        """Store an object that is named by its content, from any thread; raises StoreError."""
         try:
             with self._writer.link.upload(ref.bytes):
-                self._bucket.put(ref.key, path, if_absent=True)
+                self._bucket.put(ref.key, content, if_absent=True)
             self._made.keys.append(ref.key)
         except ConflictError:
             # Left by an earlier start, perhaps damaged since.
-            self._bucket.put(ref.key, path)
+            self._bucket.put(ref.key, content)
         self._writer.check_object(ref)
 
     def commit(self, manifest: Manifest) -> None:
@@ -342,3 +375,11 @@ def _present(bucket: Bucket, key: str) -> bool:
     except NotFoundError:
         return False
     return True
+
+
+def _files_of(info: bytes) -> list[RunFile]:
+    """The files that a run.json lists; none if it cannot be read."""
+    try:
+        return RunInfo.from_bytes(info, RUN_KEY).files
+    except DeltaSyncError:
+        return []

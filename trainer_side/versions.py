@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 from trainer_side.baseline import Baseline
 from vllm_delta_sync.bucket.calls import begun, ended
 from vllm_delta_sync.bucket.crew import SLICE_SECONDS
-from vllm_delta_sync.errors import LimitError
+from vllm_delta_sync.errors import LimitError, StoreError
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
 from vllm_delta_sync.wire.bits import Bits
@@ -71,7 +71,12 @@ class Shards:
         self._going: set[Future[None]] = set()
         self._count = 0
         # After an interrupt files are removed under uploads that go on: their threads are given up with the process.
-        self._folder = TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True)
+        try:
+            self._folder = TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise StoreError(
+                f"no temporary folder can be made: {error}; free space there, or set TMPDIR to another folder"
+            ) from error
 
     def add(self, table: TensorTable, tensors: Iterable[tuple[str, Bits]]) -> ObjectRef:
         """Write one file and begin to store it; ``tensors`` as in ``write_anchor``."""

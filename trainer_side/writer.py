@@ -11,12 +11,13 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from trainer_side.claims import check_fence, gives, stored_digest
+from trainer_side.claims import check_fence, stored_digest
 from trainer_side.link import Link
 from trainer_side.options import Options
 from trainer_side.standing import key_refused
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.calls import has_object
+from vllm_delta_sync.bucket.creation import gives
 from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.chain.checks import check_document_size
 from vllm_delta_sync.errors import (

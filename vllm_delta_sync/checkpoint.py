@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,19 @@ from vllm_delta_sync.wire.table import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 
 # A revision becomes a path below the Hub's cache, and a manifest that is read may name one.
 _MODEL = re.compile(r"(?:hf:)?([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)@(?!/|(?:.*/)?\.\.?(?:/|$))([A-Za-z0-9._/-]+)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model"]
+MODEL_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Of configuration, tokenizer, chat template and generation settings. Never code: a bucket may be another's."""
+EXPORT_NAME = "delta_sync_export.json"
+"""What ``delta-sync export`` writes beside the weights, about them."""
+# Weights elsewhere, the state of a trainer, and what would make transformers load an adapter.
+_NOT_THE_MODEL = (EXPORT_NAME, "trainer_state.json", "adapter_config.json")
+_WANTED = ["*.safetensors", *(f"*{suffix}" for suffix in MODEL_FILE_SUFFIXES)]
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,46 @@ class ResolvedBase:
         return Base(location=str(self.path.resolve()), model=self.model, revision=self.revision)
 
 
-def resolve_base(text: str | Path) -> ResolvedBase:
+def is_model_file(name: str) -> bool:
+    """Whether a file of that name is one that a model folder has beside the weights: configuration, tokenizer, …"""
+    # For some file systems another spelling is the same file.
+    lower = name.lower()
+    return (
+        name.endswith(MODEL_FILE_SUFFIXES)
+        and not lower.endswith((".index.json", ".index.txt"))
+        and not name.startswith(".")
+        and lower not in _NOT_THE_MODEL
+    )
+
+
+def missing_files(names: Collection[str]) -> list[str]:
+    """What no server starts without and is not among the names of a folder's files: ``config.json``, ``tokenizer``."""
+    missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
+    if not any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names):
+        missing.append("tokenizer")
+    return missing
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """Name → path of the small files of a model folder, by name; those of folders below it are left out.
+
+    Raises:
+        StoreError: the folder cannot be read.
+    """
+    try:
+        found = sorted(folder.iterdir())
+    except OSError as error:
+        raise StoreError(f"folder {str(folder)!r} cannot be read: {error.strerror}") from error
+    return {path.name: path for path in found if is_model_file(path.name) and path.is_file()}
+
+
+def resolve_base(text: str | Path, weights: bool = True) -> ResolvedBase:
     """Find a base: a directory, else a public model ``org/name@revision`` (or ``hf:org/name@revision``).
 
     A model is fetched into the cache of ``huggingface_hub``, or found there; what is not text or weights is left out.
+
+    Args:
+        weights: False: leave the weights out too.
 
     Raises:
         NotFoundError: the Hub has no such model or revision. StoreError: the Hub cannot be reached, and the model is
@@ -55,7 +100,7 @@ def resolve_base(text: str | Path) -> ResolvedBase:
     if match is None or not names_model(text):
         return ResolvedBase(Path(text))
     model, revision = match.groups()
-    folder = _download(model, revision)
+    folder = _download(model, revision, _WANTED if weights else _WANTED[1:])
     # The cache names a snapshot by its commit; a branch or tag may move.
     commit = folder.name if _COMMIT.fullmatch(folder.name) else revision
     return ResolvedBase(folder, model, commit)
@@ -66,7 +111,7 @@ def names_model(text: str | Path) -> bool:
     return _MODEL.fullmatch(str(text)) is not None and not Path(text).exists()
 
 
-def _download(model: str, revision: str) -> Path:
+def _download(model: str, revision: str, wanted: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -77,7 +122,7 @@ def _download(model: str, revision: str) -> Path:
         ) from error
     try:
         # Only the top folder: copies in other layouts lie below it.
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except HFValidationError as error:
         raise UsageError(f"base {model}@{revision} is no model's name: {error}") from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:

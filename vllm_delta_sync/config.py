@@ -1,36 +1,96 @@
-"""Settings of the receiving side: one model, one table of environment variables, one order of precedence.
+"""Settings of every program of this project: one model, one table of environment variables, one order of precedence.
 
-A command-line flag wins over the environment (``DELTA_SYNC_<UPPER>``), the environment over the TOML file named by
-``DELTA_SYNC_CONFIG``. An unknown name is an error everywhere. Secrets are no settings: a setting names the file of one,
-and ``DELTA_SYNC_ADMIN_TOKEN`` is the only one that may come by the environment.
+A flag or an argument wins over the environment (``DELTA_SYNC_<UPPER>``), and the environment over the TOML file named
+by ``DELTA_SYNC_CONFIG``. An unknown name is an error everywhere. Secrets are no settings: a setting names the file of
+one, and ``DELTA_SYNC_ADMIN_TOKEN`` is the only one that may come by the environment.
 """
 
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync import admin_token
-from vllm_delta_sync.bucket import StoreOptions, check_url, scheme_of
 from vllm_delta_sync.errors import SettingsError, UsageError
 from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.urls import check_url, scheme_of
 from vllm_delta_sync.wire.documents import RECEIVER_ID, TAG_NAME
 from vllm_delta_sync.wire.limits import MAX_LEASE_SECONDS, MAX_SLOTS
 
 ENV_PREFIX = "DELTA_SYNC_"
 CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
 NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE)
-SIGNING_KEY_VARIABLE = "DELTA_SYNC_SIGNING_KEY"
 HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
+MOST_CONNECTIONS = 256
+SLOWEST_BYTES_PER_SECOND = 1_000_000
+
+
+class StoreOptions(BaseModel):
+    """Settings of a store's client. A directory heeds the mirror and the limits of bandwidth only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    mirror: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="URL of a copy or cache of the run in front of the bucket: another bucket, or https:// of any "
+            "HTTP cache. Objects are taken from there if their digest is right, else from the bucket.",
+        ),
+    ] = None
+    store_endpoint: Annotated[
+        str | None,
+        Field(
+            pattern=r"^https?://[^@?#]+$",
+            description="Address of an S3-compatible store (s3://), of another Hub (hf://) or an emulator. Default: "
+            "what the store's own environment variables say.",
+        ),
+    ] = None
+    store_deadline: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            description="Seconds after which one try of a request is given up; a transfer has a second more for each "
+            "MB. With all tries a request takes three times as long at most.",
+        ),
+    ] = 30.0
+    store_connections: Annotated[
+        int,
+        Field(ge=1, le=MOST_CONNECTIONS, description="Requests that one process has in flight to a store, at most."),
+    ] = 16
+    store_upload_limit: Annotated[
+        int | None, Field(gt=0, description="Bytes per second that one process sends to a store, at most.")
+    ] = None
+    store_download_limit: Annotated[
+        int | None, Field(gt=0, description="Bytes per second that one process takes from a store, at most.")
+    ] = None
+    store_progress: Annotated[
+        Literal["auto", "bar", "log", "off"],
+        Field(
+            description="What shows transfers that take over two seconds. auto: bars on a terminal, lines in the log "
+            "otherwise."
+        ),
+    ] = "auto"
+
+    def allowance(self, size: int) -> float:
+        """Seconds that one try of moving ``size`` bytes may take."""
+        return self.store_deadline + size / SLOWEST_BYTES_PER_SECOND
+
+    @property
+    def retry_seconds(self) -> float:
+        """Seconds after which what has failed is not begun again."""
+        return 2 * self.store_deadline
 
 
 class Settings(StoreOptions):
-    """What a receiver can be told. docs/REFERENCE.md is generated from these descriptions."""
+    """Settings of a receiver. docs/REFERENCE.md is generated from these descriptions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -252,10 +312,16 @@ class Settings(StoreOptions):
         if self.cache_dir is not None or scheme_of(self.bucket) == "file":
             return self.cache_dir
         try:
-            cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            return _user_cache()
         except RuntimeError:
             return None  # a user without a home does without the cache too
-        return Path(cache) / "vllm-delta-sync"
+
+    def models_folder(self) -> Path:
+        """Where ``delta-sync serve`` without MODEL writes the model files of runs. Raises SettingsError: no home."""
+        try:
+            return (self.cache_dir or _user_cache()) / "models"
+        except RuntimeError as error:
+            raise SettingsError("this user has no home directory; set cache_dir") from error
 
     def state_folder(self) -> Path:
         """Where marks are kept. Raises SettingsError: this user has no home."""
@@ -273,33 +339,63 @@ class Settings(StoreOptions):
             yield name, public_url(value) if isinstance(value, str) else value
 
 
+class ClientSettings(Settings):
+    """Settings of every other program: commands, publishers and what reads runs. They may sign, and need no bucket."""
+
+    bucket: str = ""
+    signing_key: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Private key file (`delta-sync keygen`) that signs what commands and publishers write. A "
+            "server refuses to start with it: who has the signing key decides what is served.",
+        ),
+    ] = None
+
+    def keyring(self, signs: bool = False) -> Keyring:
+        """The keys that are trusted; the files are read anew.
+
+        Args:
+            signs: read the signing key too, and trust it if no key is trusted by name.
+
+        Raises:
+            SettingsError: a key file cannot be used.
+        """
+        return Keyring.load(self.trusted_keys, self.signing_key if signs else None)
+
+
+_Model = TypeVar("_Model", bound=Settings)
+
+
+def _user_cache() -> Path:
+    """Where this user's caches of this package lie. Raises RuntimeError: the user has no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-delta-sync"
+
+
 def environment_name(field: str) -> str:
     """``poll_seconds`` → ``DELTA_SYNC_POLL_SECONDS``."""
     return ENV_PREFIX + field.upper()
 
 
 def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
-    """Merge file, environment and overrides.
+    """The settings of a receiver, from overrides, environment and file.
 
     Args:
         overrides: values that win over everything; None values are ignored.
         environment: instead of ``os.environ``.
 
     Raises:
-        SettingsError: an unknown name, a value that does not fit, no bucket, or an unreadable file.
+        SettingsError: an unknown name, a value that does not fit, no bucket, a signing key, or an unreadable file.
     """
-    environment = os.environ if environment is None else environment
-    values: dict[str, Any] = _from_file(environment.get(CONFIG_VARIABLE))
-    values.update(_from_environment(environment))
-    values.update({name: value for name, value in (overrides or {}).items() if value is not None})
-    try:
-        settings = Settings.model_validate(values)
-    except ValidationError as error:
-        raise SettingsError(_explain(error)) from error
-    try:
-        check_url(settings.bucket)
-    except UsageError as error:
-        raise SettingsError(f"setting 'bucket': {error.message}") from error
+    given = _Given.read(overrides, environment)
+    if "signing_key" in given.values:
+        source = given.sources["signing_key"] or "an argument"
+        raise SettingsError(
+            f"{source} sets signing_key: who has the signing key decides what is served, so it has no business on a "
+            "server; take it out, and give trusted_keys"
+        )
+    settings = given.validated(Settings)
+    check_bucket(settings.bucket)
     if (settings.notice_key is None) != (settings.notice_server_key is None):
         missing = "notice_key" if settings.notice_key is None else "notice_server_key"
         raise SettingsError(f"setting {missing!r} is missing; notice_key and notice_server_key go together")
@@ -310,42 +406,85 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
     return settings
 
 
-def _from_file(path: str | None) -> dict[str, Any]:
-    if not path:
-        return {}
+def client_settings(
+    overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> ClientSettings:
+    """The settings of a command, a publisher or a reader, from overrides, environment and file.
+
+    Args:
+        overrides, environment: as of ``load_settings``.
+
+    Raises:
+        SettingsError: an unknown name, a value that does not fit, or an unreadable file.
+    """
+    return _Given.read(overrides, environment).validated(ClientSettings)
+
+
+def check_bucket(url: str) -> None:
+    """Raise SettingsError if no bucket can have that URL."""
+    try:
+        check_url(url)
+    except UsageError as error:
+        raise SettingsError(f"setting 'bucket': {error.message}") from error
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Settings as they were given, by name, and where each one is from."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+
+    @classmethod
+    def read(cls, overrides: Mapping[str, Any] | None, environment: Mapping[str, str] | None) -> "_Given":
+        environment = os.environ if environment is None else environment
+        given = cls({}, {})
+        path = environment.get(CONFIG_VARIABLE)
+        if path:
+            for name, value in _from_file(path).items():
+                given._add(name, value, f"{CONFIG_VARIABLE}={path!r}")
+        for variable, text in environment.items():
+            if variable.startswith(ENV_PREFIX) and variable not in NO_SETTINGS:
+                name = variable.removeprefix(ENV_PREFIX).lower()
+                if name not in ClientSettings.model_fields:
+                    raise SettingsError(
+                        f"environment variable {variable} is not a setting; known are "
+                        + ", ".join(environment_name(known) for known in ClientSettings.model_fields)
+                    )
+                if text or name not in _EMPTY_IS_UNSET:
+                    given._add(name, text, f"environment variable {variable}")
+        for name, value in (overrides or {}).items():
+            if value is not None:
+                given._add(name, value, "")
+        return given
+
+    def _add(self, name: str, value: Any, source: str) -> None:
+        if name not in ClientSettings.model_fields:
+            known = ", ".join(ClientSettings.model_fields)
+            raise SettingsError(f"setting {name!r} is unknown{f' (in {source})' if source else ''}; known are {known}")
+        self.values[name], self.sources[name] = value, source
+
+    def validated(self, model: type[_Model]) -> _Model:
+        try:
+            return model.model_validate(self.values)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False)[0]
+            field = str(problem["loc"][0])
+            if problem["type"] == "missing":
+                message = f"setting {field!r} is missing; set {environment_name(field)} or --{field.replace('_', '-')}"
+            else:
+                source = f" (from {self.sources[field]})" if self.sources[field] else ""
+                message = f"setting {field!r} is {redact(str(problem['input']))[:80]!r}{source}: {problem['msg']}"
+            raise SettingsError(message) from error
+
+
+_EMPTY_IS_UNSET = frozenset(("bucket", "cache_dir", "cache_bytes", *StoreOptions.model_fields))
+"""Settings whose variable may be empty. Any other empty one is an error: it may have been meant to name keys."""
+
+
+def _from_file(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{CONFIG_VARIABLE}={path!r} cannot be read as TOML: {error}") from error
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    values = {}
-    for name, value in environment.items():
-        if name.startswith(ENV_PREFIX) and name not in NO_SETTINGS:
-            field = name.removeprefix(ENV_PREFIX).lower()
-            if not value and field in StoreOptions.model_fields:
-                continue  # as for everything else that opens a bucket
-            if name == SIGNING_KEY_VARIABLE:
-                raise SettingsError(
-                    f"environment variable {name} is set: who has the signing key decides what is served, so it has no "
-                    "business on a server; unset it, and give trusted_keys"
-                )
-            if field not in Settings.model_fields:
-                raise SettingsError(
-                    f"environment variable {name} is not a setting; known are "
-                    + ", ".join(environment_name(known) for known in Settings.model_fields)
-                )
-            values[field] = value
-    return values
-
-
-def _explain(error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_context=False)[0]
-    field = str(problem["loc"][0]) if problem["loc"] else "settings"
-    if problem["type"] == "missing":
-        return f"setting {field!r} is missing; set {environment_name(field)} or --{field.replace('_', '-')}"
-    if problem["type"] == "extra_forbidden":
-        return f"setting {field!r} is unknown; known are {', '.join(Settings.model_fields)}"
-    return f"setting {field!r} is {redact(str(problem['input']))[:80]!r}: {problem['msg']}"

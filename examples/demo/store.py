@@ -21,7 +21,7 @@ def running_store(kind: str, folder: Path) -> Iterator[str]:
         yield str(folder)
         return
     # The servers are those of the tests; a directory needs none of what they are made of.
-    from tests.stores import STORES
+    from tests.support.stores import STORES
 
     with STORES[_SERVED[kind]](folder) as store:
         before = dict(os.environ)

@@ -8,7 +8,7 @@ Prints its port; ends with its standard input.
 import io
 from wsgiref.types import WSGIEnvironment
 
-from tests import s3_server
+from tests.support import s3_server
 
 
 class Handler(s3_server.Handler):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from examples.demo.processes import Child, DemoError
-from tests import s3_store
+from tests.support import s3_store
 
 START_SECONDS = 120.0
 

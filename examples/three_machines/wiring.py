@@ -27,7 +27,7 @@ from examples.three_machines.settings import (
     Options,
 )
 from examples.three_machines.sockets import End, Rules, Watch
-from tests.s3_store import S3Server
+from tests.support.s3_store import S3Server
 
 SERVER_PORT, ENVIRONMENT_PORT = 8000, 7000
 """On machines with networks of their own; elsewhere any free ones."""

@@ -24,6 +24,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.calls import in_parallel
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FingerprintError, PublishError
 from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.delta import DeltaContext, encode
 from vllm_delta_sync.wire.fingerprint import Fingerprint
@@ -188,7 +189,8 @@ class RanksCommitter(Committer):
             return
         context = DeltaContext(self.writer.run, version, self.held.version)
         coding = (self._options.base_codec, self._options.compression)
-        parts = changes.parts(self._options.shard_bytes)
+        # Of what a version can list each rank has an equal share: how many objects the others make is not known yet.
+        parts = changes.parts(self._options.shard_bytes, limits.MAX_OBJECTS_PER_VERSION // self._circle.size)
         own.data = [encode(part, self._parts.whole, *coding, context) for part in parts]
 
     def _outcome(self, told: list[Json], step: int, own: _Own) -> Json:

@@ -17,7 +17,7 @@ from trainer_side.sharded.crew import Crew
 from trainer_side.sharded.opening import open_or_begin
 from trainer_side.sharded.parts import ModuleParts
 from trainer_side.sharded.ranks import Json, Ranks, check_same
-from trainer_side.start import Opened
+from trainer_side.start import Collect, Opened
 from trainer_side.upkeep import Upkeep
 from trainer_side.worker import Worker
 from vllm_delta_sync.bucket import Bucket
@@ -65,6 +65,7 @@ def joined(
     model: ModelLike,
     bucket: Bucket,
     base: str | Path | None,
+    files: Collect,
     options: Options,
     background: Worker,
     detector: Detector,
@@ -74,7 +75,7 @@ def joined(
     """As ``assembly.assembled``, by every rank."""
     live = each(ranks, "model", lambda: _parts(model))
     found: list[tuple[Opened, Crew]] = []
-    background.call(lambda: found.append(open_or_begin(bucket, live, base, options, ranks.work)))
+    background.call(lambda: found.append(open_or_begin(bucket, live, base, files, options, ranks.work)))
     opened, crew = found[0]
     upkeep: Upkeep | None = None
     if ranks.leads:

@@ -10,7 +10,7 @@ from trainer_side.resume import Takeover, check_may_resume, place_of
 from trainer_side.sharded.crew import Crew
 from trainer_side.sharded.parts import ModuleParts
 from trainer_side.sharded.ranks import Circle, Json, check_same
-from trainer_side.start import Opened, Place, begin, look_at
+from trainer_side.start import Collect, Opened, Place, begin, look_at
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.checkpoint import Checkpoint, ResolvedBase, resolve_base
@@ -21,7 +21,7 @@ from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
 
 def open_or_begin(
-    bucket: Bucket, live: ModuleParts, base: str | Path | None, options: Options, circle: Circle
+    bucket: Bucket, live: ModuleParts, base: str | Path | None, files: Collect, options: Options, circle: Circle
 ) -> tuple[Opened, Crew]:
     """As ``resume.open_or_begin``, by all ranks; call it where no interrupt hits. On every rank the errors are one's.
 
@@ -60,7 +60,8 @@ def open_or_begin(
             if whole is None:
                 raise UsageError("only rank 0 begins a run")
             store, unfinished = (lambda put: crew.put_shards(put)[1]), looked[0].unfinished
-            writer, manifest = begin(bucket, whole, difference, resolved, options, store, unfinished)
+            kept = files(resolved)
+            writer, manifest = begin(bucket, whole, difference, resolved, options, store, kept, unfinished)
             writers.append(writer)
             return manifest.to_bytes().decode()
 

@@ -25,6 +25,8 @@ CALL_SECONDS = 1800.0
 WORK_SECONDS = 4 * 3600.0
 """How long the background threads wait for each other: one may still store gigabytes on a slow link."""
 
+PIECE_BYTES = 16 * 1024 * 1024
+"""What goes from rank to rank at once, so that a rank that has no memory for all of it can still take it."""
 _PARTING_SECONDS = 5.0
 """How long rank 0 tries to tell another that a third is lost."""
 
@@ -215,6 +217,11 @@ class Circle:
         self.check()
         return self._get(rank, room=room)
 
+    def skip(self, rank: int) -> None:
+        """Receive what a rank sends here, and throw it away, in the memory of one piece. Raises LostRankError."""
+        self.check()
+        self._get(rank, skip=True)
+
     def check(self) -> None:
         """Raise LostRankError if the ranks have lost each other."""
         if self._broken is not None:
@@ -271,21 +278,28 @@ class Circle:
     def _put(self, rank: int, data: Bytes, patience: float | None = None) -> None:
         size = torch.tensor([data.size], dtype=torch.int64)
         try:
-            for tensor in (size, torch.from_numpy(data)) if data.size else (size,):
+            for tensor in (size, *map(torch.from_numpy, _pieces(data))):
                 work = distributed.isend(tensor, group=self._group, group_dst=rank)
                 self._wait(work, patience)
         except RuntimeError as error:
             raise self._lost(rank, error) from error
 
-    def _get(self, rank: int, patience: float | None = None, room: Bytes | None = None) -> Bytes:
+    def _get(self, rank: int, patience: float | None = None, room: Bytes | None = None, skip: bool = False) -> Bytes:
         size = torch.zeros(1, dtype=torch.int64)
         try:
             self._wait(distributed.irecv(size, group=self._group, group_src=rank), patience)
-            found = np.empty(int(size), np.uint8) if room is None else room
-            if found.size != int(size):
-                raise self._break(f"rank {rank} sends {int(size)} bytes where {found.size} belong; start the job again")
-            if found.size:
-                data = torch.from_numpy(found)
+            if skip:
+                # The same memory for each piece.
+                found = np.empty(min(int(size), PIECE_BYTES), np.uint8)
+                pieces = [found[: min(PIECE_BYTES, int(size) - at)] for at in range(0, int(size), PIECE_BYTES)]
+            else:
+                found = np.empty(int(size), np.uint8) if room is None else room
+                pieces = _pieces(found)
+                if found.size != int(size):
+                    raise self._break(
+                        f"rank {rank} sends {int(size)} bytes where {found.size} belong; start the job again"
+                    )
+            for data in map(torch.from_numpy, pieces):
                 self._wait(distributed.irecv(data, group=self._group, group_src=rank), patience)
         except RuntimeError as error:
             raise self._lost(rank, error) from error
@@ -337,6 +351,11 @@ def told_error(document: Json, rank: int) -> DeltaSyncError:
 def first_error(told: Sequence[Json]) -> Json:
     """The first of the documents that reports an error, and whose; None if none does."""
     return next(({"rank": rank, **item} for rank, item in enumerate(told) if "error" in item), None)
+
+
+def _pieces(data: Bytes) -> list[Bytes]:
+    """(n,) bytes as they go from rank to rank; views."""
+    return [data[at : at + PIECE_BYTES] for at in range(0, data.size, PIECE_BYTES)]
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from trainer_side.sharded.baseline import PartsBaseline
 from trainer_side.sharded.ranks import Circle, LostRankError, encoded, error_document, told_error
 from trainer_side.versions import Put, Shards
-from vllm_delta_sync.errors import DeltaSyncError, TensorMismatchError
+from vllm_delta_sync.errors import LimitError, TensorMismatchError
 from vllm_delta_sync.wire.anchor import shard_tables
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.boxes import Box
@@ -32,8 +33,12 @@ def put_shards(circle: Circle, baseline: PartsBaseline, shard_bytes: int, put: P
     own: list[tuple[int, ObjectRef]] = []
 
     def work() -> list[tuple[int, dict[str, Any]]]:
-        with Shards(put) as files:
+        with ExitStack() as stack:
             failure: Exception | None = None
+            try:
+                files = stack.enter_context(Shards(put))
+            except Exception as error:  # noqa: BLE001 - raised below: the others wait for what this rank sends
+                failure = error
             for number, table in enumerate(shard_tables(baseline.whole, shard_bytes)):
                 writer = number % circle.size
                 if writer != circle.rank:
@@ -73,13 +78,16 @@ class _Incoming:
 
     def drain(self) -> None:
         """Take what is left, and throw it away."""
-        for spec in self._rest:
-            for rank in range(self._circle.size):
-                if rank != self._circle.rank:
-                    self._take(rank, spec, None)
+        for _ in self._rest:
+            self._skip()
 
     def _assembled(self, spec: TensorSpec) -> Bits:
-        bits = np.empty(spec.numel, spec.element.uint)
+        """The (numel,) bits of a tensor. Whatever is raised, all that the other ranks send of it has been taken."""
+        try:
+            bits = np.empty(spec.numel, spec.element.uint)
+        except MemoryError as error:
+            self._skip()
+            raise self._explained(spec, error) from error
         filled, failure = 0, None
         for rank in range(self._circle.size):
             try:
@@ -91,9 +99,8 @@ class _Incoming:
                     filled += self._take(rank, spec, bits)
             except LostRankError:
                 raise
-            except DeltaSyncError as error:
-                # First hear the other ranks out.
-                failure = failure or error
+            except Exception as error:  # noqa: BLE001 - raised below, once the other ranks have been heard out
+                failure = failure or self._explained(spec, error)
         if failure is not None:
             raise failure
         if filled != spec.numel:
@@ -102,32 +109,58 @@ class _Incoming:
             )
         return bits
 
-    def _take(self, rank: int, spec: TensorSpec, bits: Bits | None) -> int:
-        """Take what another rank holds of a tensor, into the (numel,) bits of the whole unless that is None.
+    def _take(self, rank: int, spec: TensorSpec, bits: Bits) -> int:
+        """Take what another rank holds of a tensor, into the (numel,) bits of the whole.
 
         Returns:
             the number of elements.
 
         Raises:
-            DeltaSyncError: that rank cannot give them, and says why.
+            DeltaSyncError: that rank cannot give them, and says why. Else as ``np.empty``; all has been taken then.
         """
-        header = json.loads(self._circle.receive(rank).tobytes())
-        if bits is None:
-            for _ in header.get("boxes", ()):
-                self._circle.receive(rank)
-            return 0
+        header = self._header(rank)
         if "error" in header:
             raise told_error(header["error"], rank)
-        filled = 0
+        filled, failure = 0, None
         for offsets, shape in header["boxes"]:
-            box = Box(tuple(offsets), tuple(shape), spec.shape)
-            # What lies in the whole without gaps comes to its place at once: tensors may be large.
-            room = bits[box.start : box.stop] if box.is_range else np.empty(box.numel, bits.dtype)
+            room: Bits | None = None
+            if failure is None:
+                try:
+                    box = Box(tuple(offsets), tuple(shape), spec.shape)
+                    # What lies in the whole without gaps comes to its place at once: tensors may be large.
+                    room = bits[box.start : box.stop] if box.is_range else np.empty(box.numel, bits.dtype)
+                except Exception as error:  # noqa: BLE001 - raised below, once the other boxes have come
+                    failure = error
+            if room is None:
+                self._circle.skip(rank)
+                continue
             self._circle.receive(rank, room.view(np.uint8))
             if not box.is_range:
                 box.view(bits)[...] = room.reshape(box.shape)
             filled += box.numel
+        if failure is not None:
+            raise failure
         return filled
+
+    def _skip(self) -> None:
+        """Take what the other ranks send of a tensor, and throw it away."""
+        for rank in range(self._circle.size):
+            if rank != self._circle.rank:
+                for _ in self._header(rank).get("boxes", ()):
+                    self._circle.skip(rank)
+
+    def _header(self, rank: int) -> dict[str, Any]:
+        header: dict[str, Any] = json.loads(self._circle.receive(rank).tobytes())
+        return header
+
+    def _explained(self, spec: TensorSpec, error: Exception) -> Exception:
+        """What to raise for an error."""
+        if not isinstance(error, MemoryError):
+            return error
+        return LimitError(
+            f"tensor {spec.name!r} has {spec.nbytes} bytes, for which rank {self._circle.rank} has no memory: no "
+            "snapshot is written; a rank holds one whole tensor at a time for it"
+        )
 
 
 def _own_pieces(baseline: PartsBaseline, spec: TensorSpec) -> list[tuple[Box, Bits]]:
@@ -138,11 +171,14 @@ def _send_all(circle: Circle, writer: int, baseline: PartsBaseline, table: Tenso
     """Send this rank's parts of a file's tensors to the rank that writes it: of each its boxes, and then their bits."""
     for spec in table:
         try:
-            pieces = _own_pieces(baseline, spec)
-        except DeltaSyncError as error:
+            # A tensor of torch wants memory that may be written; what a base has mapped may not.
+            pieces = [
+                (box, np.require(bits, requirements=["C", "W"]).view(np.uint8))
+                for box, bits in _own_pieces(baseline, spec)
+            ]
+        except Exception as error:  # noqa: BLE001 - the writer waits for an answer, and raises it
             circle.send(writer, encoded({"error": error_document(error)}))
             continue
         circle.send(writer, encoded({"boxes": [(box.offsets, box.shape) for box, _ in pieces]}))
-        for _, bits in pieces:
-            # A tensor of torch wants memory that may be written; what a base has mapped may not.
-            circle.send(writer, np.require(bits, requirements=["C", "W"]).view(np.uint8))
+        for _, data in pieces:
+            circle.send(writer, data)

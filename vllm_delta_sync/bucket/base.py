@@ -1,10 +1,9 @@
 """The contract of a bucket: the one place both sides share.
 
 A bucket holds immutable-looking blobs under keys. Every implementation keeps the promises on :class:`Bucket`;
-``tests/contract/`` checks them for each.
+``tests/bucket/contract/`` checks them for each.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from vllm_delta_sync.errors import LimitError, UsageError
-
-MAX_KEY_BYTES = 512
-MAX_KEY_PART_BYTES = 255
-"""One part of a key becomes one file name, and no common file system takes more."""
-
-_PART = re.compile(r"[A-Za-z0-9._-]+")
-_PREFIX = re.compile(r"[A-Za-z0-9._/-]*")
+from vllm_delta_sync.urls import MAX_KEY_BYTES as MAX_KEY_BYTES
+from vllm_delta_sync.urls import MAX_KEY_PART_BYTES as MAX_KEY_PART_BYTES
+from vllm_delta_sync.urls import check_key as check_key
+from vllm_delta_sync.urls import check_prefix as check_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,34 +157,6 @@ class Bucket(ABC):
         self.close()
 
 
-def check_key(key: str) -> str:
-    """Return ``key`` if it is well-formed.
-
-    Raises:
-        UsageError: naming the key and the rule it breaks.
-    """
-    if len(key) > MAX_KEY_BYTES:
-        raise UsageError(f"key {key[:80]!r}… has {len(key)} characters; at most {MAX_KEY_BYTES} are allowed")
-    for part in key.split("/"):
-        _check_part(part, key)
-    return key
-
-
-def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` if it can be the beginning of a key.
-
-    Raises:
-        UsageError: naming the prefix and the rule it breaks.
-    """
-    if len(prefix) > MAX_KEY_BYTES:
-        raise UsageError(f"prefix {prefix[:80]!r}… has {len(prefix)} characters; at most {MAX_KEY_BYTES} are allowed")
-    if not _PREFIX.fullmatch(prefix):
-        raise UsageError(f"prefix {prefix!r} is not the beginning of a key: use A-Z a-z 0-9 . _ - and /")
-    for part in prefix.split("/")[:-1]:
-        _check_part(part, prefix)
-    return prefix
-
-
 def check_range(key: str, start: int, length: int) -> None:
     """Refuse a byte range with a negative bound.
 
@@ -207,12 +175,3 @@ def check_size(key: str, size: int, max_bytes: int | None) -> None:
     """
     if max_bytes is not None and size > max_bytes:
         raise LimitError(f"object {key!r} has {size} bytes, more than the {max_bytes} allowed here; not read")
-
-
-def _check_part(part: str, key: str) -> None:
-    if not _PART.fullmatch(part) or part == "." or part.endswith(".."):
-        raise UsageError(
-            f"key {key!r} has the part {part!r}; parts are of A-Z a-z 0-9 . _ - and are not '.' nor end in '..'"
-        )
-    if len(part) > MAX_KEY_PART_BYTES:
-        raise UsageError(f"key {key[:80]!r}… has a part of {len(part)} characters; {MAX_KEY_PART_BYTES} are allowed")

@@ -42,28 +42,36 @@ def begun(
     return future
 
 
-def in_parallel(call: Callable[[_Item], _Answer], items: Iterable[_Item]) -> Iterator[_Answer]:
+def in_parallel(
+    call: Callable[[_Item], _Answer], items: Iterable[_Item], ahead: int | None = None
+) -> Iterator[_Answer]:
     """Yield ``call(item)`` in the order of the items; raises what the first call that fails raises.
 
     No call is under way any more when it does. After an interrupt, and where no more answers are asked for, calls that
     have begun are left to themselves: a store that hangs would hold up whoever wants to end.
+
+    Args:
+        ahead: calls that may have begun whose answers were not taken yet; None: any number.
     """
+    room = None if ahead is None else threading.Semaphore(ahead)
     waiting: deque[tuple[_Item, Future[_Answer]]] = deque((item, Future()) for item in items)
     answers = deque(future for _, future in waiting)
     threads: list[Future[None]] = []
     try:
-        _staff(threads, call, waiting)
+        _staff(threads, call, waiting, room)
         while answers:
             ended(answers[0])
             yield answers.popleft().result()
+            if room is not None:
+                room.release()
     except Exception:  # whatever a call raised, none goes on behind the caller's back; an interrupt waits for nobody
-        waiting.clear()
+        _dismiss(waiting, threads, room)
         for thread in threads:
             ended(thread)
         raise
     finally:
         # Calls that have not begun are of no use after an error or an interrupt.
-        waiting.clear()
+        _dismiss(waiting, threads, room)
 
 
 def ended(future: "Future[_Answer]") -> None:
@@ -76,18 +84,34 @@ def _staff(
     threads: "list[Future[None]]",
     call: Callable[[_Item], _Answer],
     waiting: "deque[tuple[_Item, Future[_Answer]]]",
+    room: threading.Semaphore | None,
 ) -> None:
     for _ in range(min(PARALLEL, len(waiting))):
         try:
-            threads.append(begun(_serve, call, waiting))
+            threads.append(begun(_serve, call, waiting, room))
         except RuntimeError:  # there are too many already
             break
     if not threads:
-        _serve(call, waiting)
+        _serve(call, waiting, None)
 
 
-def _serve(call: Callable[[_Item], _Answer], waiting: "deque[tuple[_Item, Future[_Answer]]]") -> None:
+def _dismiss(
+    waiting: "deque[tuple[_Item, Future[_Answer]]]", threads: "list[Future[None]]", room: threading.Semaphore | None
+) -> None:
+    """Leave no item to begin with, and no thread that waits for room."""
+    waiting.clear()
+    if room is not None:
+        room.release(max(1, len(threads)))
+
+
+def _serve(
+    call: Callable[[_Item], _Answer],
+    waiting: "deque[tuple[_Item, Future[_Answer]]]",
+    room: threading.Semaphore | None,
+) -> None:
     while True:
+        if room is not None:
+            room.acquire()
         try:
             item, future = waiting.popleft()
         except IndexError:

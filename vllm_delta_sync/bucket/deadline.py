@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.crew import SLICE_SECONDS, Crew, patiently
 from vllm_delta_sync.bucket.flow import Watcher, here, watched
-from vllm_delta_sync.bucket.options import StoreOptions
 from vllm_delta_sync.bucket.wrapper import WrappedBucket, size_of
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnavailableError
 
 PAGE = 1000

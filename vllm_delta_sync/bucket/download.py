@@ -11,8 +11,8 @@ from pathlib import Path
 
 from vllm_delta_sync.bucket import flow
 from vllm_delta_sync.bucket.base import Bucket
-from vllm_delta_sync.bucket.options import StoreOptions
 from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import DigestError, StoreError
 from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX
 

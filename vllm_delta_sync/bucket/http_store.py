@@ -7,7 +7,7 @@ from typing import NoReturn
 from vllm_delta_sync.bucket.base import ObjectInfo
 from vllm_delta_sync.bucket.object_config import http_clients
 from vllm_delta_sync.bucket.object_reading import ObjectReader
-from vllm_delta_sync.bucket.options import StoreOptions
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.redaction import public_url
 

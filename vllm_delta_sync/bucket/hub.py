@@ -21,7 +21,7 @@ from vllm_delta_sync.bucket.hub_errors import RefusedError, Site, mapped
 from vllm_delta_sync.bucket.hub_gateway import MAX_BYTES, open_gateway
 from vllm_delta_sync.bucket.hub_transfer import Transfers
 from vllm_delta_sync.bucket.opening import Place
-from vllm_delta_sync.bucket.options import StoreOptions
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
 
 _BLOCK_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from vllm_delta_sync.bucket.hub_errors import NO_FILE, NonsenseError, RefusedErr
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers, get_session
 
-from vllm_delta_sync.bucket.options import StoreOptions
+from vllm_delta_sync.config import StoreOptions
 
 READ, WRITE = "read", "write"
 _SPARE_SECONDS = 60

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_delta_sync.bucket.flow import moved
 from vllm_delta_sync.bucket.hub_errors import Site, is_full
-from vllm_delta_sync.bucket.options import StoreOptions
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import AccessError, StoreError, UsageError
 from vllm_delta_sync.redaction import redact
 

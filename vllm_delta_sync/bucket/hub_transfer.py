@@ -15,7 +15,7 @@ import hf_xet  # type: ignore[import-untyped]
 from vllm_delta_sync.bucket.flow import moved
 from vllm_delta_sync.bucket.hub_api import READ, WRITE, Connection, HubApi, HubFile
 from vllm_delta_sync.bucket.hub_errors import StaleError, text_of
-from vllm_delta_sync.bucket.options import StoreOptions
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import DeltaSyncError
 
 _UPLOADS = 4

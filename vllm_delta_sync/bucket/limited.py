@@ -11,8 +11,8 @@ from vllm_delta_sync.bucket.crew import SLICE_SECONDS
 from vllm_delta_sync.bucket.deadline import Pages
 from vllm_delta_sync.bucket.flow import waited, watched
 from vllm_delta_sync.bucket.metered import Tally
-from vllm_delta_sync.bucket.options import StoreOptions
 from vllm_delta_sync.bucket.wrapper import WrappedBucket, size_of
+from vllm_delta_sync.config import StoreOptions
 
 BURST_SECONDS = 1.0
 """After a time of silence so much goes through at full speed."""

@@ -15,8 +15,8 @@ from typing import TypeVar
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.download import CONNECTIONS, digest_of, download, no_copy, remove
-from vllm_delta_sync.bucket.options import StoreOptions
 from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import DeltaSyncError, DigestError
 
 logger = logging.getLogger(__name__)

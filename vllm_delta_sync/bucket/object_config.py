@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_delta_sync.bucket.object_errors import RAISED, Cause
 from vllm_delta_sync.bucket.opening import Place
-from vllm_delta_sync.bucket.options import StoreOptions
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import StoreError, UsageError
 
 PART_BYTES = 8 * 1024 * 1024

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key, check_range, check_size
+from vllm_delta_sync.bucket.download import remove
 from vllm_delta_sync.bucket.flow import moved
 from vllm_delta_sync.bucket.object_config import Clients
 from vllm_delta_sync.bucket.object_errors import RAISED, Request, translated
@@ -86,7 +87,7 @@ class ObjectReader(Bucket):
         except OSError as error:
             raise self._no_copy(key, path, error) from error
         finally:
-            part.unlink(missing_ok=True)
+            remove(part)
 
     def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)

@@ -20,7 +20,7 @@ from vllm_delta_sync.bucket.object_config import (
 from vllm_delta_sync.bucket.object_errors import Cause
 from vllm_delta_sync.bucket.object_reading import PIECE_BYTES, ObjectReader, info_of
 from vllm_delta_sync.bucket.opening import Place
-from vllm_delta_sync.bucket.options import StoreOptions
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UsageError
 
 LIST_ITEMS = 50

@@ -214,8 +214,8 @@ class _Board:
 
 
 def _bar(transfer: _Transfer) -> Any:
-    columns, rows = _window()
-    bar = _bars()(
+    columns, rows = window()
+    bar = bar_class()(
         desc=transfer.label,
         total=transfer.total,
         unit="B",
@@ -230,12 +230,12 @@ def _bar(transfer: _Transfer) -> Any:
 
 
 def _draw_again(bar: Any, transfer: _Transfer) -> None:
-    bar.ncols, bar.nrows = _window()
+    bar.ncols, bar.nrows = window()
     bar.total, bar.n = transfer.total, transfer.bytes
     bar.refresh()
 
 
-def _window() -> tuple[int, int]:
+def window() -> tuple[int, int]:
     """Columns and rows of the terminal. Some, as in containers, say 0 of both, for which tqdm would draw nothing."""
     try:
         columns, rows = os.get_terminal_size(sys.stderr.fileno())
@@ -245,11 +245,12 @@ def _window() -> tuple[int, int]:
 
 
 @cache
-def _bars() -> Any:
+def bar_class() -> Any:
+    """tqdm's bar, without the thread that it would start."""
     from tqdm import tqdm
 
     class Bar(tqdm):
-        monitor_interval = 0  # a thread of its own would only wake bars that nobody refreshes
+        monitor_interval = 0  # it would only wake bars that nobody refreshes
 
     return Bar
 

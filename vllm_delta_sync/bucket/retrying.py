@@ -11,8 +11,8 @@ from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.crew import patiently
 from vllm_delta_sync.bucket.flow import moved, watched
 from vllm_delta_sync.bucket.metered import Metrics, Tally, closing_items
-from vllm_delta_sync.bucket.options import StoreOptions
 from vllm_delta_sync.bucket.wrapper import WrappedBucket, size_of
+from vllm_delta_sync.config import StoreOptions
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
 

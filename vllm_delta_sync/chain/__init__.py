@@ -1,6 +1,7 @@
 """Read a run without vLLM and without a trainer: its head, its log, and the weights of any version, bit for bit."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,12 @@ from vllm_delta_sync.bucket.opening import OpenedBucket
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.files import read_file
 from vllm_delta_sync.chain.fleet import Fleet
 from vllm_delta_sync.chain.read import Progress, restore
 from vllm_delta_sync.chain.sidecars import read_sidecar
 from vllm_delta_sync.chain.verify import VerifyReport, verify_run
+from vllm_delta_sync.config import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.state import ModelState
 
@@ -29,21 +32,31 @@ def open_run(
     store: StoreOptions | None = None,
     cache: ObjectCache | None = None,
 ) -> "Run":
-    """Open a run for reading.
+    """Open a run for reading. Close it with ``close``, or use it as a context manager::
+
+        with open_run("/data/runs/a") as run:
+            print(run.head().version)
 
     Args:
         url: run URL, such as ``hf://buckets/me/runs/a``, ``s3://bucket/runs/a`` or a plain path.
-        keyring: whose signatures to ask for, such as ``Keyring.load("trainer.pub")``; None: nobody's.
-        store: how to talk to the store; None: what the environment says.
+        keyring: trusted keys, such as ``Keyring.load("trainer.pub")``. None: the setting ``trusted_keys``; where that
+            is not set either, signatures are not checked. ``Keyring()``: they are not checked in any case.
+        store: how to talk to the store; None: as the settings say.
         cache: what objects are read through; None: each is fetched whenever it is needed.
 
     Raises:
         UsageError: the URL's scheme is not understood.
+        SettingsError: a setting is unknown or does not fit, or a key file cannot be used.
         NotFoundError: there is no run at the URL.
         FormatError: run.json or tensors.json is malformed.
         SignatureError: the keyring has trusted keys, and none of them stands for the run.
     """
-    return Run(open_bucket(url, store), keyring, cache)
+    if keyring is None:
+        keyring = client_settings().keyring()
+    with ExitStack() as failing:
+        run = Run(failing.enter_context(open_bucket(url, store)), keyring, cache)
+        failing.pop_all()
+    return run
 
 
 class Run(RunDocuments):
@@ -62,7 +75,7 @@ class Run(RunDocuments):
             version: a number, ``tag:NAME``, or None for the head.
             base: checkpoint directory of version 0, where the run refers to one that is not at the recorded path; or
                 the URL of the run that this one branches from.
-            in_memory: see ``chain.read.restore``. progress: called with bytes read so far and in all.
+            in_memory: see ``chain.read.restore``. progress: called with bytes so far and in all.
 
         Raises:
             NotFoundError: there is no such version, or the base is not at hand.
@@ -145,6 +158,15 @@ class Run(RunDocuments):
                 ``resolve``.
         """
         return read_sidecar(self, self.resolve(version), name)
+
+    def file(self, name: str) -> bytes:
+        """One of the model's small files that the run keeps, such as ``config.json``; ``info.files`` lists them.
+
+        Raises:
+            NotFoundError: the run has no file of that name, or the bucket has lost it.
+            DigestError, LimitError: it is not what run.json lists. StoreError: the store failed.
+        """
+        return read_file(self, name)
 
     def fleet(self) -> Fleet:
         """The receivers that follow the run and say so in it (setting ``receiver_id``): who serves what, who is gone.

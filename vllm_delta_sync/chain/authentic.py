@@ -1,6 +1,7 @@
 """Whether what a bucket says was said by somebody whose word counts, and whether one version descends from another."""
 
 import threading
+from collections.abc import Callable
 from hashlib import sha256
 
 from vllm_delta_sync.bucket import Bucket
@@ -20,12 +21,18 @@ _LINES = 8
 class Authentic:
     """The signatures of one run. Does nothing for a keyring without trusted keys.
 
+    Args:
+        stored: gives a version's manifest as it is stored; None: the bucket does.
+
     Attributes:
         keys: whose word counts.
     """
 
-    def __init__(self, bucket: Bucket, keyring: Keyring, info: RunInfo) -> None:
+    def __init__(
+        self, bucket: Bucket, keyring: Keyring, info: RunInfo, stored: Callable[[int], bytes] | None = None
+    ) -> None:
         self._bucket = bucket
+        self._stored = stored or self._fetched
         self._checks = keyring.checks
         self._lock = threading.Lock()
         self._lines: list[_Line] = []
@@ -138,7 +145,7 @@ class Authentic:
             self._lines = [*self._lines[1 - _LINES :], line]
         return line
 
-    def _stored(self, version: int) -> bytes:
+    def _fetched(self, version: int) -> bytes:
         return self._bucket.get(version_key(version), max_bytes=limits.MAX_JSON_BYTES)
 
 

@@ -4,10 +4,11 @@ A manifest is bound by its digest: the next manifest names it, and so do HEAD.js
 claims. The chain is read from its newest end down, so that each manifest is judged by one that was judged before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from typing import TypeVar
 
+from vllm_delta_sync.chain.ahead import read_ahead
 from vllm_delta_sync.chain.checks import check_follows
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.findings import Finding
@@ -31,6 +32,7 @@ MISSING_AT_MOST = 1000
 beyond the others, is taken for damaged itself."""
 
 _Found = TypeVar("_Found")
+_Item = TypeVar("_Item")
 
 
 class Census:
@@ -80,6 +82,10 @@ class Census:
     def findings(self) -> list[Finding]:
         return [finding for _, finding in sorted(self._found, key=lambda item: item[0])]
 
+    def manifests(self) -> Iterator[Manifest | None]:
+        """From version 0 on each one's manifest, if it is good; several are read at a time."""
+        return read_ahead(self.manifest, range(self.top + 1))
+
     def manifest(self, version: int) -> Manifest | None:
         """A version's manifest, if it is good."""
         if version not in self.digests:
@@ -101,15 +107,19 @@ class Census:
         self._found.append((rank, finding))
 
     def _try(self, key: str, read: Callable[[], _Found], version: int | None = None) -> _Found | None:
-        try:
-            return read()
-        except StoreError:
-            raise
-        except NotFoundError:
-            return None  # removed since it was listed
-        except DeltaSyncError as error:
-            self._add(_LAST, Finding(key, error, version))
-            return None
+        return self._taken(key, _outcome(read), version)
+
+    def _taken(self, key: str, outcome: _Found | DeltaSyncError, version: int | None = None) -> _Found | None:
+        """What was read; None if it was removed since it was listed, or is a finding."""
+        if not isinstance(outcome, DeltaSyncError):
+            return outcome
+        if not isinstance(outcome, NotFoundError):
+            self._add(_LAST, Finding(key, outcome, version))
+        return None
+
+    def _all(self, read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterator[_Found | DeltaSyncError]:
+        """What each read gives or raises; several at a time."""
+        return read_ahead(lambda item: _outcome(lambda: read(item)), items)
 
     def _read_keys(self) -> None:
         """keys.json as it is now; where it may not be believed, what was accepted before goes on to count."""
@@ -151,25 +161,26 @@ class Census:
             self._beside.append((key, version, digest, fingerprint))
 
     def _read_beside(self) -> None:
-        for version in self._run.anchors():
+        anchors, folds = self._run.anchors(), self._run.folds()
+        for version, one in zip(anchors, self._all(self._run.anchor, anchors), strict=True):
             key = side.anchor_key(version)
-            anchor = self._try(key, lambda version=version: self._run.anchor(version), version)  # type: ignore[misc]
+            anchor = self._taken(key, one, version)
             if anchor is not None:
                 self.anchors.add(version)
                 self._name(version, anchor.manifest, key, anchor.fingerprint)
-        for pair in self._run.folds():
+        for pair, other in zip(folds, self._all(lambda pair: self._run.folded(*pair), folds), strict=True):
             key = side.fold_key(*pair)
-            folded = self._try(key, lambda pair=pair: self._run.folded(*pair), pair[1])  # type: ignore[misc]
+            folded = self._taken(key, other, pair[1])
             if folded is not None:
                 self.folds.add(pair)
                 self._name(folded.first, folded.first_manifest, key, folded.first_fingerprint)
                 self._name(folded.last, folded.last_manifest, key, folded.last_fingerprint)
-        for item in self._run.bucket.list(side.TAGS_PREFIX):
-            name = side.tag_of_key(item.key)
-            tag = None if name is None else self._try(item.key, lambda name=name: self._run.tag(name))  # type: ignore[misc]
-            if name is not None and tag is not None:
+        names = [name for item in self._run.bucket.list(side.TAGS_PREFIX) if (name := side.tag_of_key(item.key))]
+        for name, mark in zip(names, self._all(self._run.tag, names), strict=True):
+            tag = self._taken(side.tag_key(name), mark)
+            if tag is not None:
                 self.tags[name] = tag.version
-                self._name(tag.version, tag.manifest, item.key)
+                self._name(tag.version, tag.manifest, side.tag_key(name))
 
     def _read_claims(self) -> None:
         for item in self._run.bucket.list(side.CLAIMS_PREFIX):
@@ -217,19 +228,17 @@ class Census:
     def _read_chain(self) -> None:
         above: Manifest | None = None
         past: Manifest | None = None
-        for version in range(self.top, -1, -1):
-            key = keys.version_key(version)
-            try:
-                manifest = self._run.manifest(version)
-            except StoreError:
-                raise
-            except DeltaSyncError as error:
-                past = self._went_past(version, error, above or past)
+        versions = range(self.top, -1, -1)
+        found = read_ahead(lambda version: _outcome(lambda: self._run.manifest(version)), versions)
+        for version, manifest in zip(versions, found, strict=True):
+            if isinstance(manifest, DeltaSyncError):
+                past = self._went_past(version, manifest, above or past)
                 if past is not None:
                     self.refused.add(version)
                     above = None
                     continue
-                self._add(version, Finding(key, self._passed_over(version, error, above), version))
+                error = self._passed_over(version, manifest, above)
+                self._add(version, Finding(keys.version_key(version), error, version))
                 self.unreadable.add(version)
                 above = None
                 continue
@@ -253,7 +262,7 @@ class Census:
         if above is None or isinstance(error, NotFoundError):
             return error
         try:
-            data = self._run.bucket.get(keys.version_key(version), max_bytes=limits.MAX_JSON_BYTES)
+            data = self._run.stored(version, limits.MAX_JSON_BYTES)
         except DeltaSyncError:
             return error
         if sha256(data).hexdigest() != above.parent:
@@ -341,6 +350,16 @@ class Census:
         """Versions with an anchor beside the chain that has no finding."""
         damaged = {finding.key for _, finding in self._found}
         return {version for version in self.anchors if side.anchor_key(version) not in damaged}
+
+
+def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:
+    """What a read gives, or what it says is wrong with what it found. Raises StoreError."""
+    try:
+        return read()
+    except StoreError:
+        raise
+    except DeltaSyncError as error:
+        return error
 
 
 _FIRST, _LAST = -1, limits.MAX_VERSION + 1

@@ -1,14 +1,16 @@
 """The documents of a run, read and checked one by one: what is committed, the head, and what lies beside the chain."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from hashlib import sha256
+from itertools import chain
+from types import TracebackType
 from typing import Self, TypeVar
 
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.objects import fetch_object
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.chain.ahead import MOST_EXPECTED, Ahead
+from vllm_delta_sync.chain.ahead import MOST_EXPECTED, Ahead, read_ahead
 from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.chain.checks import (
     check_follows,
@@ -56,7 +58,9 @@ class RunDocuments:
         self.pointer: Head | None = None
         self._ahead = Ahead(bucket)
         self.info = read_info(bucket)
-        self.authentic = Authentic(bucket, self.keyring, self.info)
+        self.authentic = Authentic(
+            bucket, self.keyring, self.info, lambda version: self.stored(version, limits.MAX_JSON_BYTES)
+        )
         self.table = read_table(bucket, self.info)
         self.document_limit = document_limit(self.table)
 
@@ -71,6 +75,18 @@ class RunDocuments:
             newer = known if expected is None else min(expected, known + MOST_EXPECTED, limits.MAX_VERSION)
             wanted.update({keys.version_key(version): self.document_limit for version in range(known, newer + 1)})
         return self._ahead.reading(wanted)
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Within the block each manifest is read from the store once; for checks and listings of many versions.
+
+        If a manifest is replaced meanwhile, the bytes read first are used. Up to ``ahead.KEPT_BYTES`` are kept, those
+        used last.
+        """
+        return self._ahead.keeping()
+
+    def stored(self, version: int, max_bytes: int) -> bytes:
+        """A version's manifest as it is stored, unchecked. Raises NotFoundError, LimitError, StoreError."""
+        return self._ahead.stored(keys.version_key(version), max_bytes)
 
     def is_current(self) -> bool:
         """Whether run.json is still the one this object was opened from; False if another run took its place.
@@ -220,19 +236,26 @@ class RunDocuments:
         listed = self.bucket.list(keys.VERSIONS_PREFIX)
         return {number: item.bytes for item in listed if (number := keys.version_of_key(item.key)) is not None}
 
-    def log(self) -> Iterator[Manifest]:
-        """Manifests from version 0 to the head, each proven to follow its parent.
+    def log(self, last: int | None = None, head: Manifest | None = None) -> Iterator[Manifest]:
+        """Manifests from version 0 to the head, each proven to follow its parent; several are read at a time.
+
+        Args:
+            last: only so many of the newest; the one before them is read too, which the first of them has to follow.
+            head: the newest one; None: the run's head.
 
         Raises:
-            ChainError: a parent digest or base version does not fit.
+            NotFoundError: nothing is published yet, or a manifest is missing.
+            ChainError: a parent digest or base version does not fit. DeltaSyncError: a manifest is damaged.
         """
-        last = self.head().version
+        if head is None:
+            head = self.head()
+        first = 0 if last is None else max(0, head.version - last + 1)
         parent: Manifest | None = None
-        for version in range(last + 1):
-            manifest = self.manifest(version)
+        for manifest in chain(read_ahead(self.manifest, range(max(0, first - 1), head.version)), [head]):
             if parent is not None:
                 check_follows(parent, manifest)
-            yield manifest
+            if manifest.version >= first:
+                yield manifest
             parent = manifest
 
     def fetch(self, ref: ObjectRef) -> bytes:
@@ -359,7 +382,7 @@ class RunDocuments:
         return self._side(Claim, side.claim_key(epoch), limits.MAX_SIDE_BYTES)
 
     def origin(self, first: Manifest, location: str | None = None) -> Self:
-        """The run that this one branches from.
+        """The run that this one branches from; the caller closes it.
 
         Args:
             first: version 0 of this run, whose ``base`` names a run.
@@ -374,13 +397,32 @@ class RunDocuments:
         url = location or base.location
         if location is None:
             check_same_store(self.info.run, self.bucket.url, url)
-        source = type(self)(open_beside(self.bucket, url), self.keyring, self.cache)
-        if source.info.run != base.run:
-            raise ChainError(f"run {self.info.run} branches from run {base.run}, but {url!r} holds {source.info.run}")
-        manifest = source.manifest(base.version)
-        if manifest.digest != base.manifest or manifest.fingerprint != first.fingerprint:
-            raise ChainError(f"version {base.version} of run {base.run} is not the one that {self.info.run} began with")
+        with ExitStack() as failing:
+            bucket = failing.enter_context(open_beside(self.bucket, url))
+            source = type(self)(bucket, self.keyring, self.cache)
+            if source.info.run != base.run:
+                raise ChainError(
+                    f"run {self.info.run} branches from run {base.run}, but {url!r} holds {source.info.run}"
+                )
+            manifest = source.manifest(base.version)
+            if manifest.digest != base.manifest or manifest.fingerprint != first.fingerprint:
+                raise ChainError(
+                    f"version {base.version} of run {base.run} is not the one that {self.info.run} began with"
+                )
+            failing.pop_all()
         return source
+
+    def close(self) -> None:
+        """Close the bucket; safe to call twice. Nothing can be read afterwards."""
+        self.bucket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _side(self, kind: type[_Side], key: str, max_bytes: int) -> _Side:
         data = self.bucket.get(key, max_bytes=max_bytes)

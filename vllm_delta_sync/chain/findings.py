@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.wire.manifest import ObjectRef, Sidecar
+from vllm_delta_sync.wire.manifest import ObjectRef, RunFile, Sidecar
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Finding:
         key: of the object or document that is bad. error: what is wrong with it.
         version: of the chain, if it belongs to one. document: key of what lists it, if it is an object.
         ref: how that lists it. tensor: the first one that is not as declared, where that can be told.
-        sidecar: how its version lists it, if it is one.
+        sidecar: how its version lists it, if it is one. run_file: how run.json lists it, if it is one.
     """
 
     key: str
@@ -24,13 +24,14 @@ class Finding:
     ref: ObjectRef | None = None
     tensor: str | None = None
     sidecar: Sidecar | None = None
+    run_file: RunFile | None = None
 
 
 class Findings:
     """Takes findings: keeps them all, or raises the first.
 
     Attributes:
-        items: those kept.
+        items: those taken.
     """
 
     def __init__(self, keep: bool) -> None:
@@ -38,10 +39,14 @@ class Findings:
         self.items: list[Finding] = []
 
     def add(self, finding: Finding) -> None:
-        """Raise the finding's error, or keep it."""
+        """Keep the finding, and raise its error if one is enough."""
+        self.items.append(finding)
         if not self._keep:
             raise finding.error
-        self.items.append(finding)
+
+    def raised(self, error: DeltaSyncError) -> bool:
+        """Whether an error is that of a finding, rather than of something that kept the check from being made."""
+        return any(finding.error is error for finding in self.items)
 
 
 @dataclass
@@ -51,7 +56,7 @@ class VerifyReport:
     Attributes:
         versions: how many versions were walked, from 0 to the head.
         head: newest version number; the newest good one where findings are kept.
-        objects, sidecars, bytes: objects and sidecars read, and their size in all.
+        files, objects, sidecars, bytes: run files, objects and sidecars read, and their size in all.
         replayed: True if the weights of every version that is kept were rebuilt and compared with its fingerprint;
             False if the run's base is not at hand, in which case digests, chain and declared fingerprints were checked.
         anchors, folds: documents beside the chain that hold, with their objects.
@@ -68,6 +73,7 @@ class VerifyReport:
 
     versions: int = 0
     head: int = -1
+    files: int = 0
     objects: int = 0
     sidecars: int = 0
     bytes: int = 0

@@ -1,12 +1,14 @@
 """Where version 0 lies if not in the run itself: in a checkpoint, or in the run that this one branches from."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.bucket import open_beside
 from vllm_delta_sync.chain.documents import RunDocuments
-from vllm_delta_sync.checkpoint import resolve_base
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.checkpoint import names_model, resolve_base
+from vllm_delta_sync.errors import ChainError, NotFoundError
+from vllm_delta_sync.wire.manifest import RUN_KEY, Manifest
 
 
 class BaseError(NotFoundError):
@@ -38,33 +40,41 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
     return path
 
 
+@contextmanager
 def origin(
     run: RunDocuments, root: Manifest, base: str | Path | None
-) -> tuple[RunDocuments, Manifest, str | Path | None]:
+) -> Iterator[tuple[RunDocuments, Manifest, str | Path | None]]:
     """Where a branch begins: the run that it comes from, the version of it, and the base to rebuild that with.
 
+    The run is closed at the end of the block.
+
     Raises:
-        BaseError: the run is not there. ChainError: it is another one.
+        BaseError: the run is not there. ChainError: it is another one. StoreError: the store of ``base`` failed.
     """
     recorded = root.base.location if root.base is not None else ""
+    named = str(base) if base is not None and _is_run(run, base) else None
     try:
-        source = run.origin(root, str(base) if base is not None and _is_run(base) else None)
+        source = run.origin(root, named)
     except NotFoundError as error:
         raise BaseError(
             f"run {run.info.run} branches from a run at {recorded!r}, which is not there; pass base= with its URL "
             f"(--base on the command line): {error}"
         ) from error
-    if source.table.digest != run.table.digest:
-        raise ChainError(f"run {run.info.run} branches from {source.info.run}, which has other tensors")
-    version = root.base.version if root.base is not None and root.base.version is not None else 0
-    further = None if base is None or _is_run(base) else base
-    return source, source.manifest(version), further
+    with source:
+        if source.table.digest != run.table.digest:
+            raise ChainError(f"run {run.info.run} branches from {source.info.run}, which has other tensors")
+        version = root.base.version if root.base is not None and root.base.version is not None else 0
+        yield source, source.manifest(version), base if named is None else None
 
 
-def _is_run(base: str | Path) -> bool:
-    """Whether somebody means a run, not a checkpoint directory."""
-    try:
-        open_bucket(base).stat("run.json")
-    except DeltaSyncError:
+def _is_run(run: RunDocuments, base: str | Path) -> bool:
+    """Whether a base given for a branch is a run, not a checkpoint. Raises StoreError; UsageError: it is no URL."""
+    if names_model(base):
         return False
+    # A directory may have a name that would be taken for a URL.
+    with open_beside(run.bucket, Path(base).resolve() if Path(base).is_dir() else base) as bucket:
+        try:
+            bucket.stat(RUN_KEY)
+        except NotFoundError:
+            return False
     return True

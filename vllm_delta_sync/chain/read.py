@@ -41,7 +41,7 @@ from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.lazy import pieces_of
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 from vllm_delta_sync.wire.old import Old, OldTensor
-from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.wire.state import ModelState, Room, one_stretch
 from vllm_delta_sync.wire.table import TensorTable
 
 logger = guarded_logger(__name__)
@@ -52,7 +52,7 @@ DECODED_ELEMENTS = 4 * 1024 * 1024
 """A step that carries more is decoded in pieces: whole it would take 10 bytes per element of a 16-bit dtype."""
 
 Progress = Callable[[int, int], None]
-"""Called with bytes read so far, and bytes to read in all."""
+"""Called with bytes so far and bytes in all: of the model, whose tensors are filled one by one, and of deltas."""
 
 
 class Weights(Protocol):
@@ -94,15 +94,17 @@ def restore(
     progress: Progress | None = None,
     avoid: set[str] | None = None,
     scratch: str | Path | None = None,
+    room: Room | None = None,
 ) -> Restored:
     """Rebuild a version: O(model) memory, or O(model) of the temporary directory's disk.
 
     Args:
         base: checkpoint directory of version 0, or URL of the run branched from, where it is not at the recorded place.
         in_memory: None decides by the model's size (``IN_MEMORY_BYTES``).
-        progress: called after each object.
+        progress: called after each tensor of the root, and each delta.
         avoid: keys of documents known to be bad; those that turn out to be are added.
         scratch: folder for temporary files; None for the system's.
+        room: where the weights are to lie, instead of what ``in_memory`` says; may be asked for more than once.
 
     Raises:
         BaseError: version 0 lies elsewhere, is needed, and is not at hand.
@@ -113,7 +115,11 @@ def restore(
     """
 
     def begin(found: Plan) -> ModelState:
-        return whole(run, found.root, found.beside, base, in_memory, scratch)
+        def filled(done: int) -> None:
+            if progress is not None:
+                progress(done, work_bytes(found))
+
+        return whole(run, found.root, found.beside, base, in_memory, scratch, room, filled)
 
     found, state = carry_out(run, target, begin, progress, avoid, scratch)
     return Restored(target, state, found)
@@ -192,7 +198,7 @@ class _Attempt(Generic[_Weights]):
 
     def build(self) -> _Weights:
         state = self._begin(self._plan)
-        self._count(self._plan.bytes - sum(step.payload_bytes for step in self._plan.steps))
+        self._count(self._plan.run.table.full_bytes)
         for step in self._plan.steps:
             self.key = step.key
             advance(step, state, self._scratch)
@@ -202,7 +208,12 @@ class _Attempt(Generic[_Weights]):
     def _count(self, size: int) -> None:
         self._done += size
         if self._progress is not None:
-            self._progress(self._done, self._plan.bytes)
+            self._progress(self._done, work_bytes(self._plan))
+
+
+def work_bytes(found: Plan) -> int:
+    """Bytes that ``Progress`` counts to: those of the model, and of the deltas that follow."""
+    return found.run.table.full_bytes + sum(step.payload_bytes for step in found.steps)
 
 
 def advance(step: Step, state: Weights, scratch: str | Path | None = None) -> None:
@@ -290,20 +301,39 @@ def whole(
     base: str | Path | None = None,
     in_memory: bool | None = None,
     scratch: str | Path | None = None,
+    room: Room | None = None,
+    filled: Callable[[int], None] | None = None,
 ) -> ModelState:
     """Weights of a version that is held whole somewhere: an anchor, one beside the chain, a checkpoint, another run.
+
+    Args:
+        room: as ``restore``. filled: called with bytes of the model that are there, as they come.
 
     Raises:
         BaseError: it is not at hand. FingerprintError, TensorMismatchError: a tensor is not as declared.
         DeltaSyncError: an object is missing or damaged.
     """
     if branches(root, beside):
-        source, at, further = origin(run, root, base)
-        return _checked(root, restore(source, at, further, in_memory, scratch=scratch).state)
-    room = scratch_file if scratch is None else partial(scratch_file, folder=scratch)
-    place = None if _fits_in_memory(run.table, in_memory) else room
+        with origin(run, root, base) as (source, at, further):
+
+            def scaled(done: int, total: int) -> None:
+                if filled is not None:
+                    filled(run.table.full_bytes * done // max(1, total))
+
+            return _checked(root, restore(source, at, further, in_memory, scaled, None, scratch, room).state)
+    if room is None and not _fits_in_memory(run.table, in_memory):
+        room = one_stretch(scratch_file if scratch is None else partial(scratch_file, folder=scratch))
     with held_whole(run, root, beside, base, scratch) as (document, tensors):
-        return _checked(document, ModelState(run.table, tensors, place))
+        return _checked(document, ModelState(run.table, tensors if filled is None else _counted(tensors, filled), room))
+
+
+def _counted(tensors: Iterator[tuple[str, Bits]], filled: Callable[[int], None]) -> Iterator[tuple[str, Bits]]:
+    """The pairs as they are; ``filled`` is called with the bytes of those that were taken."""
+    done = 0
+    for name, bits in tensors:
+        yield name, bits
+        done += bits.nbytes
+        filled(done)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ def refused_manifest(run: RunDocuments, version: int) -> Manifest | None:
     """
     key = version_key(version)
     try:
-        manifest = run.authentic.gave_up(run.bucket.get(key, max_bytes=run.document_limit), key)
+        manifest = run.authentic.gave_up(run.stored(version, run.document_limit), key)
     except StoreError:
         raise
     except DeltaSyncError:

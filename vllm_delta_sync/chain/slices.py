@@ -30,7 +30,7 @@ from vllm_delta_sync.wire.documents import Anchor
 from vllm_delta_sync.wire.fingerprint import (
     Fingerprint,
     fingerprint_change,
-    fingerprint_elements,
+    fingerprint_strided,
     fingerprint_tensor,
 )
 from vllm_delta_sync.wire.manifest import Manifest
@@ -39,9 +39,6 @@ from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorTable
 
 logger = guarded_logger(__name__)
-
-HASHED_ELEMENTS = 1024 * 1024
-"""A box that is no range is hashed so many elements at a time: each takes 8 bytes for its position."""
 
 Boxes = Mapping[str, Sequence[Box]]
 """Boxes of tensors by checkpoint name. They may overlap, be empty, and leave out what is not wanted."""
@@ -99,14 +96,8 @@ def fingerprint_box(name: str, box: Box, bits: Bits) -> Fingerprint:
     Args:
         bits: flat (numel of the box,).
     """
-    if box.is_range:
-        return fingerprint_tensor(name, bits, box.start)
-    total = Fingerprint()
-    for start in range(0, box.numel, HASHED_ELEMENTS):
-        piece = bits[start : start + HASHED_ELEMENTS]
-        local = np.arange(start, start + piece.size, dtype=np.int64)
-        total += fingerprint_elements(name, box.positions(local), piece)
-    return total
+    local = [math.prod(box.shape[axis + 1 :]) for axis in range(len(box.shape))]
+    return fingerprint_strided(name, bits, box.shape, (0, local), (box.start, box.strides))
 
 
 @dataclass
@@ -215,8 +206,8 @@ def _root(run: RunDocuments, found: Plan, boxes: Boxes, base: str | Path | None)
     if not branches(found.root, found.beside):
         with held_whole(run, found.root, found.beside, base, None) as (document, tensors):
             return Slices(table, document, _cut(table, document, tensors, wanted))
-    source, at, further = origin(run, found.root, base)
-    bits = restore_boxes(source, at, wanted, further)
+    with origin(run, found.root, base) as (source, at, further):
+        bits = restore_boxes(source, at, wanted, further)
     pieces = {table.index(name): list(zip(some, bits[name], strict=True)) for name, some in wanted.items()}
     for tensor, held in pieces.items():
         if _complete([box for box, _ in held]):

@@ -7,6 +7,7 @@ from pathlib import Path
 from vllm_delta_sync.chain.census import Census
 from vllm_delta_sync.chain.checks import check_base
 from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.files import check_files
 from vllm_delta_sync.chain.findings import Finding, Findings, VerifyReport
 from vllm_delta_sync.chain.sidecars import check_sidecars
 from vllm_delta_sync.chain.walk import Walk
@@ -18,13 +19,17 @@ Progress = Callable[[VerifyReport], None]
 
 
 def verify_run(
-    run: RunDocuments, base: str | Path | None = None, progress: Progress | None = None, findings: bool = False
+    run: RunDocuments,
+    base: str | Path | None = None,
+    progress: Progress | None = None,
+    findings: bool | Findings = False,
 ) -> VerifyReport:
     """Walk the run from version 0 to the head and check all of it.
 
     First the documents: each manifest against what names it by digest, anchors, folded ranges, tags and claims
-    against the manifests. Then the objects of every version in order, the weights that they lead to, and beside them
-    anchors (bit for bit), folded ranges (what they would make of the weights, tensor by tensor) and sidecars. Versions
+    against the manifests. Then the run's files and the objects of every version in order, the weights that they lead
+    to, and beside them anchors (bit for bit), folded ranges (what they would make of the weights, tensor by tensor) and
+    sidecars. Versions
     whose objects retention removed are no error; those that it keeps have to be reachable. Holds the weights of one
     version: O(model) memory, or O(model) of the temporary directory's disk for large ones.
 
@@ -36,7 +41,7 @@ def verify_run(
 
     Args:
         base: as ``Run.snapshot``. progress: called with the report so far after each version.
-        findings: keep all that does not hold in the report, and go on.
+        findings: True: keep every finding in the report and continue; False: raise the first one; or a ``Findings``.
 
     Raises:
         NotFoundError: nothing is published, or ``base`` is given and not there. Without one, a recorded base that is
@@ -48,22 +53,32 @@ def verify_run(
 
 
 def examine(
-    run: RunDocuments, base: str | Path | None = None, progress: Progress | None = None, findings: bool = False
+    run: RunDocuments,
+    base: str | Path | None = None,
+    progress: Progress | None = None,
+    findings: bool | Findings = False,
 ) -> tuple[VerifyReport, Census]:
     """As ``verify_run``; also the documents as they were read."""
     check_base(base)
-    found = Findings(findings)
+    with run.keeping():
+        return _examine(run, base, progress, findings if isinstance(findings, Findings) else Findings(findings))
+
+
+def _examine(
+    run: RunDocuments, base: str | Path | None, progress: Progress | None, found: Findings
+) -> tuple[VerifyReport, Census]:
     census = Census(run)
     for finding in census.findings:
         found.add(finding)
     signature = run.info.signature
     signed = None if signature is None else signature.key
     report = VerifyReport(findings=found.items, pointed=census.pointed, signed=signed, checked=run.keyring.checks)
+    for finding in check_files(run, report):
+        found.add(finding)
     everything, good = True, set[str]()
     walk = Walk(run, census, base, found, report)
-    for version in range(census.top + 1):
-        walk.visit(version)
-        manifest = census.manifest(version)
+    for version, manifest in enumerate(census.manifests()):
+        walk.visit(version, manifest)
         for finding in check_sidecars(run, manifest, report, good) if manifest is not None else ():
             found.add(finding)
         report.versions += 1

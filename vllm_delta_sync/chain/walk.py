@@ -61,13 +61,15 @@ class Walk:
         self.causes: dict[int, _Cause] = {}
         self.unreadable: set[int] = set()
 
-    def visit(self, version: int) -> None:
+    def visit(self, version: int, manifest: Manifest | None) -> None:
         """Check a version, the anchor beside it, and the folded ranges that begin with it.
+
+        Args:
+            manifest: the version's; None if it is not good.
 
         Raises:
             StoreError: the store failed. DeltaSyncError: the first finding, if findings are raised.
         """
-        manifest = self._census.manifest(version)
         if version in self._census.refused:
             self.causes[version] = "refused"
         elif manifest is None:

@@ -1,7 +1,8 @@
 """The ``delta-sync`` command: arguments, output, errors and exit codes. What it prints is made in ``cli_views``.
 
 Every subcommand prints text for people, or with ``--json`` one JSON document. Errors are one line on stderr, or with
-``--json`` one document ``{"error": {"kind", "message"}}`` on stdout; the exit code is the error's.
+``--json`` one document ``{"error": {"kind", "message"}}`` on stdout; the exit code is the error's, and 1 for whatever a
+check finds.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,17 +19,37 @@ from vllm_delta_sync import __version__
 from vllm_delta_sync.cli import broker as cli_broker
 from vllm_delta_sync.cli import compact as cli_compact
 from vllm_delta_sync.cli import doctor as cli_doctor
+from vllm_delta_sync.cli import export as cli_export
 from vllm_delta_sync.cli import fleet as cli_fleet
 from vllm_delta_sync.cli import keys as cli_keys
 from vllm_delta_sync.cli import repair as cli_repair
 from vllm_delta_sync.cli import retention as cli_retention
 from vllm_delta_sync.cli import verify as cli_verify
-from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, count, opened, positive
-from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    CheckFailedError,
+    Command,
+    add_bucket,
+    add_json,
+    add_trust,
+    count,
+    exit_codes,
+    failed_check,
+    opened,
+    positive,
+    settings_of,
+)
+from vllm_delta_sync.errors import DeltaSyncError, StoreError, UsageError
 from vllm_delta_sync.redaction import public_url
 
+CHECK_FAILED = 1
 INTERRUPTED = 130
 
+SETTINGS = """\
+settings:
+  A flag wins over the environment variable DELTA_SYNC_<NAME>, and that over the TOML file named by DELTA_SYNC_CONFIG.
+
+"""
 EXIT_CODES = """\
 exit codes:
   0 done, 1 a check failed or data were refused, 2 usage, 3 not found, 4 store or network, 5 another writer,
@@ -36,21 +58,28 @@ exit codes:
 EXAMPLES = """\
 examples:
   delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000
+  delta-sync serve --bucket s3://weights/runs/a --port 8000
   delta-sync log --bucket /data/runs/a --last 10
   delta-sync inspect /data/runs/a --version 7
   delta-sync verify --bucket file:///data/runs/a --base /models/qwen3
 
 """
 SERVE_EXAMPLES = """\
+Without MODEL the server starts from the bucket alone: weights, and the configuration and tokenizer that the run keeps.
+The model is then called as the last part of the URL; --served-model-name gives it another name.
+
 MODEL comes first. Every argument that is not listed here goes to `vllm serve` as it is: see `vllm serve --help=all`.
+So does everything behind `--`, be it listed or not.
 What is not given as a flag is taken from DELTA_SYNC_<NAME>, then from the TOML file named by DELTA_SYNC_CONFIG.
 
 examples:
   delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000 --max-model-len 4096
+  delta-sync serve --bucket s3://weights/runs/a --port 8000
   delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
   delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
+  delta-sync serve /models/base --bucket /data/runs/a -- --port 8000 --enforce-eager
 """
-MODULES = (cli_verify, cli_repair, cli_retention, cli_compact, cli_keys, cli_doctor, cli_broker, cli_fleet)
+MODULES = (cli_export, cli_verify, cli_repair, cli_retention, cli_compact, cli_keys, cli_doctor, cli_broker, cli_fleet)
 """Further subcommands: each has ``add`` and ``COMMANDS``."""
 # Settings that `serve` takes as flags: field, metavar, help. Values are checked where settings are.
 SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
@@ -107,7 +136,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="delta-sync",
         description="Weights that changed, from a trainer to running vLLM servers, through a bucket.",
-        epilog=EXAMPLES + EXIT_CODES,
+        epilog=EXAMPLES + SETTINGS + EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"delta-sync {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -122,11 +151,16 @@ def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
     serve = commands.add_parser(
         "serve",
         help="start vLLM so that it follows a run",
-        usage="delta-sync serve MODEL --bucket URL [options] [any argument of vllm serve]",
+        usage="delta-sync serve [MODEL] --bucket URL [options] [any argument of vllm serve] [-- more of them]",
         description="Set up and become `vllm serve`, following the versions of a run.",
         epilog=SERVE_EXAMPLES,
     )
-    serve.add_argument("model", metavar="MODEL", help="the run's base: a checkpoint directory, or a model name")
+    serve.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="the run's base: a checkpoint directory, or a model name; without it the run's own files are taken",
+    )
     for field, metavar, text in SERVE_FLAGS:
         serve.add_argument(_flag(field), metavar=metavar, help=text)
     serve.add_argument("--dry-run", action="store_true", help="print the environment and the command, start nothing")
@@ -137,9 +171,11 @@ def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
     log = commands.add_parser(
         "log",
         help="list the versions of a run",
-        description="List versions, oldest first. The chain of digests from version 0 on is checked on the way.",
+        description="List versions, oldest first, and check that each follows the one before it: all of them from "
+        "version 0 on, or with --last those shown and the one before them.",
         epilog="examples:\n  delta-sync log --bucket /data/runs/a\n"
-        "  delta-sync log --bucket /data/runs/a --last 5 --json\n",
+        "  delta-sync log --bucket /data/runs/a --last 5 --json\n"
+        + exit_codes("a version is missing or damaged, or does not follow the one before it"),
     )
     add_bucket(log)
     add_trust(log)
@@ -152,7 +188,8 @@ def _add_readers(commands: "argparse._SubParsersAction[Parser]") -> None:
         description="Show what a run consists of; with --version what one version changed, tensor by tensor; for a "
         ".safetensors file what its header says.",
         epilog="examples:\n  delta-sync inspect /data/runs/a\n  delta-sync inspect /data/runs/a --version 7 --all\n"
-        "  delta-sync inspect ./objects/4fc55e65….safetensors\n",
+        "  delta-sync inspect ./objects/4fc55e65….safetensors\n"
+        + exit_codes("what is shown is damaged, or an object of the version is missing"),
     )
     inspect.add_argument("target", metavar="URL_OR_FILE", help="run URL, or path of a .safetensors file")
     inspect.add_argument("--version", type=count, metavar="N", help="a version of the run")
@@ -172,11 +209,13 @@ def _flag(field: str) -> str:
 def _log(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.cli import views as cli_views
 
-    document, failure = cli_views.log_document(opened(options), options.last)
+    run = opened(options)
+    with run.keeping():
+        document, failure = cli_views.log_document(run, options.last)
     if failure is not None:
         if not options.json:
             cli_views.print_log(document)
-        raise failure
+        raise failure if isinstance(failure, StoreError) else failed_check(failure)
     return document, lambda: cli_views.print_log(document)
 
 
@@ -189,11 +228,11 @@ def _inspect(options: argparse.Namespace) -> Answer:
             raise UsageError("--version goes with a run; a file holds one version's object")
         document = cli_views.file_document(Path(options.target))
         return document, lambda: cli_views.print_file(document, top)
-    options.bucket = options.target
+    run = opened(options, url=options.target)
     if options.version is None:
-        document = cli_views.run_document(opened(options))
+        document = cli_views.run_document(run)
         return document, lambda: cli_views.print_run(document, top)
-    document = cli_views.version_document(opened(options), options.version)
+    document = cli_views.version_document(run, options.version)
     return document, lambda: cli_views.print_version(document, top)
 
 
@@ -222,13 +261,13 @@ COMMANDS: dict[str, Command] = {
 def split_serve(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Part the arguments after ``serve`` into ours and vLLM's, each in their order.
 
-    Raises:
-        UsageError: the first argument that is not ours is not MODEL.
+    Whatever stands behind ``--`` is vLLM's; before it, ours are taken wherever they stand. MODEL is the first that is
+    not ours, unless that is a flag: then there is no MODEL.
     """
     with_value = {_flag(field) for field, _, _ in SERVE_FLAGS}
     ours: list[str] = []
     rest: list[str] = []
-    pending = list(arguments)
+    pending, behind = _before_dashes(arguments)
     while pending:
         argument = pending.pop(0)
         name = argument.partition("=")[0]
@@ -240,13 +279,18 @@ def split_serve(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             ours.append(argument)
         else:
             rest.append(argument)
-    if rest and rest[0].startswith("-"):
-        raise UsageError(f"MODEL must come before {rest[0]!r} and other arguments of vllm serve")
-    return ours + rest[:1], rest[1:]
+    model = rest[: 1 if rest and not rest[0].startswith("-") else 0]
+    return ours + model, rest[len(model) :] + behind
+
+
+def _before_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments before the first ``--``, and those behind it."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:end]), list(arguments[end + 1 :])
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line.
+    """Parse a command line. What ``closing`` holds is closed when the command has ended.
 
     Raises:
         UsageError: it makes no sense.
@@ -257,6 +301,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         arguments = ["serve", *ours]
     options = build_parser().parse_args(arguments)
     options.rest = rest
+    options.closing = ExitStack()
     return options
 
 
@@ -272,19 +317,26 @@ def report(error: DeltaSyncError, as_json: bool) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; prints, and never raises a DeltaSyncError."""
-    as_json = "--json" in arguments
+    as_json = "--json" in _before_dashes(arguments)[0]
     try:
         options = parse(arguments)
-        document, show = COMMANDS[options.command](options)
-        if not as_json:
-            show()
-        elif document:
-            print(json.dumps(document, indent=2))
-        sys.stdout.flush()
+        if options.command != "serve":  # which reads a server's settings, and has flags for all of them
+            settings_of(options)
+        with options.closing:
+            document, show = COMMANDS[options.command](options)
+            if not as_json:
+                show()
+            elif document:
+                print(json.dumps(document, indent=2))
+            sys.stdout.flush()
     except DeltaSyncError as error:
         report(error, as_json)
         sys.stdout.flush()
         return error.exit_code
+    except CheckFailedError as failed:
+        report(failed.error, as_json)
+        sys.stdout.flush()
+        return CHECK_FAILED
     return int(document.get("exit_code", 0))
 
 

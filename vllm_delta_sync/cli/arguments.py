@@ -1,29 +1,55 @@
 """What the subcommands' command lines have in common."""
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.config import ClientSettings, client_settings, environment_name
+from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.trust import Keyring
 
 if TYPE_CHECKING:
     from vllm_delta_sync.bucket import StoreOptions
     from vllm_delta_sync.chain import Run
 
-BUCKET_VARIABLE = "DELTA_SYNC_BUCKET"
-TRUSTED_VARIABLE = "DELTA_SYNC_TRUSTED_KEYS"
-SIGNING_VARIABLE = "DELTA_SYNC_SIGNING_KEY"
+FLAGS = ("bucket", "trusted_keys", "signing_key")
+"""Settings that commands take as flags; all others come from the environment and the file alone."""
 
 Answer = tuple[dict[str, Any], Callable[[], None]]
 """The document for ``--json``, and what prints it for people."""
 Command = Callable[[argparse.Namespace], Answer]
 
 
+class CheckFailedError(Exception):
+    """What a command checks does not hold: its error is shown as it is, whatever its kind, and the exit code is 1."""
+
+    def __init__(self, error: DeltaSyncError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def failed_check(error: DeltaSyncError) -> Exception:
+    """What to raise for an error that a check has found, so that the command ends with 1."""
+    return error if error.exit_code == 1 else CheckFailedError(error)
+
+
+def exit_codes(failed: str, done: str = "done") -> str:
+    """The part of a command's help that lists its exit codes.
+
+    Args:
+        failed: what it ends with 1 for. done: what it ends with 0 for.
+    """
+    return f"""
+exit codes:
+  0 {done}
+  1 {failed}
+  2 usage or settings, 3 no such run or version, 4 store or network, 5 another writer, 130 interrupted
+"""
+
+
 def add_bucket(parser: argparse.ArgumentParser) -> None:
     """``--bucket``; see ``bucket_url``."""
-    parser.add_argument("--bucket", metavar="URL", help=f"run URL; default: ${BUCKET_VARIABLE}")
+    parser.add_argument("--bucket", metavar="URL", help=f"run URL; default: {_default('bucket')}")
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +63,18 @@ def add_trust(parser: argparse.ArgumentParser, signing: bool = False) -> None:
         "--trusted-keys",
         metavar="FILES",
         help="public key files, separated by commas: take only what one of these keys, or one that they list, has "
-        f"signed; default: ${TRUSTED_VARIABLE}" + (", else the key of --signing-key" if signing else ""),
+        f"signed; default: {_default('trusted_keys')}" + (", else the key of --signing-key" if signing else ""),
     )
     if signing:
         parser.add_argument(
             "--signing-key",
             metavar="PATH",
-            help=f"private key that signs what is written, where the run is signed; default: ${SIGNING_VARIABLE}",
+            help="private key that signs what is written, where the run is signed; default: " + _default("signing_key"),
         )
+
+
+def _default(field: str) -> str:
+    return f"${environment_name(field)}, else {field} in the settings file"
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -52,46 +82,53 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def bucket_url(options: argparse.Namespace) -> str:
-    """The run that is meant.
+def settings_of(options: argparse.Namespace) -> ClientSettings:
+    """The settings that a command runs under: its flags over the environment over the settings file. Read once.
 
     Raises:
-        UsageError: neither the flag nor the variable is set.
+        SettingsError: an unknown name, or a value that does not fit.
     """
-    url: str | None = options.bucket or os.environ.get(BUCKET_VARIABLE)
+    if not hasattr(options, "settings"):
+        options.settings = client_settings({name: getattr(options, name, None) for name in FLAGS})
+    settings: ClientSettings = options.settings
+    return settings
+
+
+def bucket_url(options: argparse.Namespace) -> str:
+    """URL of the run that a command is about.
+
+    Raises:
+        UsageError: neither a flag nor a setting names one.
+    """
+    url = settings_of(options).bucket
     if not url:
-        raise UsageError(f"--bucket URL is missing and {BUCKET_VARIABLE} is not set; say which run is meant")
+        raise UsageError(f"--bucket URL is missing and {environment_name('bucket')} is not set; say which run is meant")
     return url
 
 
 def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
-    """The keys that are meant.
+    """The keys that a command checks and signs with.
 
     Args:
-        signs: whether the signing key is needed; otherwise it is not even read.
+        signs: whether the signing key is needed; otherwise, and by commands without that flag, it is not even read.
 
     Raises:
         SettingsError: a key file cannot be used.
     """
-    trusted: str | None = options.trusted_keys or os.environ.get(TRUSTED_VARIABLE) or None
-    signing: str | None = getattr(options, "signing_key", None)
-    if signs and hasattr(options, "signing_key"):
-        signing = signing or os.environ.get(SIGNING_VARIABLE) or None
-    return Keyring.load(trusted, signing)
+    return settings_of(options).keyring(signs and hasattr(options, "signing_key"))
 
 
-def without_mirror() -> "StoreOptions":
-    """What the environment says of stores; what looks after a bucket must not be shown the one in front of it."""
-    from vllm_delta_sync.bucket.options import options_from
-
-    return options_from().model_copy(update={"mirror": None})
+def without_mirror(options: argparse.Namespace) -> "StoreOptions":
+    """How a command that maintains a bucket talks to it: never through the mirror in front of it."""
+    return settings_of(options).store().model_copy(update={"mirror": None})
 
 
-def opened(options: argparse.Namespace, writes: bool = False) -> "Run":
-    """The run that is meant, checked with the keys that are meant.
+def opened(options: argparse.Namespace, writes: bool = False, url: str | None = None) -> "Run":
+    """The run that a command is about, checked with the keys that it trusts; closed when the command has ended.
 
     Args:
         writes: whether documents will be written that have to be signed where the run is.
+        url: of another run than ``bucket_url`` says.
 
     Raises:
         UsageError: no run is named. SettingsError: a key file cannot be used, or a signed run is to be written into
@@ -100,7 +137,8 @@ def opened(options: argparse.Namespace, writes: bool = False) -> "Run":
     from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.upkeep.key_list import check_signer
 
-    run = open_run(bucket_url(options), keyring_of(options, writes), without_mirror())
+    run = open_run(url or bucket_url(options), keyring_of(options, writes), without_mirror(options))
+    options.closing.enter_context(run)
     if writes:
         check_signer(run)
     return run

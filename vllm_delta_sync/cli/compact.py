@@ -9,8 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, add_trust, opened
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    Command,
+    add_base,
+    add_bucket,
+    add_json,
+    add_trust,
+    exit_codes,
+    failed_check,
+    opened,
+)
+from vllm_delta_sync.errors import NotFoundError, UsageError
 
 EXAMPLES = """\
 A folded range is one object in the place of 4, 16, 64 … versions, so that a server that is n versions behind reads
@@ -39,7 +49,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "compact",
         help="make the folded ranges that a run lacks, and an anchor",
         description="Make reading a run cheap: folded ranges for catching up, an anchor for starting.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES
+        + exit_codes("a range or the anchor cannot be made, since something that it takes is missing or damaged"),
     )
     add_bucket(parser)
     add_base(parser)
@@ -58,6 +69,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _compact(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.chain.checks import check_base
+    from vllm_delta_sync.chain.origins import BaseError
     from vllm_delta_sync.cli.text import Progress
     from vllm_delta_sync.upkeep.compaction import compact
 
@@ -65,6 +78,10 @@ def _compact(options: argparse.Namespace) -> Answer:
     if options.no_folds and anchor is None:
         raise UsageError("--no-folds without --anchor leaves nothing to do; name the version that gets an anchor")
     run = opened(options, writes=not options.dry_run)
+    # What the arguments name has to be there; what is missed afterwards is missing from the run.
+    check_base(options.base)
+    if anchor is not None:
+        anchor = run.resolve(None if anchor == "head" else anchor).version
     bar: list[Progress] = []
 
     def tell(done: int, work: int, what: str) -> None:
@@ -84,6 +101,10 @@ def _compact(options: argparse.Namespace) -> Answer:
                 stop=stop,
                 codec=options.codec,
             )
+    except BaseError:
+        raise
+    except NotFoundError as error:
+        raise failed_check(error) from error
     finally:
         for drawn in bar:
             drawn.close()
@@ -97,6 +118,7 @@ def _compact(options: argparse.Namespace) -> Answer:
         "anchor_present": report.anchor_present,
         "bytes": report.bytes,
         "seconds": round(report.seconds, 3),
+        "exit_code": 1 if report.damaged else 0,
     }
     return document, lambda: _print(document)
 

@@ -1,10 +1,8 @@
 """``delta-sync doctor``: arguments and output; what it does is in ``upkeep.doctor``."""
 
 import argparse
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
@@ -15,9 +13,13 @@ from vllm_delta_sync.cli.arguments import (
     add_trust,
     bucket_url,
     count,
+    exit_codes,
     keyring_of,
+    settings_of,
 )
 from vllm_delta_sync.cli.text import Progress, clean, size
+from vllm_delta_sync.config import check_bucket
+from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.upkeep.doctor_findings import DEFAULT_BYTES, Finding
 
@@ -26,8 +28,7 @@ Each line is one check, followed by what to do about those that are not well. Of
 credentials; a small object of its own is put, read, listed, created twice, overwritten and deleted again; latency,
 throughput and the store's clock; the run that lies there, quickly (`delta-sync verify` reads all of it); the mirror
 (DELTA_SYNC_MIRROR) and the cache (DELTA_SYNC_CACHE_DIR). Of the server: whether it answers, has the plugin, and follows
-that run. On either side the first failure is the last check, unless --keep-going. The exit code is that of the first
-failure; warnings leave it 0.
+that run. On either side the first failure is the last check, unless --keep-going.
 
 Objects of a doctor lie under doctor/ and are removed at the end, those of one that was killed by a doctor who comes a
 day later.
@@ -51,7 +52,10 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         help="try out a bucket, and see how a server follows it",
         description="Try out what publishers and receivers need of a bucket, ask a server how it follows the run, and "
         "say what is wrong and how to mend it.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES
+        + exit_codes(
+            "the run or the server is not well; of several failures the first decides", "well, or warnings only"
+        ),
     )
     add_bucket(parser)
     parser.add_argument("--server", metavar="URL", help="also look at this vLLM server, such as http://127.0.0.1:8000")
@@ -73,19 +77,22 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _doctor(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.bucket.options import options_from
     from vllm_delta_sync.upkeep.doctor import Request, examine
 
+    settings = settings_of(options)
     url = bucket_url(options)
+    check_bucket(url)
+    cache = settings.cache_folder()
     request = Request(
         url,
-        options_from(),
+        settings.store(),
         keyring_of(options),
         server=options.server,
         size=options.bytes,
         reads_only=options.read_only,
         keep_going=options.keep_going,
-        cache=_cache(url),
+        # What a receiver with these settings would use.
+        cache=None if cache is None else (cache, settings.cache_bytes),
     )
     bars = _Bars()
     findings = examine(request, lambda finding: bars.tell(finding, options.json), bars.update)
@@ -99,18 +106,10 @@ def _doctor(options: argparse.Namespace) -> Answer:
     if failed and failed[0].error is not None:
         error = failed[0].error
         document["error"] = {"kind": error.kind, "message": error.message}
-        document["exit_code"] = error.exit_code
+        # Something that a run lacks makes it damaged: there is a run.
+        lacks = failed[0].check == "run" and isinstance(error, NotFoundError)
+        document["exit_code"] = 1 if lacks else error.exit_code
     return document, lambda: _print_mends(findings, options.keep_going)
-
-
-def _cache(url: str) -> tuple[Path, int] | None:
-    """What a receiver of this environment would use."""
-    from vllm_delta_sync.config import environment_name, load_settings
-
-    names = [environment_name(field) for field in ("cache_dir", "cache_bytes")]
-    settings = load_settings({"bucket": url}, {name: os.environ[name] for name in names if os.environ.get(name)})
-    folder = settings.cache_folder()
-    return None if folder is None else (folder, settings.cache_bytes)
 
 
 class _Bars:

@@ -6,7 +6,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, count, opened, version
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    Command,
+    add_bucket,
+    add_json,
+    add_trust,
+    count,
+    exit_codes,
+    opened,
+    version,
+)
 from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,9 +26,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 Servers are listed that were started with --receiver-id; each tells in the bucket what it serves. One that has said
-nothing for longer than its lease (setting lease_seconds) is marked as ended. With --wait the exit code is 0 once every
-live server serves the version or a newer one, and those, with the ones that have ended since it was published, are at
-least N; 1 if that takes longer than SECONDS: then the error names who lags.
+nothing for longer than its lease (setting lease_seconds) is marked as ended. --wait ends once every live server serves
+the version or a newer one, and those, with the ones that have ended since it was published, are at least N.
 
 examples:
   delta-sync fleet --bucket /data/runs/a
@@ -35,7 +44,7 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
         "fleet",
         help="list the servers that follow a run, or wait for them",
         description="List the servers that follow a run, with what each says of itself.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES + exit_codes("with --wait: it takes longer than SECONDS; the error names the servers that lag"),
     )
     add_bucket(fleet)
     add_trust(fleet)

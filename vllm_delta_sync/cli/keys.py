@@ -13,6 +13,7 @@ from vllm_delta_sync.cli.arguments import (
     add_trust,
     bucket_url,
     keyring_of,
+    opened,
     without_mirror,
 )
 from vllm_delta_sync.errors import UsageError
@@ -108,10 +109,9 @@ def _keys(options: argparse.Namespace) -> Answer:
         return _change(options)
     if options.version is not None:
         raise UsageError("--version goes with --retire or --revoke")
-    from vllm_delta_sync.chain import open_run
     from vllm_delta_sync.upkeep.key_list import list_keys
 
-    run = open_run(bucket_url(options), keyring_of(options, signs=False), without_mirror())
+    run = opened(options)
     found = list_keys(run)
     document: dict[str, Any] = {
         "run": run.info.run,
@@ -163,7 +163,7 @@ def _change(options: argparse.Namespace) -> Answer:
 
     if options.version is not None and not (options.retire or options.revoke):
         raise UsageError("--version goes with --retire or --revoke")
-    bucket = open_bucket(bucket_url(options), without_mirror())
+    bucket = options.closing.enter_context(open_bucket(bucket_url(options), without_mirror(options)))
     change = change_keys(
         bucket,
         keyring_of(options),

@@ -11,6 +11,7 @@ from vllm_delta_sync.cli.arguments import (
     add_json,
     add_trust,
     bucket_url,
+    exit_codes,
     keyring_of,
     without_mirror,
 )
@@ -21,8 +22,7 @@ EXAMPLES = """\
 Checks the run as `delta-sync verify --all` does, and mends what it finds: from a mirror, from anchors and folded
 ranges, from the weights on both sides of a gap. Nothing is written that digests and fingerprints of the chain do not
 prove; nothing that is good is overwritten. With trusted keys nothing is taken that is not signed; into a signed run
-nothing is written that --signing-key has not signed. Ended at any moment (Ctrl-C), it goes on with the next call. The
-exit code is 0 if all is well afterwards, 1 if something is lost: the list says what, and what would help.
+nothing is written that --signing-key has not signed. It is safe to interrupt (Ctrl-C): the next call continues.
 
 examples:
   delta-sync repair --bucket /data/runs/a --dry-run
@@ -37,7 +37,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "repair",
         help="mend a damaged run, and say what is lost",
         description="Bring back, or rebuild, what a run lacks.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES
+        + exit_codes(
+            "something is lost, and the list says what would help; with --dry-run: something is damaged",
+            "the run is whole now",
+        ),
     )
     add_bucket(parser)
     parser.add_argument("--mirror", metavar="URL", help="a copy of the run to take from; it may be damaged too")
@@ -53,7 +57,7 @@ def _repair(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.upkeep.retention_record import ranges
     from vllm_delta_sync.wire import manifest as keys
 
-    bucket = open_bucket(bucket_url(options), without_mirror())
+    bucket = options.closing.enter_context(open_bucket(bucket_url(options), without_mirror(options)))
     bar = Progress(sum(1 for _ in bucket.list(keys.VERSIONS_PREFIX)), "versions")
     try:
         report = repair(
@@ -66,15 +70,17 @@ def _repair(options: argparse.Namespace) -> Answer:
         )
     finally:
         bar.close()
+    # A dry run has repaired nothing: what it would repair is damaged still.
+    whole = not report.lost and not (options.dry_run and report.repaired)
     document = {
-        "verdict": not report.lost,
+        "verdict": whole,
         "url": bucket.url,
         "dry_run": options.dry_run,
         "repaired": report.repaired,
         "lost": report.lost,
         "unreadable": ranges(report.unreadable),
         "notes": report.notes,
-        "exit_code": 1 if report.lost else 0,
+        "exit_code": 0 if whole else 1,
     }
     return document, lambda: _print(document)
 
@@ -87,7 +93,12 @@ def _print(document: dict[str, Any]) -> None:
         print(clean(f"lost: {line}"))
     if document["repaired"] or document["lost"]:
         print()
-    verdict = "something is lost" if document["lost"] else "ok" if not document["repaired"] else f"ok, {verb}"
+    if document["lost"]:
+        verdict = "something is lost"
+    elif not document["repaired"]:
+        verdict = "ok"
+    else:
+        verdict = "damaged, and all of it could be repaired" if document["dry_run"] else "ok, repaired"
     print_fields(
         [
             ("verdict", verdict),

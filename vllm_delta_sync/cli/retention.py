@@ -4,19 +4,32 @@ import argparse
 import re
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, opened, positive, version
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    Command,
+    add_bucket,
+    add_json,
+    add_trust,
+    exit_codes,
+    opened,
+    positive,
+    version,
+)
 from vllm_delta_sync.errors import UsageError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 SHOWN = 20
+KEEP_LAST = 100
 
 GC_TEXT = """\
 Remove objects, anchors and folded ranges that no version that is kept needs. Kept are: the head; the last N versions
 and every delta of them; every K-th; those with a tag; those that another run branches from; those published within
 --keep-for; those that a receiver with a live lease serves, heads for or pins, and its way to the head. Each of them
-can be rebuilt bit for bit afterwards. Manifests stay, so the log stays whole. Of receivers, leases that ended a day
-ago or more go too, and all turns but the newest. Safe beside publishers, receivers and
-other collections, and at Ctrl-C: the next collection goes on from there.
+can be rebuilt bit for bit afterwards. Without any --keep-… nothing is removed unless --yes says so; where nothing
+would be removed, the answer says why. Manifests stay, so the log stays whole. Of receivers, leases that ended a day
+ago or more go too, and all turns but the newest. Safe beside publishers and receivers, and at
+Ctrl-C: the next collection goes on from there. A second collection at the same time is
+refused; one that was killed delays the next by ten minutes at most.
 """
 GC_EXAMPLES = """\
 --min-age must be longer than an upload, a compaction, and a read by anybody who has no lease. Durations: 90s, 15m, 2h,
@@ -77,10 +90,15 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add_gc(commands: "argparse._SubParsersAction[Any]") -> None:
-    gc = commands.add_parser("gc", help="remove what no kept version needs", description=GC_TEXT, epilog=GC_EXAMPLES)
+    gc = commands.add_parser(
+        "gc",
+        help="remove what no kept version needs",
+        description=GC_TEXT,
+        epilog=GC_EXAMPLES + exit_codes("a version that should be kept cannot be rebuilt"),
+    )
     add_bucket(gc)
     add_trust(gc)
-    gc.add_argument("--keep-last", type=positive, default=100, metavar="N", help="newest versions (default: 100)")
+    gc.add_argument("--keep-last", type=positive, metavar="N", help=f"newest versions (default: {KEEP_LAST})")
     gc.add_argument("--keep-every", type=positive, metavar="K", help="versions whose number K divides")
     gc.add_argument("--keep-for", type=_duration, metavar="TIME", help="versions published within this time")
     gc.add_argument("--no-tagged", action="store_true", help="tags keep no version, save those of branches and rebases")
@@ -94,6 +112,7 @@ def _add_gc(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="TIME",
         help="leases hold no version published longer ago (default: 7d)",
     )
+    gc.add_argument("--yes", action="store_true", help="collect without any --keep-…, by the defaults")
     gc.add_argument("--dry-run", action="store_true", help="only say what would go")
     add_json(gc)
 
@@ -113,8 +132,14 @@ def _gc(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.cli.text import Progress, size
     from vllm_delta_sync.upkeep.retention import Policy, collect
 
+    chosen = (options.keep_last, options.keep_every, options.keep_for)
+    if not (options.yes or options.dry_run or any(value is not None for value in chosen)):
+        raise UsageError(
+            "say what to keep: --keep-last N, --keep-every K or --keep-for TIME; or --yes, which keeps the newest "
+            f"{KEEP_LAST} versions and what is tagged or in use. --dry-run says what would go"
+        )
     policy = Policy(
-        keep_last=options.keep_last,
+        keep_last=KEEP_LAST if options.keep_last is None else options.keep_last,
         keep_every=options.keep_every,
         keep_tagged=not options.no_tagged,
         keep_seconds=options.keep_for,
@@ -150,7 +175,9 @@ def _gc(options: argparse.Namespace) -> Answer:
         },
         "bytes": report.bytes,
         "gone": report.gone,
+        "nothing_because": report.nothing_because,
         "notes": report.notes,
+        "exit_code": 1 if report.lost else 0,
     }
     return document, lambda: _print_gc(document)
 
@@ -182,7 +209,8 @@ def _print_gc(document: dict[str, Any]) -> None:
     if document["lost"]:
         lost = spelled(row["version"] for row in document["lost"])
         fields.append(("LOST", f"versions {lost} should be kept and cannot be rebuilt; see delta-sync repair"))
-    print_fields([*fields, *(("note", note) for note in document["notes"])])
+    because = [("nothing, because", reason) for reason in document["nothing_because"]]
+    print_fields([*fields, *because, *(("note", note) for note in document["notes"])])
     named = [row for row in document["kept"] if set(row["because"]) - {"last", "every", "recent"}]
     if named:
         print()
@@ -243,7 +271,7 @@ def _branch(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.upkeep.branching import branch
 
     run = opened(options, writes=True)
-    made = branch(run, options.version, options.url)
+    made = options.closing.enter_context(branch(run, options.version, options.url))
     first = made.manifest(0)
     source = first.base.version if first.base is not None else None
     document = {

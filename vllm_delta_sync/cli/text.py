@@ -54,23 +54,29 @@ def print_fields(fields: Sequence[tuple[str, object]]) -> None:
 
 
 class Progress:
-    """A bar on stderr that is there only while somebody looks at it: nothing is printed unless that is a terminal."""
+    """A bar on stderr that is there only while somebody looks at it: nothing is printed unless that is a terminal.
 
-    WIDTH = 30
+    Args:
+        unit: of the total, such as ``versions``; ``bytes`` are shown in kB, MB and so on.
+    """
 
     def __init__(self, total: int, unit: str) -> None:
-        self._total = total
-        self._unit = unit
-        self._shown = sys.stderr.isatty()
+        # Bars as those of the store's transfers, which make room for each other.
+        from vllm_delta_sync.bucket.progress import bar_class, window
+
+        columns, rows = window()
+        size = {"unit": "B", "unit_scale": True} if unit == "bytes" else {"unit": f" {unit}"}
+        shown = sys.stderr.isatty()
+        self._bar = bar_class()(
+            total=total, leave=False, disable=not shown, ncols=columns, nrows=rows, file=sys.stderr, **size
+        )
 
     def update(self, done: int, note: str = "") -> None:
         """Draw ``done`` of the total."""
-        if self._shown:
-            filled = self.WIDTH * done // max(1, self._total)
-            bar = "#" * filled + "." * (self.WIDTH - filled)
-            print(f"\r[{bar}] {done}/{self._total} {self._unit} {note}\033[K", end="", file=sys.stderr, flush=True)
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
         """Remove the bar."""
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._bar.close()

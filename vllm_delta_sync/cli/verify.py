@@ -3,9 +3,20 @@
 import argparse
 from typing import Any
 
-from vllm_delta_sync.chain.findings import Finding, VerifyReport
-from vllm_delta_sync.cli.arguments import Answer, Command, add_base, add_bucket, add_json, add_trust, opened
+from vllm_delta_sync.chain.findings import Finding, Findings, VerifyReport
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    Command,
+    add_base,
+    add_bucket,
+    add_json,
+    add_trust,
+    exit_codes,
+    failed_check,
+    opened,
+)
 from vllm_delta_sync.cli.text import Progress, clean, print_fields, size
+from vllm_delta_sync.errors import DeltaSyncError
 
 EXAMPLES = """\
 Stops at the first thing that does not hold, and names version, object and tensor; --all goes on and lists everything.
@@ -26,9 +37,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "verify",
         help="check a run from version 0 to the head",
-        description="Read all of a run and check it: chain, signatures, digests, contents of objects, anchors, folded "
-        "ranges, and the fingerprint of every version against weights that are rebuilt.",
-        epilog=EXAMPLES,
+        description="Read all of a run and check it: chain, signatures, digests, the model's files, contents of "
+        "objects, anchors, folded ranges, and the fingerprint of every version against weights that are rebuilt.",
+        epilog=EXAMPLES + exit_codes("something does not hold: a missing object or manifest counts too", "all holds"),
     )
     add_bucket(parser)
     add_base(parser)
@@ -38,12 +49,17 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _verify(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.chain.verify import verify_run
+    from vllm_delta_sync.chain.verify import examine
 
     run = opened(options)
+    found = Findings(options.all)
     bar = Progress(max(run.versions(), default=0) + 1, "versions")
     try:
-        report = verify_run(run, options.base, lambda so_far: show(bar, so_far), options.all)
+        report, census = examine(run, options.base, lambda so_far: show(bar, so_far), found)
+    except DeltaSyncError as error:
+        if found.raised(error):
+            raise failed_check(error) from error
+        raise
     finally:
         bar.close()
     document: dict[str, Any] = {
@@ -52,7 +68,8 @@ def _verify(options: argparse.Namespace) -> Answer:
         "url": run.bucket.url,
         "versions": report.versions,
         "head": report.head,
-        "fingerprint": run.manifest(report.head).fingerprint if report.head >= 0 else None,
+        "fingerprint": census.fingerprints.get(report.head),
+        "files": report.files,
         "objects": report.objects,
         "sidecars": report.sidecars,
         "bytes": report.bytes,
@@ -70,9 +87,9 @@ def _verify(options: argparse.Namespace) -> Answer:
         document["unreadable"] = report.unreadable
         document["findings"] = [_problem(finding) for finding in report.findings]
     if report.findings:
-        error = report.findings[0].error
-        document["error"] = {"kind": error.kind, "message": error.message}
-        document["exit_code"] = error.exit_code
+        first = report.findings[0].error
+        document["error"] = {"kind": first.kind, "message": first.message}
+        document["exit_code"] = 1
     return document, lambda: _print(document)
 
 
@@ -109,6 +126,8 @@ def _print(document: dict[str, Any]) -> None:
         fields.append(("weights", _weights(document)))
     if document["signatures_checked"] and document["verdict"]:
         fields.append(("signatures", "of every document hold"))
+    if document["files"]:
+        fields.append(("files", f"{document['files']} of the model are undamaged"))
     if document["sidecars"]:
         fields.append(("sidecars", f"{document['sidecars']} are undamaged"))
     if document["anchors"] or document["folds"]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.parts import Outline, needs_weights, outline
+from vllm_delta_sync.cli.arguments import failed_check
 from vllm_delta_sync.cli.text import percent, print_columns, print_fields, shape, size, times
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.trust.keyring import short
@@ -25,16 +26,24 @@ Document = dict[str, Any]
 
 
 def log_document(run: Run, last: int | None) -> tuple[Document, DeltaSyncError | None]:
-    """Versions of a run, oldest first; with what stopped the walk, if anything did."""
+    """Versions of a run, oldest first; and what is wrong, if anything is: with the head, or after the last one shown.
+
+    Raises:
+        NotFoundError: nothing is published. StoreError: the store failed before anything was read.
+    """
     versions: list[Document] = []
-    failure: DeltaSyncError | None = None
     try:
-        for manifest in run.log():
+        head, failure = run.reachable_head()
+    except NotFoundError as error:
+        if run.pointer is not None:
+            raise failed_check(error) from error  # something was published: HEAD.json names it
+        raise
+    try:
+        for manifest in run.log(last, head):
             versions.append(_summary(run, manifest))
     except DeltaSyncError as error:
         failure = error
-    shown = versions if last is None else versions[-last:]
-    return {"run": run.info.run, "url": run.bucket.url, "versions": shown}, failure
+    return {"run": run.info.run, "url": run.bucket.url, "versions": versions}, failure
 
 
 def _summary(run: Run, manifest: Manifest) -> Document:
@@ -106,10 +115,12 @@ def print_log(document: Document) -> None:
 
 
 def run_document(run: Run) -> Document:
-    """A run: identity, tensors, head."""
+    """A run: identity, tensors, the model's files, head."""
     try:
         head: Document | None = _summary(run, run.head())
-    except NotFoundError:
+    except NotFoundError as error:
+        if run.pointer is not None:
+            raise failed_check(error) from error
         head = None  # made, but nothing is published yet
     return {
         "url": run.bucket.url,
@@ -124,6 +135,7 @@ def run_document(run: Run) -> Document:
         ],
         "total": run.table.total,
         "full_bytes": run.table.full_bytes,
+        "files": [{"name": item.name, "bytes": item.bytes, "sha256": item.sha256} for item in run.info.files],
         "head": head,
     }
 
@@ -146,6 +158,9 @@ def print_run(document: Document, top: int | None) -> None:
         fields.append(("fingerprint", head["fingerprint"]))
         fields += [("quarantined", reason) for reason in head["quarantined"]]
     print_fields(fields)
+    if document["files"]:
+        print()
+        print_columns(("file", "size"), [(item["name"], size(item["bytes"])) for item in document["files"]])
     print()
     _print_tensors(document["tensors"], top)
 
@@ -170,13 +185,16 @@ def version_document(run: Run, version: int) -> Document:
     head = run.head().version
     if version > head:
         raise NotFoundError(f"version {version} is not published; the newest is {head}")
-    manifest = run.manifest(version)
-    if needs_weights(manifest):
-        # Without the weights before it nobody can tell how far elements moved.
-        found = outline(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
-        tensors = [_changed_row(run, tensor, found) for tensor in sorted(found.counts)]
-    else:
-        tensors = _changed_tensors(run, run.changes(manifest))
+    try:
+        manifest = run.manifest(version)
+        if needs_weights(manifest):
+            # Without the weights before it nobody can tell how far elements moved.
+            found = outline(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
+            tensors = [_changed_row(run, tensor, found) for tensor in sorted(found.counts)]
+        else:
+            tensors = _changed_tensors(run, run.changes(manifest))
+    except NotFoundError as error:
+        raise failed_check(error) from error  # the version was published: it lacks something
     return {
         **_summary(run, manifest),
         "run": manifest.run,

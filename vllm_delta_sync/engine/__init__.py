@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from vllm_delta_sync.engine.worker import WorkerExtension
 
 WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
+LOAD_FORMAT = "delta_sync"
+"""Name of ``loader.DeltaSyncLoader``: ``--load-format delta_sync`` loads the weights from the bucket."""
 
 __all__ = ["WORKER_EXTENSION", "AsyncSync", "OfflineSync", "WorkerExtension", "attach", "attach_async"]
 

@@ -142,8 +142,8 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
 
     Args:
         engine: a ``vllm.AsyncLLM``.
-        bucket: run URL; other settings come from the environment (docs/REFERENCE.md).
-        trusted_keys: public key files; in one string, separated by commas. None: as the environment says.
+        bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
+        trusted_keys: public key files; in one string, separated by commas. None: as the settings say.
 
     Raises:
         EngineError: this is no ``AsyncLLM``, the extension or the plugin is missing, an option or the layout is not

@@ -1,16 +1,22 @@
-"""One operation at a time beside the engine: started and polled, because a long remote call would block the engine."""
+"""``Background`` runs one operation at a time beside the engine: started and polled, as a long call would block it."""
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from vllm_delta_sync.engine.transaction import Answer, as_ours, error_answer
 from vllm_delta_sync.errors import BusyError, DeltaSyncError
 
 
 class Background:
-    """A thread per operation, and the outcome of the last one."""
+    """A thread per operation, and the outcome of the last one.
 
-    def __init__(self) -> None:
+    Args:
+        context: entered in the thread around each operation.
+    """
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._context = context
         self._thread: threading.Thread | None = None
         self._outcome: Answer = {}
 
@@ -30,12 +36,15 @@ class Background:
 
     def _run(self, operation: Callable[..., Answer], arguments: Answer) -> None:
         try:
-            self._outcome = operation(**arguments)
+            with self._context():
+                self._outcome = operation(**arguments)
         except DeltaSyncError as error:
             self._outcome = error_answer(error)
         except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
             self._outcome = error_answer(as_ours(error))
 
-    def poll(self) -> Answer:
-        """{"running": True}, or the outcome of the last operation with "running" False."""
-        return {"running": True} if self.is_busy else {"running": False, **self._outcome}
+    def outcome(self) -> Answer:
+        """What the last operation answered, or its error. Raises BusyError: it is still running."""
+        if self.is_busy:
+            raise BusyError("the operation has no outcome yet: it is still running")
+        return self._outcome

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch, dense_view, to_device
+from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch, region_view, to_device
 from vllm_delta_sync.engine.routes import Destination, RouteMap
 from vllm_delta_sync.errors import WeightsLostError
 from vllm_delta_sync.torch_bits import SIGNED
@@ -24,10 +24,11 @@ Measured = dict[int, Fingerprint]
 
 
 def commit(patch: StagedPatch, routes: RouteMap, backwards: bool = False) -> Measured:
-    """Apply a patch in place, or take it back.
+    """Apply a patch in place, or take it back, on the calling thread's current stream.
 
-    Whatever stops it, an interrupt included, ``patch.applied`` says how things stand: all of it or nothing, unless
-    WeightsLostError is raised.
+    The engine is paused, and this is the worker's main thread. When it returns the device is done. Whatever stops it,
+    an interrupt included, ``patch.applied`` says how things stand: all of it or nothing, unless WeightsLostError is
+    raised.
 
     Returns:
         per group of ranks, the change of fingerprint over ``patch.sparse``; also in ``patch.measured``.
@@ -38,19 +39,22 @@ def commit(patch: StagedPatch, routes: RouteMap, backwards: bool = False) -> Mea
     measured: Measured = {}
     done: list[SparsePatch | DensePatch] = []
     steps: list[SparsePatch | DensePatch] = [*patch.sparse, *patch.dense]
-    try:
-        for step in reversed(steps) if backwards else steps:
-            if isinstance(step, DensePatch):
-                _exchange_tensor(step, routes)
-            else:
-                change = apply_sparse(step, routes.destinations[step.destination], backwards)
-                measured[step.group] = measured.get(step.group, Fingerprint()) + change
-            done.append(step)
-        patch.measured, patch.applied = measured, not backwards
-    except BaseException as error:  # an interrupt too must not leave half a version
-        _take_back(done, routes, patch.version, backwards, error)
-        patch.applied = backwards
-        raise
+    with routes.memory.committing():
+        try:
+            for step in reversed(steps) if backwards else steps:
+                if isinstance(step, DensePatch):
+                    _exchange_tensor(step, routes)
+                else:
+                    change = apply_sparse(step, routes.destinations[step.destination], backwards)
+                    measured[step.group] = measured.get(step.group, Fingerprint()) + change
+                done.append(step)
+            # A device reports what went wrong no earlier.
+            routes.memory.synchronize()
+            patch.measured, patch.applied = measured, not backwards
+        except BaseException as error:  # an interrupt too must not leave half a version
+            _take_back(done, routes, patch.version, backwards, error)
+            patch.applied = backwards
+            raise
     return measured
 
 
@@ -63,6 +67,7 @@ def _take_back(
                 _exchange_tensor(step, routes)
             else:
                 apply_sparse(step, routes.destinations[step.destination], not backwards)
+        routes.memory.synchronize()
     except BaseException as error:  # whatever stops it, an interrupt too, the weights are then unknown
         raise WeightsLostError(
             f"taking back version {version} failed midway ({type(error).__name__}: {error}) after {cause}; start the "
@@ -97,7 +102,7 @@ def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
     done: list[Callable[[], None]] = []
     try:
         for route, buffer in dense.parts:
-            view = dense_view(routes.destinations[route.destination].flat, route)
+            view = region_view(routes.destinations[route.destination].flat, route.target)
             _exchange_rows(view, buffer, done)
     except BaseException:  # an interrupt too must not leave half a tensor
         for again in reversed(done):
@@ -142,7 +147,6 @@ def apply_torch(sparse: SparsePatch, destination: Destination, backwards: bool) 
         for start in reversed(range(0, done, HASH_ELEMENTS)):
             _apply_piece(sparse, destination, start, not backwards)
         raise
-    sparse.uploaded = None
     return total
 
 

@@ -24,7 +24,7 @@ Larger ones are in files of their own, and have the same three where they replac
 ``features.py``             fields of the configuration that are refused
 ==========================  ==========================================================================================
 
-``tests/unit/test_compat.py`` looks up each of these names in the vLLM that is installed, and says what moved.
+``tests/receiver/test_compat.py`` looks up each of these names in the vLLM that is installed, and says what moved.
 docs/support.md says which releases were tested, and how.
 """
 
@@ -39,7 +39,7 @@ from vllm_delta_sync.errors import EngineError
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
 
-TESTED_VERSIONS = ("0.31", "0.32")
+TESTED_VERSIONS = ("0.32", "0.33")
 PLUGIN_NAME = "delta_sync"
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -128,6 +128,21 @@ def keep_plain_cpu_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch_plain
 
 
+def keep_current_config(vllm_config: Any) -> None:
+    """Leave vLLM's current configuration set in a worker, from now on.
+
+    Cause: kernels and quantization ask for it while weights are worked on after loading, and vLLM sets it for that time
+    only, for the whole process. What is loaded again beside generation runs in another thread, and must not change
+    process-wide state. Symptom: AssertionError "Current vLLM config is not set" where such weights are loaded again, so
+    that the model is refused. Remove when: the setting is one of a thread. To be called on the worker's main thread.
+    """
+    from vllm.config import vllm as current
+
+    if current._current_vllm_config is None:
+        current._current_vllm_config = vllm_config
+        current.get_cached_compilation_config.cache_clear()
+
+
 def check_extension(vllm_config: Any, expected: str) -> None:
     """Raise EngineError unless vLLM was launched with our worker extension."""
     found = vllm_config.parallel_config.worker_extension_cls
@@ -142,15 +157,6 @@ NO_VERSION = "default"
 async def label_weights(client: Any, version: int | None) -> None:
     """Set vLLM's weight version, which its outputs carry per span, to the decimal version, or to no version."""
     await client.engine_core.set_weight_version_async(NO_VERSION if version is None else str(version))
-
-
-def version_spans(completion: Any) -> list[tuple[str, int, int]]:
-    """(weight version, first output token, end) of each part of a finished output; none before vLLM 0.32.
-
-    Cause: 0.31 labels the engine but not its outputs. Symptom: AttributeError in every completion. Remove when: 0.31 is
-    not supported any more.
-    """
-    return [(span.version, span.start, span.end) for span in getattr(completion, "weight_versions", None) or ()]
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

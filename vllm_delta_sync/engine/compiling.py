@@ -20,6 +20,7 @@ from vllm_delta_sync.engine.replaying import Part, Replayer, live_tensors, owner
 from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, replicate
 from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
 from vllm_delta_sync.engine.trace import Copy, LoadableModel, Trace, watch_loader
+from vllm_delta_sync.engine.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.wire.table import TensorTable
 
@@ -27,33 +28,51 @@ from vllm_delta_sync.wire.table import TensorTable
 logger = logging.getLogger("vllm.delta_sync")
 
 
-def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | None = None) -> RouteMap:
-    """Trace and prove the routes of a run's tensors in a model. No weight is touched.
+# As in vLLM's own loading: in inference mode torch shows a recorder other operators, and makes other tensors.
+@torch.inference_mode(False)
+def trace_routes(
+    model: LoadableModel, table: TensorTable, shadows: Shadows | None = None, memory: WeightMemory | None = None
+) -> RouteMap:
+    """Trace and prove the routes of a run's tensors in a model. No weight is written.
 
     Args:
         shadows: gives the bits of tensors that the loader computes with; None: such a model is refused.
+        memory: that of the weights; None: that of ``WeightMemory.of``.
 
     Raises:
         ModelError: a tensor is computed and there are no shadows, or loading the shadows again does not give what the
             model holds; a parameter is covered in part, or the loader fails. The message names tensor and reason.
         DeltaSyncError: what ``shadows`` raises.
     """
+    memory = WeightMemory.of(model) if memory is None else memory
     record = record_of(model)
     if record is not None and record.hidden:
         raise ModelError(
             f"this model cannot be patched in place: after loading, weights were handed to {', '.join(record.hidden)}, "
             "which keeps a copy of them that cannot be reached; serve it without that quantization or kernel"
         )
-    skeleton = replicate(model, MetaLeaf()) if record is None else record.skeleton
+    appeared = [] if record is None else record.appeared(model)
+    if appeared:
+        more = f" and {len(appeared) - 3} more" if len(appeared) > 3 else ""
+        raise ModelError(
+            f"this model cannot be patched in place: {', '.join(appeared[:3])}{more} did not exist after loading, may "
+            "have been computed from weights since, and would not follow them; serve the model without the kernel or "
+            "feature that keeps it"
+        )
+    if record is None:
+        with memory.reading():
+            skeleton = replicate(model, MetaLeaf(model))
+    else:
+        skeleton = record.skeleton
     # A door that is watched on the instance would lead to the model itself.
     skeleton.__dict__.pop("load_weights", None)
-    trace = watch_loader(replicate(skeleton, MetaLeaf()), table)
+    trace = watch_loader(replicate(skeleton, MetaLeaf(skeleton)), table)
     if not trace.copies and not trace.computed:
         raise ModelError(
             f"this model loads none of the {len(table)} tensors of the run, such as {table[0].name!r}: the run is of "
             "another model; check the setting bucket, or start vLLM from the checkpoint that the run refers to"
         )
-    compiler = _Compiler(model, trace, record)
+    compiler = _Compiler(model, trace, record, memory)
     parts = compiler.parts()
     if parts and shadows is None:
         more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
@@ -63,7 +82,7 @@ def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | No
         logger.warning("no tensor of the run is loaded to %s; that stays as it is", ", ".join(compiler.unfilled))
     if parts and shadows is not None:
         places = frozenset(_split(name) for target in trace.targets for name in target.names)
-        replayer = Replayer(model, skeleton, table, record, places)
+        replayer = Replayer(model, skeleton, table, record, places, memory)
         routes.derived = Derived.prove(routes, replayer, parts, shadows)
     return routes
 
@@ -71,8 +90,8 @@ def trace_routes(model: LoadableModel, table: TensorTable, shadows: Shadows | No
 class _Compiler:
     """Tells what is patched by address from what has to be loaded again."""
 
-    def __init__(self, model: LoadableModel, trace: Trace, record: Record | None) -> None:
-        self.trace, self.record = trace, record
+    def __init__(self, model: LoadableModel, trace: Trace, record: Record | None, memory: WeightMemory) -> None:
+        self.trace, self.record, self._memory = trace, record, memory
         # Modules that were left with something made of a tensor.
         self._made_of: dict[tuple[str, str], list[str]] = defaultdict(list)
         for path, places in record.changed.items() if record is not None else ():
@@ -142,7 +161,7 @@ class _Compiler:
             for other in (other for tensor in tensors for other in self._targets_of(tensor)):
                 self._reasons.setdefault(other, f"{'.'.join(place)} is kept by the loader")
         for tensor, copies in self._of_tensor.items():
-            reason = _repeated(self.trace.table[tensor].name, self.trace.table[tensor].numel, copies)
+            reason = _repeated(self.trace.table[tensor].name, copies)
             if reason is not None:
                 for copy in copies:
                     self._reasons.setdefault(copy.target, reason)
@@ -188,7 +207,7 @@ class _Compiler:
         repeated = next((copy for copy in copies if not copy.place.is_injective), None)
         if repeated is not None:
             return f"tensor {self.trace.table[repeated.tensor].name!r} is loaded with repeated elements"
-        pair = find_overlap([copy.place for copy in copies], held.numel)
+        pair = find_overlap([copy.place for copy in copies])
         if pair is not None:
             first, second = (self.trace.table[copies[position].tensor].name for position in pair)
             return f"tensors {first!r} and {second!r} are loaded to the same memory of {held.names[0]!r}"
@@ -197,7 +216,7 @@ class _Compiler:
                 continue
             # Constants that were there before the copies are gone, and those beside them stay.
             earlier = [copy for copy in self.trace.copies[:before] if copy.target == target]
-            if earlier and find_overlap([*(copy.place for copy in earlier), region], held.numel) is not None:
+            if earlier and find_overlap([*(copy.place for copy in earlier), region]) is not None:
                 name = self.trace.table[earlier[0].tensor].name
                 return f"tensors {name!r} and 'padding' are loaded to the same memory of {held.names[0]!r}"
         return None
@@ -219,7 +238,7 @@ class _Compiler:
         for copy in self.trace.copies:
             if copy.tensor not in self._apart:
                 routes[copy.tensor].append(Route(numbers[copy.target], copy.source, copy.place))
-        return RouteMap(self.trace.table, destinations, routes)
+        return RouteMap(self.trace.table, destinations, routes, memory=self._memory)
 
     def _destination(self, position: int) -> torch.Tensor | None:
         """A live tensor in the memory that stands behind a target; None if that is not one memory of the same size."""
@@ -249,7 +268,7 @@ class _Compiler:
             return
         regions = [copy.place for copy in self._of_target[position]]
         regions += [region for of, region, _ in self.trace.paddings if of == position and region.numel]
-        covered = sum(region.numel for region in _without_repeats(regions, target.numel))
+        covered = sum(region.numel for region in _without_repeats(regions))
         if covered != target.numel:
             raise ModelError(
                 f"parameter {target.names[0]!r} gets {covered} of its {target.numel} elements from the checkpoint: "
@@ -257,20 +276,20 @@ class _Compiler:
             )
 
 
-def _repeated(name: str, numel: int, copies: Sequence[Copy]) -> str | None:
+def _repeated(name: str, copies: Sequence[Copy]) -> str | None:
     """Why the places that a tensor is loaded to are no copies of each other and no parts of it, if so."""
     if not all(copy.source.is_injective for copy in copies):
         return f"tensor {name!r} is loaded with repeated elements (an expanded view)"
-    if find_overlap(sorted({copy.source for copy in copies}, key=lambda region: region.offset), numel) is not None:
+    if find_overlap(sorted({copy.source for copy in copies}, key=lambda region: region.offset)) is not None:
         return f"an element of tensor {name!r} is loaded to two places"
     return None
 
 
-def _without_repeats(regions: list[Region], extent: int) -> list[Region]:
+def _without_repeats(regions: list[Region]) -> list[Region]:
     """Regions that cover the same, without those that lie over others."""
     kept: list[Region] = []
     for region in regions:
-        if region.is_injective and find_overlap([*kept, region], extent) is None:
+        if region.is_injective and find_overlap([*kept, region]) is None:
             kept.append(region)
     return kept
 

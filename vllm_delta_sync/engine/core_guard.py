@@ -101,7 +101,7 @@ def install() -> None:
     # Engines that run in step have loops, and a way to resume, of their own.
     for cls in (process, getattr(core, "DPEngineCoreProc", process)):
         for name, wrap in OVERRIDABLE.items():
-            if cls is process or name in vars(cls):
+            if name in vars(cls) or (cls is process and hasattr(cls, name)):
                 setattr(cls, name, wrap(getattr(cls, name)))
 
 
@@ -134,6 +134,9 @@ def _ending_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 OVERRIDABLE = {
+    # vLLM's /pause since 0.33: it calls pause_scheduler and makes the engine reject new requests. Without this it would
+    # reject them during our pause and accept them after it, because the end of our pause resumes the scheduler.
+    "pause_generation": _deferring,
     "pause_scheduler": _deferring,
     "resume_scheduler": _deferring,
     "run_busy_loop": _ending_with_parent,

@@ -12,7 +12,7 @@ from vllm_delta_sync.engine.mover import Mover
 from vllm_delta_sync.engine.ranks import Ranks
 from vllm_delta_sync.engine.standing import Order, OrderFile, chosen_by
 from vllm_delta_sync.engine.status import STATES, Board
-from vllm_delta_sync.engine.transaction import Answer, EnginePort
+from vllm_delta_sync.engine.transaction import Answer, EnginePort, LabelKeepingPort
 from vllm_delta_sync.engine.ways import Ways
 from vllm_delta_sync.errors import (
     DeltaSyncError,
@@ -51,7 +51,7 @@ class Course:
         stage_seconds: float = STAGE_SECONDS,
         orders: OrderFile | None = None,
     ) -> None:
-        self.port = port
+        self.port = LabelKeepingPort(port)
         self._configured = settings
         self._orders = orders
         order = None if orders is None else orders.load()
@@ -60,8 +60,8 @@ class Course:
         self.board.set(holding=order is not None and order.holding)
         self.aim: int | None = None
         self.expected: int | None = None
-        self._ranks = Ranks(port, stage_seconds)
-        self._followed = Followed(port, chosen, self.board, self._ranks)
+        self._ranks = Ranks(self.port, stage_seconds)
+        self._followed = Followed(self.port, chosen, self.board, self._ranks)
         # The order whose version is still to come to; only after a restart.
         self._owed = order if order is not None and order.version is not None else None
         # Whether the ranks were asked about another run than the one followed.
@@ -211,6 +211,7 @@ class Course:
     def _begin(self) -> None:
         if self.board.state == "lost":
             raise WeightsLostError(STATES["lost"])
+        self.port.set_due_label()
         if self._strayed:
             with self._failing():
                 self._come_home()

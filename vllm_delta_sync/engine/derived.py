@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.load_watch import Place
-from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch, dense_view
+from vllm_delta_sync.engine.load_watch import Place, spelled
+from vllm_delta_sync.engine.patch import DensePatch, SparsePatch, StagedPatch, region_view
 from vllm_delta_sync.engine.regions import Region, coalesce
 from vllm_delta_sync.engine.replaying import Loaded, Part, Replayer
 from vllm_delta_sync.engine.replica import is_plain
@@ -184,7 +184,7 @@ def _after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
     for change in changes:
         if not isinstance(change, SparsePatch):
             signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
-            dense_view(signed, change[0]).copy_(change[1])
+            region_view(signed, change[0].target).copy_(change[1])
         elif change.relative:
             apply_distances(change.element, bits, change.positions.astype(np.int64), change.data)
         else:
@@ -204,12 +204,13 @@ def _different(output: Output, found: dict[Place, torch.Tensor], routes: RouteMa
         if at in found
     ]
     if len(made) != len(output.places) or not all(torch.equal(made[0], other) for other in made[1:]):
-        first = _spelled(next(iter(output.places)))
+        first = spelled(next(iter(output.places)))
         raise ModelError(f"{first} came out otherwise than at the start; start the server again")
     route, shaped = output.route, made[0]
-    held = dense_view(routes.destinations[route.destination].flat, route)
-    if torch.equal(shaped, held):
-        return None
+    held = region_view(routes.destinations[route.destination].flat, route.target)
+    with routes.memory.reading():
+        if torch.equal(shaped, held):
+            return None
     return route, shaped.to("cpu", copy=True).contiguous()
 
 
@@ -222,7 +223,7 @@ def _exchanges(unit: Unit, found: Loaded, routes: RouteMap) -> list[tuple[Route,
     for at, value in unit.numbers.items():
         if at not in found.numbers or not _is_same(found.numbers[at], value):
             raise ModelError(
-                f"{_spelled(at)} is {value}, a number that is computed from weights and would become "
+                f"{spelled(at)} is {value}, a number that is computed from weights and would become "
                 f"{found.numbers.get(at)}: it cannot be exchanged while the model runs; start the server again"
             )
     pairs = (_different(output, found.tensors, routes) for output in unit.outputs)
@@ -239,11 +240,12 @@ def _outputs(unit: Unit, replayer: Replayer, routes: RouteMap, found: dict[Place
         if held is None or not is_plain(held) or not made.numel():
             # The model has let go of it, or filled it later, as it does with caches.
             continue
-        reason = _unlike(made, held)
+        with routes.memory.reading():
+            reason = _unlike(made, held)
         if reason is not None:
             raise ModelError(
                 f"tensor {first!r} is not patched by address ({unit.part.reason}), and loading it again beside the "
-                f"model gives {_spelled(where)} {reason}"
+                f"model gives {spelled(where)} {reason}"
             )
         storage = held.untyped_storage()._cdata
         source, target = coalesce(held.shape, (0, made.stride()), (int(held.storage_offset()), held.stride()))
@@ -252,7 +254,7 @@ def _outputs(unit: Unit, replayer: Replayer, routes: RouteMap, found: dict[Place
             continue
         if storage not in numbers:
             numbers[storage] = len(routes.destinations)
-            routes.destinations.append(destination_of(_spelled(where), held, replayer.owners.get(storage, [])))
+            routes.destinations.append(destination_of(spelled(where), held, replayer.owners.get(storage, [])))
         outputs[storage, target] = Output({where: source}, Route(numbers[storage], source, target))
     return list(outputs.values())
 
@@ -271,7 +273,3 @@ def _unlike(made: torch.Tensor, held: torch.Tensor) -> str | None:
     if not torch.equal(_bits_of(made), _bits_of(held)):
         return "other bits than the model has"
     return None
-
-
-def _spelled(where: Place) -> str:
-    return ".".join(part for part in where if part)

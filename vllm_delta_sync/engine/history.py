@@ -18,7 +18,7 @@ class History:
 
     Args:
         keyring: whose signatures to ask for. witness: refuses what contradicts what was seen before.
-        store: how to talk to the store; None: what the environment says.
+        store: how to talk to the store; None: as the settings say.
 
     Attributes:
         head: newest good version.

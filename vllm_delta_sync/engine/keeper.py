@@ -13,6 +13,7 @@ from typing import Any
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.leases import LEFT
 from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.telling import Repeats
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.upkeep.leases import write_lease
 from vllm_delta_sync.wire.limits import MAX_LEASE_PINS, MAX_LEASE_TEXT
@@ -41,6 +42,7 @@ class LeaseKeeper:
         self._said: Said | None = None
         self._due = 0.0
         self._failed = False
+        self._throttle = Repeats()
 
     def nudge(self) -> None:
         """What there is to say may have changed."""
@@ -53,10 +55,17 @@ class LeaseKeeper:
             self._nudged.clear()
             if stop.is_set():
                 break
-            if self.write_if_due():
-                stop.wait(self._spacing())
+            try:
+                if self.write_if_due():
+                    stop.wait(self._spacing())
+            except Exception:  # the thread must outlive any bug, or the heartbeat would end without a word
+                self._due = time.monotonic() + self._seconds / 3
+                if self._throttle.is_due("unexpected"):
+                    logger.exception("the heartbeat of %r failed unexpectedly; it is tried again", self._id)
+                stop.wait(SPACING_SECONDS)
             self._nudged.wait(max(0.0, self._due - time.monotonic()))
-        with contextlib.suppress(DeltaSyncError):
+        # Whatever keeps it from knowing the last state, that it ends is written all the same.
+        with contextlib.suppress(Exception):
             last = self._now()
             if self._said is not None and self._said[0] is last[0]:
                 self._said = last

@@ -54,6 +54,7 @@ def line(run: Run, version: int) -> list[Point]:
             logger.warning("the run that run %s branches from cannot be used: %s", run.info.run, error.message)
             break
         if source.table.digest != run.table.digest or any(source.info.run == known.run.info.run for known in found):
+            source.close()
             break
         found.append(Point(source, first.base.version))
         run = source
@@ -106,4 +107,7 @@ def run_with_id(url: str, run_id: str, keyring: Keyring, store: StoreOptions | N
         run = open_run(url, keyring, store)
     except DeltaSyncError:
         return None
-    return run if run.info.run == run_id else None
+    if run.info.run != run_id:
+        run.close()
+        return None
+    return run

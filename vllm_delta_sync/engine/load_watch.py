@@ -39,6 +39,8 @@ class Record:
         live: where each tensor of the skeleton's modules is now, for as long as it is.
         hidden: operations that were given weights and answered with something else than tensors: a kernel's handle to a
             copy that nobody else can reach.
+        numbers: every number that is no whole one, as it was after the step.
+        is_runtime_state: whether a tensor of that name is filled by requests or adapters, never from weights.
     """
 
     skeleton: Any
@@ -47,6 +49,36 @@ class Record:
     initial: dict[Place, torch.Tensor] = field(default_factory=dict)
     live: dict[Place, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     hidden: list[str] = field(default_factory=list)
+    numbers: dict[Place, float] = field(default_factory=dict)
+    is_runtime_state: Callable[[str], bool] = lambda name: False
+
+    def appeared(self, model: Any) -> list[str]:
+        """What the model has by now that it did not have after loading, and that may have been computed from weights.
+
+        Kernels and layers may combine weights, or read scales off them, at their first call. That would go stale
+        without a sign. A tensor that took the place of another one is not meant: where weights went into that, it is
+        not found where it was left.
+        """
+        known = {
+            tensor.untyped_storage()._cdata for tensor in (seen() for seen in self.live.values()) if tensor is not None
+        }
+        found = [
+            spelled((path, name))
+            for path, name, tensor in walk(model)
+            if (path, name) not in self.live
+            and is_plain(tensor)
+            and tensor.is_floating_point()
+            and tensor.numel()
+            and tensor.untyped_storage()._cdata not in known
+            and not self.is_runtime_state(name)
+        ]
+        values = set(self.numbers.values())
+        found += [
+            f"{spelled(at)} (now {value}, {self.numbers.get(at, 'absent')} after loading)"
+            for at, value in _floats(model).items()
+            if value not in values and value == value and not value.is_integer()
+        ]
+        return list(dict.fromkeys(found))
 
 
 _records: "weakref.WeakKeyDictionary[Any, Record]" = weakref.WeakKeyDictionary()
@@ -96,6 +128,11 @@ class _Follow(TorchDispatchMode):
         return found
 
 
+def spelled(where: Place) -> str:
+    """A place as one name."""
+    return ".".join(part for part in where if part)
+
+
 def is_under(path: str, modules: Iterable[str]) -> bool:
     """Whether a module is one of these, or within one."""
     return any(not module or path == module or path.startswith(module + ".") for module in modules)
@@ -119,15 +156,21 @@ class _Seen:
         return tensor is not None and tensor.untyped_storage()._cdata == self.storage
 
 
-def watched(model: Any, process: Process) -> Record:
-    """Run the step that follows loading on a whole model, and note what it does."""
+def watched(model: Any, process: Process, is_runtime_state: Callable[[str], bool] = lambda name: False) -> Record:
+    """Run the step that follows loading on a whole model, and note what it does.
+
+    Args:
+        is_runtime_state: see ``Record``.
+    """
     before: dict[Place, _Seen] = {}
-    record = Record(replicate(model, MetaLeaf()), process)
+    record = Record(replicate(model, MetaLeaf(model)), process, is_runtime_state=is_runtime_state)
     for path, name, tensor in walk(model):
         if is_plain(tensor):
             before[path, name] = _Seen(weakref.ref(tensor), tensor.untyped_storage()._cdata)
-            if tensor.numel() <= INITIAL_ELEMENTS:
-                record.initial[path, name] = tensor.detach().clone()
+            # A part of a model that is not served may have no data.
+            if tensor.numel() <= INITIAL_ELEMENTS and tensor.device.type != "meta":
+                # In host memory: what is allocated now on a device would go with the weights when the engine sleeps.
+                record.initial[path, name] = tensor.detach().to("cpu", copy=True)
     numbers = _floats(model)
     follow = _Follow(model)
     with follow:
@@ -142,7 +185,8 @@ def watched(model: Any, process: Process) -> Record:
         storage = tensor.untyped_storage()._cdata
         if storage not in kept and follow.made_of.get(storage):
             made_of[path] = made_of.get(path, NOTHING) | follow.made_of[storage]
-    for (path, name), value in _floats(model).items():
+    record.numbers = _floats(model)
+    for (path, name), value in record.numbers.items():
         if numbers.get((path, name)) != value:
             made_of[path] = made_of.get(path, NOTHING) | {UNKNOWN}
     for path, storages in made_of.items():

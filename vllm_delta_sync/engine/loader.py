@@ -14,6 +14,7 @@ from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.chain.documents import TAG_PREFIX
 from vllm_delta_sync.config import HEAD, Settings, load_settings
+from vllm_delta_sync.engine import LOAD_FORMAT
 from vllm_delta_sync.engine.rebuild import drain, newest, rebuild
 from vllm_delta_sync.engine.standing import chosen_by, peek
 from vllm_delta_sync.engine.witness import Witness
@@ -29,8 +30,6 @@ from vllm_delta_sync.wire.manifest import Manifest
 
 # A child of vLLM's logger, the only one that vLLM gives a handler.
 logger = logging.getLogger("vllm.delta_sync")
-
-LOAD_FORMAT = "delta_sync"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,12 @@ class _Some:
             yield path, self._model.get_submodule(path)
 
 
+def is_runtime_state(name: str) -> bool:
+    """Whether vLLM fills a tensor of that name from requests or adapters: KV caches and what LoRA layers hold."""
+    attribute = name.partition("[")[0].rpartition(".")[2]
+    return attribute == "kv_cache" or "lora" in attribute
+
+
 def watch_loading() -> None:
     """Note of every model that vLLM loads in this process what it was before weights were worked on, and how to do that
     again to some of its modules.
@@ -39,7 +45,7 @@ def watch_loading() -> None:
         def step(of: Any, paths: Iterable[str] | None) -> None:
             original(of if paths is None else _Some(of, paths), model_config, target_device)
 
-        watched(model, step)
+        watched(model, step, is_runtime_state)
 
     process.delta_sync = True  # type: ignore[attr-defined]
     base_loader.process_weights_after_loading = process

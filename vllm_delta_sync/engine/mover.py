@@ -96,7 +96,10 @@ class Mover:
             self.damaged, self._repairs = self._board.served, 0
         self._board.set(served=None, undo=[], broken=True)
         self._board.show_error(error, "refused")
-        self._port.label(None)
+        try:
+            self._port.label(None)
+        except EngineError as unset:
+            logger.warning("outputs still carry the old label, which is set anew at each poll: %s", unset.message)
 
     def repair(self, target: Manifest) -> None:
         """Make the weights the version again that was served before somebody changed them, and prove it."""
@@ -165,7 +168,7 @@ class Mover:
         while True:
             leg = self._ways.towards(place, target, self._settings.stage_bytes)
             try:
-                staged = self._stage(leg, place)
+                staged, elements = self._stage(leg, place)
                 break
             except ModelError as error:
                 self.distrust(error)
@@ -181,7 +184,7 @@ class Mover:
         with self._turns.turn(leg.target.version, until) as waited:
             timings = None if waited is None else self._commit(leg, place, staged | {"turn": waited})
         if timings is not None:
-            self._committed(leg, timings)
+            self._committed(leg, timings, elements)
 
     def _check_decoded_against(self, leg: Leg, place: Place | None, error: DeltaSyncError) -> None:
         """A stream that does not decode may be damaged, or the weights that it was decoded against: a rescan tells.
@@ -195,8 +198,8 @@ class Mover:
             self.distrust(changed)
             raise changed from error
 
-    def _stage(self, leg: Leg, place: Place | None) -> dict[str, float]:
-        """Stage on all ranks; the slowest rank's timings."""
+    def _stage(self, leg: Leg, place: Place | None) -> tuple[dict[str, float], int]:
+        """Stage on all ranks: the slowest rank's timings, and the elements that all of them will write."""
         self._board.set(state="staging")
         rescan = [] if place is None else self.rotation.next()
         staged, differing = self._ranks.stage(leg, self._served_version, rescan)
@@ -205,8 +208,7 @@ class Mover:
             error = not_served(place.manifest, differing)
             self.distrust(error)
             raise error
-        timings: dict[str, float] = staged["ms"]
-        return timings
+        return staged["ms"], staged["elements"]
 
     def _commit(self, leg: Leg, place: Place | None, timings: dict[str, float]) -> dict[str, float] | None:
         """Make what is staged what is served; all timings, or None if it was taken back."""
@@ -222,7 +224,7 @@ class Mover:
             self._history.behind[served.version] = served
         return timings | self._go_on(transaction, target)
 
-    def _committed(self, leg: Leg, timings: dict[str, float]) -> None:
+    def _committed(self, leg: Leg, timings: dict[str, float], elements: int) -> None:
         """Generation goes on with a new version: what is left to do, others may pause meanwhile."""
         target = leg.target
         left = max((version for version in self._history.behind if version > target.version), default=None)
@@ -235,7 +237,8 @@ class Mover:
             logger.warning("version %d was reached without %s", target.version, ", ".join(self._ways.avoided[:4]))
         move = "forward" if left is None else "rollback"
         metrics.count_move(move, timings, leg.versions, leg.payload_bytes, leg.changed)
-        logger.info("%s", telling.forward(leg, timings) if left is None else telling.back(target, left, timings))
+        line = telling.forward(leg, timings, elements) if left is None else telling.back(target, left, timings)
+        logger.info("%s", line)
 
     def _transaction(self, target: int, **options: Any) -> Transaction:
         if self._pausing == "draining":

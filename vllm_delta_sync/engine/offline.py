@@ -66,8 +66,8 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
 
     Args:
         llm: a ``vllm.LLM``.
-        bucket: run URL; other settings come from the environment (docs/REFERENCE.md).
-        trusted_keys: public key files; in one string, separated by commas. None: as the environment says.
+        bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
+        trusted_keys: public key files; in one string, separated by commas. None: as the settings say.
 
     Raises:
         EngineError: this is no ``LLM``, the extension is missing, or an option or the layout is not supported.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.patch import dense_view, source_view
-from vllm_delta_sync.engine.regions import Region
-from vllm_delta_sync.engine.routes import RouteMap
+from vllm_delta_sync.engine.patch import region_view
+from vllm_delta_sync.engine.regions import Region, pieces
+from vllm_delta_sync.engine.routes import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError, UnsupportedError
 from vllm_delta_sync.torch_bits import SIGNED
 from vllm_delta_sync.wire.changes import Changes
@@ -33,24 +33,25 @@ class HeldBits:
     def __init__(self, routes: RouteMap, moves: Callable[[], object]) -> None:
         self._routes = routes
         self._moves, self._began = moves, moves()
-        self._settled = False
 
     def __call__(self, tensor: int) -> OldTensor:
         """Pages outside of what is held are never touched.
 
         Raises:
             EngineError: weights moved since this object was made. UnsupportedError: see ``held_rectangles``.
+            BusyError: the engine fell asleep meanwhile.
         """
-        # Before, too: the weights of an engine that is asleep must not be read.
         self._check()
-        self._settle()
         spec, routes = self._routes.table[tensor], self._routes.routes[tensor]
         # What is loaded to several places is held once.
         held = held_rectangles(spec, list(dict.fromkeys(route.source for route in routes)))
         bits = np.empty(spec.numel, spec.element.uint)
         flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
         for route in routes:
-            _copy(dense_view(self._routes.destinations[route.destination].flat, route), source_view(flat, route))
+            there = self._routes.destinations[route.destination].flat
+            for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+                with self._routes.memory.reading():
+                    _copy(region_view(there, target), region_view(flat, source))
         # Whoever writes says so before, so a copy that came out mixed is never handed on.
         self._check()
         return OldTensor(bits, held)
@@ -58,14 +59,6 @@ class HeldBits:
     def _check(self) -> None:
         if self._moves() != self._began:
             raise EngineError("weights were written while a version was decoded against them; it is staged again")
-
-    def _settle(self) -> None:
-        """The last commit may still be under way on a device: copies in this thread do not wait for its stream."""
-        if not self._settled:
-            devices = {destination.flat.device for destination in self._routes.destinations}
-            for device in devices - {torch.device("cpu")}:
-                torch.accelerator.synchronize(device)
-            self._settled = True
 
 
 def _copy(there: torch.Tensor, here: torch.Tensor) -> None:

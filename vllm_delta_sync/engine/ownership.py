@@ -100,7 +100,7 @@ def assign(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) ->
 
 
 def _prove_whole(name: str, regions: tuple[Region, ...], numel: int) -> None:
-    if _overlap(regions, numel):
+    if _overlap(regions):
         raise ModelError(f"two ranks load parts of tensor {name!r} that overlap without being the same")
     covered = sum(region.numel for region in regions)
     if covered != numel:
@@ -109,8 +109,8 @@ def _prove_whole(name: str, regions: tuple[Region, ...], numel: int) -> None:
 
 # Layers repeat: the same cuts of the same shapes come again and again.
 @lru_cache(maxsize=256)
-def _overlap(regions: tuple[Region, ...], numel: int) -> bool:
-    return find_overlap(regions, numel) is not None
+def _overlap(regions: tuple[Region, ...]) -> bool:
+    return find_overlap(regions) is not None
 
 
 def region_to_plain(region: Region) -> list[Any]:

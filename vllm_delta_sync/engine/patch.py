@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_delta_sync.engine.regions import Indices
+from vllm_delta_sync.engine.regions import Indices, Region
 from vllm_delta_sync.engine.routes import Route, RouteMap
 from vllm_delta_sync.errors import FingerprintError
 from vllm_delta_sync.torch_bits import SIGNED
@@ -40,7 +40,7 @@ class SparsePatch:
         data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
         premix: (n,) uint64: index half of each element's hash (docs/FORMAT.md), so that a commit hashes bits only.
         uploaded: positions, data (signed view) and premix (as int64) on the destination's device, if that is not the
-            CPU; dropped once committed.
+            CPU. Kept until all ranks have confirmed the commit: until then it may be reverted within the same pause.
     """
 
     destination: int
@@ -93,6 +93,12 @@ class StagedPatch:
     def nbytes(self) -> int:
         """Host memory, in bytes."""
         return sum(patch.nbytes for patch in self.sparse) + sum(patch.nbytes for patch in self.dense)
+
+    @property
+    def elements(self) -> int:
+        """How many elements a commit of it writes on this rank."""
+        dense = sum(buffer.numel() for patch in self.dense for _, buffer in patch.parts)
+        return sum(patch.positions.size for patch in self.sparse) + dense
 
 
 def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerprint]) -> StagedPatch:
@@ -196,7 +202,7 @@ def _stage_dense(full: Full, routes: RouteMap) -> DensePatch:
     return DensePatch(
         full.id,
         [
-            (route, source_view(flat, route).clone(memory_format=torch.contiguous_format))
+            (route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format))
             for route in routes.routes[full.id]
         ],
     )
@@ -236,11 +242,6 @@ def _merge(destination: int, holders: int, group: Sparse, parts: list[Piece]) ->
     return SparsePatch(destination, holders, group.element, group.relative, positions, data, premix)
 
 
-def dense_view(flat: torch.Tensor, route: Route) -> torch.Tensor:
-    """The destination elements of a route, shaped as the route's source region."""
-    return flat.as_strided(route.target.sizes, route.target.strides, route.target.offset)
-
-
-def source_view(flat: torch.Tensor, route: Route) -> torch.Tensor:
-    """The source elements of a route in a flat (numel,) tensor."""
-    return flat.as_strided(route.source.sizes, route.source.strides, route.source.offset)
+def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
+    """The elements of a region of a flat (numel,) tensor, in the region's shape."""
+    return flat.as_strided(region.sizes, region.strides, region.offset)

@@ -3,7 +3,7 @@
 Cause: after loading, vLLM's unquantized CPU experts pad ``w13_weight`` and ``w2_weight`` and replace them by copies in
 the tile order of one kernel; patching would need a repack of every expert at each commit. Symptom: checkpoint
 elements lie where no loader would put them, so that the model is refused when routes are proven. Remove when: vLLM
-has a CPU experts class that reads unpacked weights (0.32 has none: ``fused_experts_cpu`` takes them, but packs all
+has a CPU experts class that reads unpacked weights (0.33 has none: ``fused_experts_cpu`` takes them, but packs all
 experts again in every step).
 
 The computation is vLLM's own in torch operators: sort the routed rows by expert, one matrix product per expert that

@@ -41,6 +41,9 @@ class EndpointPlugin:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Check the set-up and start to follow. What is wrong with it ends the server, after one line that says so."""
+        from vllm_delta_sync.engine.launch import warn_shared_flags
+
+        warn_shared_flags(args)
         try:
             await self._begin(engine_client, state)
         except DeltaSyncError as error:

@@ -27,8 +27,8 @@ from vllm_delta_sync.engine.staging import stage_leg
 from vllm_delta_sync.engine.trace import LoadableModel
 from vllm_delta_sync.engine.transaction import Answer, as_ours
 from vllm_delta_sync.engine.undo_log import Applied, UndoLog
+from vllm_delta_sync.engine.weight_memory import WeightMemory
 from vllm_delta_sync.errors import (
-    BusyError,
     ChainError,
     DeltaSyncError,
     EngineError,
@@ -51,11 +51,12 @@ class RankReceiver:
         confirmed: False from a commit until the controller has found it right on all ranks.
         intact: False once a commit could neither be finished nor taken back.
         touched: who else wrote, or may have written, weights since they were last proven; None if nobody.
-        touches: how often anybody did.
-        asleep: True while weights are not in memory.
+        touches: how often that happened. memory: of the weights, and who may touch it when.
     """
 
-    def __init__(self, model: LoadableModel, index: int = 0, folder: str = "") -> None:
+    def __init__(
+        self, model: LoadableModel, index: int = 0, folder: str = "", memory: WeightMemory | None = None
+    ) -> None:
         self.model = model
         self.index = index
         self.folder = folder
@@ -67,13 +68,18 @@ class RankReceiver:
         self.confirmed = True
         self.touched: str | None = None
         self.touches = 0
-        self.asleep = False
+        self.memory = WeightMemory.of(model) if memory is None else memory
         self._noted: Answer | None = None
         self._runs = RankRuns()
         self._staged: StagedPatch | None = None
         self._log = UndoLog()
         self._staged_at = self._moves()
-        self._background = Background()
+        self._background = Background(self.memory.background)
+
+    @property
+    def asleep(self) -> bool:
+        """True while weights are not in memory."""
+        return self.memory.asleep
 
     def start(self, operation: str, arguments: Answer) -> Answer:
         """Begin ``prove``, ``stage``, ``repair`` or ``scan`` in the background.
@@ -93,8 +99,12 @@ class RankReceiver:
         return {}
 
     def poll(self) -> Answer:
-        """See ``Background.poll``."""
-        return self._background.poll()
+        """{"running": whether the operation started last still is}."""
+        return {"running": self._background.is_busy}
+
+    def outcome(self) -> Answer:
+        """What the operation started last answered, or its error. It may be megabytes, so it is no part of ``poll``."""
+        return self._background.outcome()
 
     def prove(
         self,
@@ -119,7 +129,8 @@ class RankReceiver:
         runs = RankRuns(trusted, store, None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes))
         run = runs.open(url, info)
         noted = self._note()
-        routes = trace_routes(self.model, run.table, LoadedBits(self.model, self.folder, run, runs, self.routes))
+        shadows = LoadedBits(self.model, self.folder, run, runs, self.routes)
+        routes = trace_routes(self.model, run.table, shadows, self.memory)
         # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
         self.touched = None
         traced = time.perf_counter()
@@ -207,8 +218,8 @@ class RankReceiver:
         routes.check_live()
         run.authentic.refresh(keys)
         target = Manifest.from_bytes(manifest.encode())
-        # What is held is no version, and no commit leads back to one.
-        self.version, self.touched, self._staged = None, None, None
+        # What is held is no version, no commit leads back to one, and none is waiting to be confirmed.
+        self.version, self.confirmed, self.touched, self._staged = None, True, None, None
         self._log.clear()
         clock = Clock()
         rebuilt = Leg(target, rebuild=True)
@@ -223,6 +234,7 @@ class RankReceiver:
             "staged": patch.version,
             "declared": declared,
             "bytes": patch.nbytes,
+            "elements": patch.elements,
             "ms": ms,
             "store": store_use(),
             **scanned,
@@ -312,8 +324,10 @@ class RankReceiver:
         return measured == step.expected(backwards)
 
     def trim(self, undo_bytes: int) -> Answer:
-        """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound."""
+        """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound, and drop
+        what a way back within the same pause needed on the device."""
         self.confirmed = True
+        self._log.confirm()
         if self.version is not None:
             self._noted = None
         self._log.trim(undo_bytes)
@@ -388,8 +402,7 @@ class RankReceiver:
         return self.run, self.routes
 
     def _awake(self) -> None:
-        if self.asleep:
-            raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
+        self.memory.check_awake()
 
 
 def _noted(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:

@@ -12,6 +12,9 @@ logger = logging.getLogger("vllm.delta_sync")
 
 Answer = dict[str, Any]
 METHOD = "delta_sync_call"
+FAILURE_SECONDS = 60.0
+"""How long an answer is waited for after a rank has reported a failure, which may be that of an earlier call. A call is
+short: what takes long runs in the rank's background."""
 _numbers = itertools.count(int(time.time_ns()))
 
 
@@ -38,8 +41,8 @@ def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) 
     belong to another call are thrown away. Remove when: the executor reads all answers before it raises.
 
     Raises:
-        TimeoutError: a rank does not answer in time. EngineError: a rank answers another call, and this executor is
-        not known well enough to read on.
+        TimeoutError: a rank does not answer in time. EngineError: a rank failed in the call itself; or it answers
+            another call, and this executor is not known well enough to read on.
     """
     number = next_number()
     if not all(hasattr(executor, name) for name in ("rpc_broadcast_mq", "response_mqs", "futures_queue")):
@@ -60,11 +63,23 @@ def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) 
 
 
 def _read_own(queue: Any, rank: int, number: int, deadline: float | None) -> Answer:
+    """The answer of one rank to the call of that number. A failure carries no number: it may belong to an earlier call,
+    whose answer was left in the queue, or to this one, which then has no other answer."""
+    failure: str | None = None
     while True:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        _, result = queue.dequeue(timeout=left)
+        try:
+            status, result = queue.dequeue(timeout=left)
+        except TimeoutError:
+            if failure is None:
+                raise
+            raise EngineError(f"rank {rank} failed outside of its receiver: {failure}") from None
         if isinstance(result, dict) and result.get("call") == number:
             return result
+        if getattr(status, "name", "").startswith("FAILURE"):
+            failure = str(result)
+            until = time.monotonic() + FAILURE_SECONDS
+            deadline = until if deadline is None else min(deadline, until)
         logger.warning("rank %d still had the answer to an earlier call, which failed elsewhere; dropped", rank)
 
 

@@ -15,7 +15,7 @@ class RankRuns:
 
     Args:
         trusted: public keys whose signatures count where a rank reads documents by itself.
-        store: values of ``StoreOptions``; None: what the environment says.
+        store: values of ``StoreOptions``; None: as the settings say.
         cache: what objects are read through; None: each is fetched whenever it is needed.
     """
 
@@ -44,6 +44,7 @@ class RankRuns:
                 f"{url!r} shows this rank another run than its controller has read: {error.message}"
             ) from error
         if info is not None and run.info.digest != info:
+            run.close()
             raise DigestError(f"run.json at {url!r} has SHA-256 {run.info.digest}, this rank's controller read {info}")
         return run
 

@@ -117,8 +117,8 @@ class Ranks:
             held: the version that they hold; None: none of the run followed.
 
         Returns:
-            {"ms": slowest rank's timings, "bytes": largest rank's, "store": each one's use of stores}, and the names of
-            rescanned tensors that are not what they should be.
+            {"ms": slowest rank's timings, "bytes": largest rank's, "elements": written over all ranks, "store": each
+            one's use of stores}, and the names of rescanned tensors that are not what they should be.
         """
         arguments = {"leg": leg.to_plain(), "held": held, "rescan": rescan, "keys": self.keys}
         return self._staged("stage", arguments, rescan)
@@ -137,6 +137,7 @@ class Ranks:
         found = {
             "ms": slowest,
             "bytes": max(answer["bytes"] for answer in answers),
+            "elements": sum(answer["elements"] for answer in answers),
             "store": [answer["store"] for answer in answers],
         }
         return found, self._differing(rescan, answers)
@@ -219,7 +220,9 @@ class Ranks:
         while True:
             time.sleep(pause)
             answers = self._port.call("poll", {})
-            running = [rank for rank, answer in enumerate(answers) if answer.get("running")]
+            for answer in answers:
+                raise_if_error(answer)
+            running = [rank for rank, answer in enumerate(answers) if answer["running"]]
             if not running:
                 break
             if time.monotonic() > deadline:
@@ -228,6 +231,7 @@ class Ranks:
                     "end; what is served stays"
                 )
             pause = min(2 * pause, POLL_LONGEST_S)
+        answers = self._port.call("outcome", {})
         for answer in answers:
             raise_if_error(answer)
         return answers

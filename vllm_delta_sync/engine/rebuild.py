@@ -145,7 +145,7 @@ class _Lines:
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() - self._spoken >= SECONDS_BETWEEN_LINES:
             self._spoken = time.monotonic()
-            logger.info("rebuilding version %d: read %.1f of %.1f MB", self._target.version, done / 1e6, total / 1e6)
+            logger.info("rebuilding version %d: %.1f of %.1f MB", self._target.version, done / 1e6, total / 1e6)
 
 
 def _before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:

@@ -171,6 +171,7 @@ class Receiver(Course):
         """
         url = self.settings.bucket if bucket is None else sibling(self._configured.bucket, bucket)
         chosen = self._configured.model_copy(update={"target": named, "bucket": url})
+        was, served = self.settings, self.board.served
         self._begin()
         try:
             if url != self.settings.bucket:
@@ -178,7 +179,8 @@ class Receiver(Course):
             else:
                 self._turn_to(chosen)
         except DeltaSyncError:
-            if self.settings != chosen or self.board.served is None:
+            moved = self.settings != was or self.board.served is not served
+            if not moved or self.settings != chosen or self.board.served is None:
                 raise
         self.board.set(target=named)
         self.release()

@@ -1,8 +1,8 @@
 """Strided boxes in flat memory: the geometry behind routes. Pure arithmetic, no tensors."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -54,14 +54,6 @@ class Region:
             inside &= found[dim] < self.sizes[dim]
         return found, inside & (rest == 0)
 
-    def walk(self, start: int, stop: int) -> Indices:
-        """(dimensions, stop − start) coordinates, in row-major order from the start-th on."""
-        order = np.arange(start, stop, dtype=np.int64)
-        found = np.empty((len(self.sizes), order.size), np.int64)
-        for dim in reversed(range(len(self.sizes))):
-            order, found[dim] = np.divmod(order, self.sizes[dim])
-        return found
-
     def indices(self, coordinates: Indices) -> Indices:
         """(dimensions, n) coordinates → (n,) flat indices."""
         result = np.full(coordinates.shape[1], self.offset, np.int64)
@@ -89,26 +81,84 @@ def coalesce(
     )
 
 
-def find_overlap(regions: Sequence[Region], extent: int) -> tuple[int, int] | None:
-    """Positions in ``regions`` (each injective) of two that share an index below ``extent``; None if none do.
+def pieces(first: Region, second: Region, limit: int) -> Iterator[tuple[Region, Region]]:
+    """Two regions of one shape, cut alike into pieces of at most ``limit`` elements, in row-major order."""
+    if first.numel <= limit:
+        yield first, second
+        return
+    size, rest = first.sizes[0], first.sizes[1:]
+    rows = limit // (first.numel // size)
+    for start in range(0, size, max(1, rows)):
+        count = min(max(1, rows), size - start)
+        sizes = (count, *rest) if count > 1 else rest
+        cut = [
+            Region(
+                region.offset + start * region.strides[0],
+                sizes,
+                region.strides if count > 1 else region.strides[1:],
+            )
+            for region in (first, second)
+        ]
+        yield from pieces(cut[0], cut[1], limit)
 
-    Linear regions are compared as intervals; otherwise a map of ``extent`` bytes is drawn.
+
+def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
+    """Positions in ``regions`` (each injective) of two that share an index; None if none do.
+
+    Takes no memory that grows with the regions. Only regions whose spans of flat indices meet are compared.
     """
-    if all(region.is_linear for region in regions):
-        order = sorted(range(len(regions)), key=lambda position: regions[position].offset)
-        for left, right in itertools.pairwise(order):
-            if regions[left].offset + regions[left].numel > regions[right].offset:
-                return left, right
-        return None
-    owner = np.zeros(extent, np.uint8)
-    for position, region in enumerate(regions):
-        box = np.lib.stride_tricks.as_strided(owner[region.offset :], region.sizes, region.strides)
-        if box.any():
-            return _first_sharing(regions, position), position
-        box[...] = 1
+    boxes = [_Box(region.offset, _dimensions(region)) for region in regions]
+    open_boxes: list[int] = []
+    for position in sorted(range(len(boxes)), key=lambda position: boxes[position].first):
+        open_boxes = [known for known in open_boxes if boxes[known].last >= boxes[position].first]
+        for known in open_boxes:
+            if _share(boxes[known], boxes[position]):
+                return min(known, position), max(known, position)
+        open_boxes.append(position)
     return None
 
 
-def _first_sharing(regions: Sequence[Region], position: int) -> int:
-    indices = regions[position].indices(regions[position].walk(0, regions[position].numel))
-    return next(i for i in range(position) if regions[i].coordinates(indices)[1].any())
+@dataclass(frozen=True)
+class _Box:
+    """The indices first + Σ cᵢ·strideᵢ for 0 ≤ cᵢ < sizeᵢ, with (stride, size) from the largest stride down."""
+
+    first: int
+    dimensions: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def last(self) -> int:
+        return self.first + sum(stride * (size - 1) for stride, size in self.dimensions)
+
+    def row(self, number: int) -> "_Box":
+        """The part at one coordinate of the dimension of the largest stride."""
+        return _Box(self.first + number * self.dimensions[0][0], self.dimensions[1:])
+
+
+def _dimensions(region: Region) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted(zip(region.strides, region.sizes, strict=True), reverse=True))
+
+
+def _share(one: _Box, other: _Box) -> bool:
+    """Whether two injective boxes share an index.
+
+    Rows of an injective box span less than its largest stride. So of two boxes of the same largest stride, row i of one
+    and row j of the other can meet only for the few differences i − j that bring their spans together, and the answer
+    depends on the difference alone. Otherwise the box of the larger stride is taken row by row, where it meets the span
+    of the other.
+    """
+    if one.last < other.first or other.last < one.first:
+        return False
+    if not one.dimensions and not other.dimensions:
+        return True
+    if not one.dimensions or (other.dimensions and other.dimensions[0][0] > one.dimensions[0][0]):
+        one, other = other, one
+    stride, rows = one.dimensions[0]
+    least, most = 0, rows - 1
+    if other.dimensions and other.dimensions[0][0] == stride:
+        least -= other.dimensions[0][1] - 1
+        other = other.row(0)
+    start = one.row(0)
+    # Rows whose span [start.first, start.last] + number · stride meets [other.first, other.last].
+    least = max(least, -((start.last - other.first) // stride))
+    most = min(most, (other.last - start.first) // stride)
+    return any(_share(one.row(number), other) for number in range(least, most + 1))

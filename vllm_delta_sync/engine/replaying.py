@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_delta_sync.engine.load_watch import Place, Record, is_under
 from vllm_delta_sync.engine.replica import MetaLeaf, is_plain, place, replicate, walk, walk_numbers
 from vllm_delta_sync.engine.trace import written_by
+from vllm_delta_sync.engine.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.torch_bits import SIGNED, tensor_from_bits
 from vllm_delta_sync.wire.bits import Bits
@@ -35,19 +36,32 @@ class Part:
     reason: str
 
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_C_custom_ar")
+_COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+"""Parts of names of operators that hide a collective, such as ``vllm::all_reduce``: what they call is not seen."""
+
+
+def _is_collective(func: Any) -> bool:
+    named = func.namespace not in ("aten", "prim") and any(name in func.__name__ for name in _COLLECTIVE_NAMES)
+    return named or func.namespace in _COLLECTIVE_NAMESPACES
 
 
 class _Guard(TorchDispatchMode):
-    """Lets nothing be written to the memory of a model, and nothing be said to other ranks: generation goes on
-    meanwhile, and talks over the same channels."""
+    """Lets nothing write to the memory of a model or talk to other ranks: generation goes on meanwhile, and uses the
+    same channels."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._storages = {t.untyped_storage()._cdata for _, _, t in walk(model) if is_plain(t)}
+        self._dtype = torch.get_default_dtype()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COLLECTIVES:
+        if torch.get_default_dtype() != self._dtype:
+            raise ModelError(
+                f"loading it again would change the default dtype of the whole process to {torch.get_default_dtype()} "
+                "while it generates"
+            )
+        if _is_collective(func):
             raise ModelError(f"loading it again would talk to other ranks while they generate, by {func}")
         for tensor in written_by(func, args, kwargs or {}):
             if is_plain(tensor) and tensor.untyped_storage()._cdata in self._storages:
@@ -67,13 +81,19 @@ class Replayer:
     """Loads parts of a model again, into memory of their own.
 
     Args:
-        targets: all memory that the loader may write.
+        targets: all memory that the loader may write. memory: that of the model.
     """
 
     def __init__(
-        self, model: Any, skeleton: Any, table: TensorTable, record: Record | None, targets: frozenset[Place]
+        self,
+        model: Any,
+        skeleton: Any,
+        table: TensorTable,
+        record: Record | None,
+        targets: frozenset[Place],
+        memory: WeightMemory,
     ) -> None:
-        self.model, self.record = model, record
+        self.model, self.record, self._memory = model, record, memory
         self._skeleton, self._table, self._targets = skeleton, table, targets
         self.numbers = {(path, name): value for path, name, value in walk_numbers(model)}
         self.live = live_tensors(model, record)
@@ -99,11 +119,16 @@ class Replayer:
             yield from self._load(batch, bits)
 
     def _load(self, parts: list[Part], bits: dict[int, Bits]) -> Iterator[tuple[Part, "Loaded"]]:
-        replica = self._loaded(_joined(parts), bits)
+        bare = MetaLeaf(self._skeleton)
+        # All of it at once: vLLM's own writers change process-wide state, such as how tensors are copied.
+        with self._memory.reading():
+            replica = self._loaded(_joined(parts), bits, bare)
         found = [Loaded({}, {}) for _ in parts]
         of = _Index(parts, self._targets)
         for path, name, tensor in walk(replica):
-            if is_plain(tensor) and tensor.device.type != "meta" and tensor.element_size() in SIGNED:
+            if not is_plain(tensor) or tensor.device.type == "meta" or bare.is_unwritten(tensor):
+                continue
+            if tensor.element_size() in SIGNED:
                 for number in of.holders(path, name):
                     found[number].tensors[path, name] = tensor
         for path, name, value in walk_numbers(replica):
@@ -111,11 +136,13 @@ class Replayer:
                 found[number].numbers[path, name] = value
         yield from zip(parts, found, strict=True)
 
-    def _loaded(self, part: Part, bits: dict[int, Bits]) -> Any:
-        """A replica that has loaded a part, and is worked on as far as that needs it."""
-        replica = replicate(self._skeleton, self._leaf(part))
+    # See ``trace_routes``.
+    @torch.inference_mode(False)
+    def _loaded(self, part: Part, bits: dict[int, Bits], bare: MetaLeaf) -> Any:
+        """A replica that has loaded a part, and is worked on as far as that needs it. ``bare``: of the skeleton."""
         weights = ((self._table[i].name, tensor_from_bits(bits[i].copy(), self._table[i])) for i in part.tensors)
         name = self._table[part.tensors[0]].name
+        replica = replicate(self._skeleton, self._leaf(part, bare))
         try:
             with torch.no_grad(), _Guard(self.model):
                 replica.load_weights(weights)
@@ -136,14 +163,13 @@ class Replayer:
         paths = [path for path, _ in self._skeleton.named_modules()]
         return [p for p in paths if p in part.modules or (p in holders and is_under(p, part.modules))]
 
-    def _leaf(self, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Memory for a part's tensors, filled as before loading where that is known; none for all others."""
-        bare = MetaLeaf()
+    def _leaf(self, part: Part, bare: MetaLeaf) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Memory for a part's tensors, filled as before loading where that is known; ``bare`` makes all others."""
         wanted: dict[int, torch.UntypedStorage] = {}
         fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
         of = _Index([part], self._targets)
         for path, name, tensor in walk(self._skeleton):
-            if not is_plain(tensor) or not of.holders(path, name):
+            if not is_plain(tensor) or bare.keeps(tensor) or not of.holders(path, name):
                 continue
             known = tensor.untyped_storage()
             if known._cdata not in wanted:

@@ -1,8 +1,9 @@
-"""A second model of the same structure, with tensors of one's own: what is done to it does not reach the first.
+"""``replicate`` copies a model's structure with other tensors in it, so that its loader can run without touching it.
 
 A loader may do anything to the module it belongs to: replace parameters, keep what it is given in lists, set
-attributes. So it is watched, and asked again later, on a replica. Modules and the plain objects that hang on them are
-copied one by one, references among them follow; code, configurations' values and handles of libraries are shared.
+attributes. So it is watched, and run again later, on a replica. Modules and the plain objects that hang on them are
+copied one by one, and references among them follow. Code, configuration values, handles of libraries, everything of
+vLLM's distributed package, and every object that cleans up after itself (``__del__``) are shared.
 """
 
 import enum
@@ -24,6 +25,12 @@ _SHARED = frozenset(
     ("torch", "numpy", "builtins", "_thread", "threading", "logging", "concurrent", "asyncio", "queue", "weakref")
 )
 """Packages whose objects are handles of something that has no second one. Modules are copied all the same."""
+_SHARED_PREFIXES = ("vllm.distributed.",)
+"""The same for parts of packages: process groups, communicators and their shared memory exist once."""
+_CONFIGURATION = "vllm.config."
+"""What this package's objects hold is not looked into: no weights, and sizes that change while an engine starts."""
+READABLE_ELEMENTS = 4096
+"""Largest integer tensor that keeps its data in a replica: a map of experts has one element for each of them."""
 _LISTS = (list, tuple, set, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -35,19 +42,62 @@ def replicate(model: Model, leaf: Leaf) -> Model:
 
 
 class MetaLeaf:
-    """Tensors without data that share memory where the originals do."""
+    """Makes tensors without data that share memory where the originals do.
 
-    def __init__(self) -> None:
-        self._storages: dict[int, torch.UntypedStorage] = {}
+    Small integer and boolean tensors that are no weights keep their data, in host memory: loaders read them, such as
+    vLLM's map of the experts that a rank holds. They are those that hang on plain objects, and non-persistent buffers.
+
+    Args:
+        model: what is replicated with it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        readable = _readable(model)
+        self._storages = {
+            key: torch.UntypedStorage(storage.nbytes()).copy_(storage) for key, storage in readable.items()
+        }
+        # Of each copy, what it was made of.
+        self._kept = {self._storages[key]._cdata: storage for key, storage in readable.items()}
+        self._readable = frozenset(readable)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same dtype, shape, strides and offset on the meta device."""
-        return place(tensor, self.storage(tensor))
-
-    def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        """The storage that stands for a tensor's."""
+        """A tensor of the same dtype, shape, strides and offset, on the meta device unless its data is kept."""
         known = tensor.untyped_storage()
-        return self._storages.setdefault(known._cdata, torch.UntypedStorage(known.nbytes(), device="meta"))
+        if known._cdata not in self._storages:
+            self._storages[known._cdata] = torch.UntypedStorage(known.nbytes(), device="meta")
+        return place(tensor, self._storages[known._cdata])
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the model keeps its data in the replica."""
+        return tensor.untyped_storage()._cdata in self._readable
+
+    def is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the replica is one whose data was kept, and is what it was."""
+        storage = tensor.untyped_storage()
+        known = self._kept.get(storage._cdata)
+        return known is not None and torch.equal(_bytes_of(storage), _bytes_of(known))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+
+
+def _readable(model: Any) -> dict[int, torch.UntypedStorage]:
+    """Those storages of a model whose data a replica keeps, by address."""
+    weights: set[int] = set()
+    found: dict[int, torch.UntypedStorage] = {}
+    for path, name, tensor in walk(model):
+        if not is_plain(tensor) or tensor.device.type == "meta":
+            continue
+        module, storage = model.get_submodule(path), tensor.untyped_storage()
+        persistent = name in module._buffers and name not in module._non_persistent_buffers_set
+        if name in module._parameters or persistent:
+            weights.add(storage._cdata)
+            continue
+        is_small = storage.nbytes() <= READABLE_ELEMENTS * tensor.element_size()
+        if is_small and not tensor.is_floating_point() and not tensor.is_complex():
+            found[storage._cdata] = storage
+    return {key: storage for key, storage in found.items() if key not in weights}
 
 
 def place(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -107,7 +157,7 @@ def _inside(value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | fl
         return
     kind = type(value)
     is_holder = kind in _LISTS or kind in _MAPPINGS or (not isinstance(value, torch.nn.Module) and _is_copied(value))
-    if not is_holder or id(value) in seen:
+    if not is_holder or id(value) in seen or f"{kind.__module__}.".startswith(_CONFIGURATION):
         return
     seen.add(id(value))
     if kind in _LISTS:
@@ -126,7 +176,12 @@ def _is_copied(value: Any) -> bool:
         return True
     if isinstance(value, type | types.ModuleType | types.FunctionType | enum.Enum) or not hasattr(value, "__dict__"):
         return False
-    return type(value).__module__.partition(".")[0] not in _SHARED
+    kind = type(value)
+    # A second object would release the same descriptors and memory as the first.
+    if hasattr(kind, "__del__"):
+        return False
+    owner = kind.__module__
+    return owner.partition(".")[0] not in _SHARED and not f"{owner}.".startswith(_SHARED_PREFIXES)
 
 
 class _Copier:
@@ -188,8 +243,12 @@ class _Copier:
         return made
 
     def _instance(self, value: Any) -> Any:
+        kind = type(value)
+        if hasattr(kind, "__del__"):
+            # A module is copied all the same. Its copy owns nothing that it could release.
+            kind = type(kind.__name__, (kind,), {"__del__": lambda self: None, "__module__": kind.__module__})
         try:
-            made = object.__new__(type(value))
+            made = object.__new__(kind)
         except TypeError:
             # Made by compiled code: there is no second one.
             return self._keep(value, value)

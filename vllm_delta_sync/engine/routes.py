@@ -1,5 +1,6 @@
 """Routes: where each element of a checkpoint lives in a model's memory. ``trace.py`` finds them."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,17 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.regions import Region
+from vllm_delta_sync.engine.regions import Region, pieces
+from vllm_delta_sync.engine.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.wire.bits import Bits, Positions
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_elements, fingerprint_tensor
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.wire.table import TensorTable
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.derived import Derived
 
-GATHER_ELEMENTS = 1 << 22
-"""Elements gathered at a time through a route that is not linear: bounds scratch memory at start-up."""
+READ_ELEMENTS = 1 << 22
+"""Elements read at a time beside generation: bounds host memory, and how long ``/sleep`` waits."""
 
 
 @dataclass
@@ -41,8 +43,7 @@ class Destination:
     @property
     def bits(self) -> Bits:
         """(numel,) unsigned view for compiled loops; CPU only, shares memory."""
-        signed: np.ndarray = self.flat.numpy()
-        return signed.view(f"<u{self.flat.element_size()}")
+        return _bits(self.flat)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class RouteMap:
             ``ownership.py`` says otherwise.
         loaded: per tensor id: whether any rank loads it. Until then, whether this one does.
         derived: of the tensors that the model computes with, whose routes lead to shadows; None if there are none.
+        memory: that of the destinations.
     """
 
     table: TensorTable
@@ -83,6 +85,7 @@ class RouteMap:
     groups: list[list[int]] = field(default_factory=list)
     loaded: list[bool] = field(default_factory=list)
     derived: "Derived | None" = None
+    memory: WeightMemory = field(default_factory=WeightMemory)
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -127,27 +130,34 @@ class RouteMap:
             yield tensor, [Fingerprint()] * len(found) if tensor in stale else found
 
     def fingerprints(self, tensor: int) -> list[Fingerprint]:
-        """Gather one checkpoint tensor and hash it, per route: what this rank really holds."""
-        found = []
+        """Hash one checkpoint tensor, per route, where it lies in the model: what this rank really holds."""
         name = self.table[tensor].name
+        found = []
         for route in self.routes[tensor]:
-            flat = self.destinations[route.destination].flat
-            if route.source.is_linear and route.target.is_linear:
-                piece = flat[route.target.offset : route.target.offset + route.target.numel]
-                found.append(fingerprint_tensor(name, _host_bits(piece), route.source.offset))
-            else:
-                found.append(self._fingerprint_strided(name, route, flat))
+            destination = self.destinations[route.destination]
+            fingerprint = fingerprint_held if destination.flat.device.type == "cpu" else fingerprint_copied
+            total = Fingerprint()
+            for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+                with self.memory.reading():
+                    total += fingerprint(name, destination.flat, source, target)
+            found.append(total)
         return found
 
-    def _fingerprint_strided(self, name: str, route: Route, flat: torch.Tensor) -> Fingerprint:
-        total = Fingerprint()
-        for start in range(0, route.source.numel, GATHER_ELEMENTS):
-            coordinates = route.source.walk(start, min(start + GATHER_ELEMENTS, route.source.numel))
-            targets = torch.from_numpy(route.target.indices(coordinates)).to(flat.device)
-            total += fingerprint_elements(name, route.source.indices(coordinates), _host_bits(flat[targets]))
-        return total
+
+def fingerprint_held(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
+    """Fingerprint of ``source`` elements of a tensor, at ``target`` in (numel,) signed integers in host memory."""
+    held = (target.offset, target.strides)
+    return fingerprint_strided(name, _bits(flat), source.sizes, held, (source.offset, source.strides))
 
 
-def _host_bits(flat: torch.Tensor) -> Bits:
-    signed: np.ndarray = flat.cpu().numpy()
+def fingerprint_copied(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
+    """As ``fingerprint_held`` on any device, through a copy in host memory."""
+    copied = flat.as_strided(target.sizes, target.strides, target.offset).contiguous().cpu().reshape(-1)
+    strides = [math.prod(source.sizes[dim + 1 :]) for dim in range(len(source.sizes))]
+    index = (source.offset, source.strides)
+    return fingerprint_strided(name, _bits(copied), source.sizes, (0, strides), index)
+
+
+def _bits(flat: torch.Tensor) -> Bits:
+    signed: np.ndarray = flat.numpy()
     return signed.view(f"<u{flat.element_size()}")

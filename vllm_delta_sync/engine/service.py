@@ -154,9 +154,12 @@ class ReceiverService:
         receiver = self.receiver
         state, served = receiver.board.state, receiver.served_version
         follows = self._settings.policy == "follow"
-        if state == "lost" or (state == "refused" and not receiver.can_repair and not self._replaced()):
+        if state == "lost":
             return
         try:
+            receiver.port.set_due_label()
+            if state == "refused" and not receiver.can_repair and not self._replaced():
+                return
             if receiver.can_repair and follows:
                 receiver.mend()
             elif receiver.owes or (follows and (served is None or not receiver.board.holding)):
@@ -255,8 +258,11 @@ class ReceiverService:
                 if notice is not None and self._is_news(notice):
                     self._announced = notice
                     self._wake.set()
-            except NoticeError as error:
-                self._say(error)
+            except Exception as error:  # the thread must outlive any bug: the status says that it listens
+                if isinstance(error, NoticeError):
+                    self._say(error)
+                elif self._told.is_due(f"notices {type(error).__name__}: {error}"):
+                    logger.exception("listening for notices failed unexpectedly; it is tried again")
                 if subscriber is not None:
                     subscriber.close()
                 subscriber = None

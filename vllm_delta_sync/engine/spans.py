@@ -78,10 +78,11 @@ class SpanRecord:
                 yield output
 
     def _take(self, first: int, completion: Any, clocks: list[Clock]) -> None:
-        for label, start, end in compat.version_spans(completion):
-            version = int(label) if label.isdecimal() else None
-            self.spans.append({"index": first + completion.index, "version": version, "start": start, "end": end})
-            gap = clocks[completion.index].gap(start) if clocks and start else None
+        for span in completion.weight_versions or ():
+            version = int(span.version) if span.version.isdecimal() else None
+            index = first + completion.index
+            self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
+            gap = clocks[completion.index].gap(span.start) if clocks and span.start else None
             if gap is not None:
                 metrics.observe_gap(gap)
 

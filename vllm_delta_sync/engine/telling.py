@@ -56,14 +56,15 @@ def ordered(ms: Mapping[str, float]) -> dict[str, float]:
     return known | {phase: value for phase, value in ms.items() if phase not in known}
 
 
-def forward(leg: Leg, ms: Mapping[str, float]) -> str:
-    """Versions were taken."""
+def forward(leg: Leg, ms: Mapping[str, float], elements: int) -> str:
+    """Versions were served; ``elements``: how many the commit wrote, over all ranks."""
     target = leg.target
-    if leg.steps:
+    if leg.steps and leg.versions > 1:
+        # What several versions changed is known of each; most of it is the same elements again.
+        what = f"{leg.versions} versions in one commit, {elements:,} elements written, {_size(leg.payload_bytes)}"
+    elif leg.steps:
         share = 100 * leg.changed / max(1, target.total)
         what = f"{_share(share)} % changed, {_size(leg.payload_bytes)}"
-        if leg.versions > 1:
-            what = f"{leg.versions} versions in one commit, {what}"
     elif leg.rebuild:
         what = "rebuilt whole"
     else:

@@ -236,19 +236,26 @@ def watch_loader(replica: LoadableModel, table: TensorTable) -> Trace:
     """Let a replica load the tensors of a run, and see what it does. What the replica is afterwards is of no use.
 
     Args:
-        replica: all of its tensors are on the meta device.
+        replica: all memory that the loader may write is on the meta device.
 
     Raises:
-        ModelError: the loader fails; the message names tensor and reason.
+        ModelError: the loader fails, or reads the data of a tensor; the message names tensor and reason.
     """
     recorder = _Recorder(table, replica)
     try:
         with torch.no_grad(), recorder:
             replica.load_weights(recorder.weights())
     except Exception as error:  # the loader is foreign code and may raise anything
+        # torch's errors about tensors without data name the meta device, and have no class of their own.
+        fix = (
+            "this loader reads the data of a tensor to decide where others go, which cannot be traced; serve the model "
+            "in another layout, such as without --enable-expert-parallel"
+            if "meta" in str(error)
+            else "if the run is of another model, check the setting bucket, or start vLLM from the run's checkpoint"
+        )
         raise ModelError(
             f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}: {error}; "
-            "if the run is of another model, check the setting bucket, or start vLLM from the run's checkpoint"
+            f"{fix}"
         ) from error
     recorder.note_kept(replica)
     return recorder.trace

@@ -48,6 +48,46 @@ class EnginePort(Protocol):
         """End the engine, which cannot tell its weights, so that whoever watches it starts it again."""
 
 
+class LabelKeepingPort:
+    """An ``EnginePort`` that remembers a label which could not be set, until it is set or another one is."""
+
+    def __init__(self, port: EnginePort) -> None:
+        self._port = port
+        self._due: list[int | None] = []
+
+    def call(self, method: str, arguments: Answer) -> list[Answer]:
+        """See EnginePort."""
+        return self._port.call(method, arguments)
+
+    def pause(self) -> None:
+        """See EnginePort."""
+        self._port.pause()
+
+    def resume(self) -> bool:
+        """See EnginePort."""
+        return self._port.resume()
+
+    def end(self, reason: str) -> None:
+        """See EnginePort."""
+        self._port.end(reason)
+
+    def label(self, version: int | None) -> None:
+        """See EnginePort."""
+        self._due = [version]
+        self._port.label(version)
+        self._due = []
+
+    def label_paused(self, version: int | None) -> None:
+        """See EnginePort."""
+        self._port.label_paused(version)
+        self._due = []
+
+    def set_due_label(self) -> None:
+        """Set the label that could not be set before, if there is one. Raises EngineError: it still cannot."""
+        for version in self._due:
+            self.label(version)
+
+
 class Mismatch(FingerprintError):
     """The commit did not change the weights as declared and was taken back."""
 

@@ -1,6 +1,8 @@
-"""The way back: applied patches, within a bound of memory, and those just taken back."""
+"""``UndoLog`` keeps applied patches, within a bound of memory, so that they can be reverted and applied again."""
 
+from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 
 from vllm_delta_sync.engine.commit import Measured
 from vllm_delta_sync.engine.patch import StagedPatch
@@ -22,9 +24,10 @@ class Applied:
     fingerprints: list[Fingerprint]
     version: int | None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Memory, in bytes; at most, where the fingerprints of tensors that did not change are shared."""
+        # A patch keeps its size when it is taken back and applied again.
         return self.patch.nbytes + FINGERPRINT_BYTES * len(self.fingerprints)
 
     def expected(self, backwards: bool) -> Measured:
@@ -47,27 +50,27 @@ class UndoLog:
 
     Attributes:
         moves: how often weights were moved: commits, and steps back or forward again.
+        nbytes: host memory held, in bytes.
     """
 
     def __init__(self) -> None:
         self.moves = 0
-        self._applied: list[Applied] = []
+        self.nbytes = 0
+        self._applied: deque[Applied] = deque()
         self._undone: list[Applied] = []
+        self._unconfirmed: list[Applied] = []
 
     @property
     def versions(self) -> list[int | None]:
         """Versions that can be gone back to, newest first; None stands for weights that were no version."""
         return [applied.version for applied in reversed(self._applied)]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return sum(applied.nbytes for applied in (*self._applied, *self._undone))
-
     def push(self, applied: Applied) -> None:
         """Add the newest commit. What was taken back before belongs to another history then."""
-        self._undone.clear()
+        self._forget_undone()
         self._applied.append(applied)
+        self._unconfirmed.append(applied)
+        self.nbytes += applied.nbytes
         self.moves += 1
 
     def path(self, version: int | None, held: int | None) -> Path:
@@ -89,21 +92,39 @@ class UndoLog:
 
     def walk(self, backwards: bool) -> Applied:
         """Note that the newest commit was taken back, or the one taken back last was applied again; which it is."""
-        source, target = (self._applied, self._undone) if backwards else (self._undone, self._applied)
-        target.append(source.pop())
+        if backwards:
+            moved = self._applied.pop()
+            self._undone.append(moved)
+        else:
+            moved = self._undone.pop()
+            self._applied.append(moved)
         self.moves += 1
-        return target[-1]
+        return moved
 
     def trim(self, limit: int) -> None:
         """Forget the oldest commits until at most ``limit`` bytes are held, and all before weights that were no
         version."""
-        self._undone.clear()
+        self._forget_undone()
         while self._applied and (
             self.nbytes > limit or len(self._applied) > ENTRIES or self._applied[0].version is None
         ):
-            del self._applied[0]
+            self.nbytes -= self._applied.popleft().nbytes
+
+    def confirm(self) -> None:
+        """No commit is reverted within its own pause any more: drop the copies of patches on a device. Host memory has
+        the same."""
+        for applied in self._unconfirmed:
+            for sparse in applied.patch.sparse:
+                sparse.uploaded = None
+        self._unconfirmed.clear()
 
     def clear(self) -> None:
         """Forget everything."""
         self._applied.clear()
+        self._undone.clear()
+        self._unconfirmed.clear()
+        self.nbytes = 0
+
+    def _forget_undone(self) -> None:
+        self.nbytes -= sum(applied.nbytes for applied in self._undone)
         self._undone.clear()

@@ -6,9 +6,10 @@ import torch
 
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain.checks import read_shard
-from vllm_delta_sync.engine.patch import DensePatch, StagedPatch, dense_view, source_view
+from vllm_delta_sync.engine.patch import DensePatch, StagedPatch, region_view
 from vllm_delta_sync.engine.rebuild import restored
-from vllm_delta_sync.engine.routes import Route, RouteMap
+from vllm_delta_sync.engine.regions import pieces
+from vllm_delta_sync.engine.routes import READ_ELEMENTS, Route, RouteMap
 from vllm_delta_sync.errors import FingerprintError, FormatError
 from vllm_delta_sync.torch_bits import SIGNED
 from vllm_delta_sync.wire.bits import Bits
@@ -70,8 +71,16 @@ def _different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch
     # torch warns of memory that cannot be written, though nothing writes there: the patch is a copy.
     whole = bits if bits.flags.writeable else bits.copy()
     flat = torch.from_numpy(whole.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
-    right = source_view(flat, route)
-    held = dense_view(routes.destinations[route.destination].flat, route)
-    if torch.equal(right, held.to(right.device)):
+    if _is_held(flat, route, routes):
         return None
-    return route, right.clone(memory_format=torch.contiguous_format)
+    return route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format)
+
+
+def _is_held(flat: torch.Tensor, route: Route, routes: RouteMap) -> bool:
+    """Whether the model holds through a route what a flat (numel,) tensor in host memory has there."""
+    there = routes.destinations[route.destination].flat
+    for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+        with routes.memory.reading():
+            if not torch.equal(region_view(flat, source), region_view(there, target).to(flat.device)):
+                return False
+    return True

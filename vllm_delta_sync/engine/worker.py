@@ -40,7 +40,7 @@ class WorkerExtension:
 
     def _delta_sync_dispatch(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         # Imported late: numba must not be loaded before vLLM has initialized its worker.
-        from vllm_delta_sync.engine import foreign_writers
+        from vllm_delta_sync.engine import compat, foreign_writers, load_watch
         from vllm_delta_sync.engine.rank import RankReceiver
 
         if self.delta_sync_receiver is None:
@@ -48,13 +48,16 @@ class WorkerExtension:
             folder = self.model_config.model  # type: ignore[attr-defined]
             self.delta_sync_receiver = RankReceiver(model, self.rank, folder)  # type: ignore[attr-defined]
             foreign_writers.watch(self, model, self.delta_sync_receiver)
+            record = load_watch.record_of(model)
+            if record is not None and record.changed:
+                compat.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
         if method not in METHODS:
             raise EngineError(f"method {method!r} is unknown; this worker and its controller are of different releases")
         answer: dict[str, Any] = getattr(self.delta_sync_receiver, method)(**arguments)
         return answer
 
 
-METHODS = ("start", "poll", "adopt", "commit", "revert", "trim", "describe", "trust")
+METHODS = ("start", "poll", "outcome", "adopt", "commit", "revert", "trim", "describe", "trust")
 """What a controller may call on a rank."""
 contacted = threading.Event()
 

@@ -1,13 +1,16 @@
-"""Branches: a run that begins at a version of another, and copies nothing of it.
+"""Branches: a run that begins at a version of another, and copies none of its weights.
 
 Version 0 of the branch is a reference to the version; a tag in the source keeps that. The tag comes first and goes
 last, so that at no moment there is a branch whose version may be removed.
 """
 
 import secrets
+from contextlib import ExitStack
 
 from vllm_delta_sync.bucket import Bucket, open_beside
+from vllm_delta_sync.bucket.creation import reads, settled
 from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.files import fetch_run_file
 from vllm_delta_sync.chain.parts import outline
 from vllm_delta_sync.chain.plan import Plan
 from vllm_delta_sync.chain.read import check_step
@@ -16,15 +19,12 @@ from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
     FingerprintError,
-    LimitError,
-    NotFoundError,
     UsageError,
 )
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.upkeep.retention_record import lasting_plan
 from vllm_delta_sync.upkeep.tagging import delete_tag, put_tag
-from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Base, Manifest, RunInfo, timestamp
@@ -47,14 +47,23 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
 
     Raises:
         UsageError: the URL is this run's. ConflictError: it holds a run, or part of one.
-        NotFoundError: there is no such version, or it is not kept any more. StoreError: the store failed; what was
-            written is removed again, unless nobody can tell whether the branch stands.
+        NotFoundError: there is no such version, or it is not kept any more, or a run file is missing. StoreError: the
+            store failed; what was written is removed again, unless nobody can tell whether the branch stands.
+        DigestError, LimitError: a run file, or an object of a delta, is damaged.
         SignatureError: the signing key is not one to begin a run with.
     """
     run.keyring.check_begins()
-    bucket = open_beside(run.bucket, url)
+    with ExitStack() as failing:
+        bucket = failing.enter_context(open_beside(run.bucket, url))
+        _begin(run, version, bucket)
+        made = Run(bucket, run.keyring)
+        failing.pop_all()
+    return made
+
+
+def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     if bucket.url == run.bucket.url:
-        raise UsageError(f"{url!r} is the run to branch from; give the branch a URL of its own")
+        raise UsageError(f"{bucket.url!r} is the run to branch from; give the branch a URL of its own")
     _refuse_existing(bucket)
     source = run.resolve(version)
     info = RunInfo(
@@ -63,13 +72,15 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
         tensors=run.table.digest,
         total=run.table.total,
         full_bytes=run.table.full_bytes,
+        files=run.info.files,
     )
     info = run.keyring.signed(info)
     first = run.keyring.signed(_version_0(run, source, info))
+    files = {item.key: fetch_run_file(run, item) for item in info.files}
     name = branch_tag(info.run)
     put_tag(run, name, source.version, branch=bucket.url)
     try:
-        _create(bucket, {keys.RUN_KEY: info.to_bytes(), keys.TABLE_KEY: run.table.to_bytes()}, first)
+        _create(bucket, {keys.RUN_KEY: info.to_bytes(), keys.TABLE_KEY: run.table.to_bytes()}, files, first)
     except BaseException:  # an interrupted branch gives its URL and its tag back as well
         if _take_back(bucket, info, first):
             delete_tag(run, name)
@@ -79,7 +90,6 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
     except DeltaSyncError as error:
         # Readers find version 0 without it.
         logger.warning("the branch stands, but its %s was not written: %s", keys.HEAD_KEY, error)
-    return Run(bucket, run.keyring)
 
 
 def _refuse_existing(bucket: Bucket) -> None:
@@ -146,23 +156,45 @@ def _of_root(run: Run, found: Plan) -> dict[str, str]:
     return declared
 
 
-def _create(bucket: Bucket, documents: dict[str, bytes], first: Manifest) -> None:
-    """Claim the URL and commit version 0. An object that is there already is ours if its bytes are."""
-    for key, data in {**documents, keys.version_key(0): first.to_bytes()}.items():
-        try:
-            bucket.put(key, data, if_absent=True)
-        except ConflictError as error:
-            if not _reads(bucket, key, data):
-                raise ConflictError(f"{bucket.url} holds {key} of another writer; branch to a new URL") from error
+def _create(bucket: Bucket, documents: dict[str, bytes], files: dict[str, bytes], first: Manifest) -> None:
+    """Claim the URL and commit version 0. An object that is there already is ours if its bytes are.
+
+    Right before version 0 run.json has to be ours still: another writer may have taken this for a start that was cut
+    short. Where create-if-absent does not hold, both have to read back as ours after a while.
+    """
+    for key, data in documents.items():
+        _put(bucket, key, data)
+    for key, data in files.items():
+        bucket.put(key, data)  # named by its content, so what may lie there is the same, or damaged
+    info = documents[keys.RUN_KEY]
+    if not (settled(bucket, keys.RUN_KEY, info) and reads(bucket, keys.RUN_KEY, info)):
+        raise _taken(bucket, keys.RUN_KEY)
+    _put(bucket, keys.version_key(0), first.to_bytes())
+    if not settled(bucket, keys.version_key(0), first.to_bytes()):
+        raise _taken(bucket, keys.version_key(0))
+
+
+def _put(bucket: Bucket, key: str, data: bytes) -> None:
+    try:
+        bucket.put(key, data, if_absent=True)
+    except ConflictError as error:
+        if not reads(bucket, key, data):
+            raise _taken(bucket, key) from error
+
+
+def _taken(bucket: Bucket, key: str) -> ConflictError:
+    return ConflictError(f"{bucket.url} holds {key} of another writer; branch to a new URL")
 
 
 def _take_back(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
     """Remove what a branch that failed has written; whether it is certain that no branch stands."""
     try:
-        if not _reads(bucket, keys.RUN_KEY, info.to_bytes()):
+        if not reads(bucket, keys.RUN_KEY, info.to_bytes()):
             return True
-        if _reads(bucket, keys.version_key(0), first.to_bytes()):
+        if reads(bucket, keys.version_key(0), first.to_bytes()):
             bucket.delete(keys.version_key(0))
+        for item in info.files:
+            bucket.delete(item.key)
         bucket.delete(keys.TABLE_KEY)
         # The claim goes last: as long as it stands nobody else writes here.
         bucket.delete(keys.RUN_KEY)
@@ -170,10 +202,3 @@ def _take_back(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
         logger.warning("%s may hold a part of a branch that failed; its tag stays: %s", bucket.url, error)
         return False
     return True
-
-
-def _reads(bucket: Bucket, key: str, data: bytes) -> bool:
-    try:
-        return bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)) == data
-    except (NotFoundError, LimitError):
-        return False

@@ -19,7 +19,7 @@ from vllm_delta_sync.chain.plan import FOLD_WIDTH, Planner
 from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnsupportedError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.upkeep.compaction_anchor import existing_anchor, make_anchor
-from vllm_delta_sync.upkeep.compaction_fold import Folding, make_fold
+from vllm_delta_sync.upkeep.compaction_fold import Folding, RawCodecError, make_fold
 from vllm_delta_sync.upkeep.compaction_scratch import OBJECT_BYTES, Stop, StoppedError, never
 from vllm_delta_sync.upkeep.compaction_trust import READ_PER_CALL, believed_anchors, believed_folds
 from vllm_delta_sync.upkeep.compaction_weights import Weights
@@ -248,7 +248,8 @@ class CompactReport:
     Attributes:
         head: newest version. present: folded ranges that were there.
         folds: (first, last) of those made, or to be made in a dry run. skipped: (first, last, why) of those that
-            cannot be made. anchor: version whose anchor was made, or is to be made. anchor_present: it was there.
+            cannot be made. damaged: one of them for another reason than its codec, which is ``raw``.
+        anchor: version whose anchor was made, or is to be made. anchor_present: it was there.
         bytes: of the objects made. seconds: it took.
     """
 
@@ -256,6 +257,7 @@ class CompactReport:
     present: int = 0
     folds: list[Pair] = field(default_factory=list)
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
+    damaged: bool = False
     anchor: int | None = None
     anchor_present: bool = False
     bytes: int = 0
@@ -330,6 +332,7 @@ def _fold_or_note(make: Callable[[], FoldedRange], pair: Pair, report: CompactRe
         raise
     except DeltaSyncError as error:
         report.skipped.append((*pair, error.message))
+        report.damaged |= not isinstance(error, RawCodecError)
         return
     report.folds.append(pair)
     report.bytes += folded.payload_bytes

@@ -50,6 +50,12 @@ from vllm_delta_sync.wire.state import ModelState
 logger = guarded_logger(__name__)
 
 Folding = Literal["packed", "context"]
+
+
+class RawCodecError(UnsupportedError):
+    """Versions of codec ``raw`` cannot be folded."""
+
+
 """Codecs that a folded range may have."""
 
 
@@ -81,7 +87,8 @@ def make_fold(
         the document that is in the bucket, which another writer may have made.
 
     Raises:
-        UnsupportedError: a version in between has codec ``raw``, or one has ``context`` and there are no weights.
+        RawCodecError: a version in between has codec ``raw``.
+        UnsupportedError: one in between has codec ``context``, and there are no weights.
         ChainError (GapError): nothing that is left leads from ``first`` to ``last``, or an anchor lies between.
         FingerprintError: the objects do not lead from one version's fingerprint to the next.
         StoreError: the store failed, or there is no room for the scratch files. StoppedError: ``stop`` said so.
@@ -96,6 +103,32 @@ def make_fold(
         return found
     avoid = {side.fold_key(first, last)} if replace or last - first > 1 else set()
     return _Fold(run, ends, avoid, object_bytes, stop, codec, weights).make(scratch, replace)
+
+
+def write_fold(
+    run: RunDocuments,
+    ends: tuple[Manifest, Manifest],
+    pieces: Iterator[Sparse | Full],
+    fingerprints: dict[int, Fingerprint],
+    object_bytes: int = OBJECT_BYTES,
+) -> FoldedRange:
+    """Write the folded range between two versions, piece by piece, over whatever stands there.
+
+    Args:
+        ends: manifests of the first and the last version.
+        pieces: distances, or tensors in full: by dtype, tensors ascending, each once.
+        fingerprints: change per tensor id; it has to hold a tensor's by the time that its piece comes.
+        object_bytes: when to begin another object.
+
+    Raises:
+        StoreError: the store failed, or there is no room for the scratch files.
+    """
+    fold = _Fold(run, ends, set(), object_bytes, never, "packed", None)
+    purpose = f"the range from version {ends[0].version} to {ends[1].version}"
+    # How much it takes is not known before it is written; a disk that is full is reported then.
+    with scratch_folder(None, purpose, 0) as folder:
+        spool = partial(DeltaSpool, folder, run.table, fold.context, "zstd", "packed", None)
+        return fold._publish(fold._write(pieces, fingerprints, folder, spool), replace=True)
 
 
 def existing_fold(run: RunDocuments, first: Manifest, last: Manifest) -> FoldedRange | None:
@@ -166,7 +199,7 @@ class _Fold:
             )
         for step in steps:
             if isinstance(step.document, Manifest) and step.document.codec == "raw" and step.objects:
-                raise UnsupportedError(
+                raise RawCodecError(
                     f"version {step.high} has codec 'raw', which holds new values and no distances: only versions of "
                     "codec 'packed' can be folded into an object"
                 )

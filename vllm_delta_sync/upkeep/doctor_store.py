@@ -18,7 +18,7 @@ from pathlib import Path
 from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket.calls import in_parallel
 from vllm_delta_sync.bucket.flow import Watcher, here, watched
-from vllm_delta_sync.bucket.options import SLOWEST_BYTES_PER_SECOND
+from vllm_delta_sync.config import SLOWEST_BYTES_PER_SECOND
 from vllm_delta_sync.errors import AccessError, ConflictError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.upkeep.doctor_findings import Failure, Finding, Progress, milliseconds
 from vllm_delta_sync.wire.limits import MAX_JSON_BYTES

@@ -6,10 +6,12 @@ are set, and what is made here is signed with the run's keyring, or not made. Ea
 step, so that an end in the middle leaves a run that is no worse, and the next repair goes on.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket import Bucket, open_beside
+from vllm_delta_sync.bucket.opening import OpenedBucket
 from vllm_delta_sync.bucket.overlay import OverlayBucket
 from vllm_delta_sync.chain.census import Census
 from vllm_delta_sync.chain.documents import RunDocuments
@@ -73,14 +75,16 @@ def repair(
         NotFoundError: there is no run, or ``base`` is given and not there. StoreError: a store failed.
         DeltaSyncError: run.json, tensors.json or keys.json is damaged or may not be believed, and no mirror has them.
     """
-    source = open_bucket(mirror) if isinstance(mirror, str) else mirror
     bucket = run.bucket if isinstance(run, RunDocuments) else run
+    # A mirror in front of the bucket would hide what is damaged in there, or in the mirror to take from.
+    bucket = bucket.origin if isinstance(bucket, OpenedBucket) else bucket
     if keyring is None:
         keyring = run.keyring if isinstance(run, RunDocuments) else Keyring()
-    if not dry_run:
-        return _repair(bucket, source, base, progress, keyring)
-    with OverlayBucket(bucket) as overlay:
-        return _repair(overlay, source, base, progress, keyring)
+    with ExitStack() as stack:
+        if isinstance(mirror, str):
+            mirror = stack.enter_context(open_beside(bucket, mirror, mirrored=False))
+        mended = stack.enter_context(OverlayBucket(bucket)) if dry_run else bucket
+        return _repair(mended, mirror, base, progress, keyring)
 
 
 def _repair(

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_delta_sync.chain.checks import check_document_size
 from vllm_delta_sync.chain.documents import RunDocuments
 from vllm_delta_sync.chain.lazy import file_digest, scratch_folder
 from vllm_delta_sync.chain.measure import measure
+from vllm_delta_sync.upkeep.compaction_fold import write_fold
+from vllm_delta_sync.upkeep.compaction_scratch import OBJECT_BYTES
 from vllm_delta_sync.upkeep.key_list import check_signer
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
@@ -16,8 +19,9 @@ from vllm_delta_sync.wire.anchor import shard_tables, write_anchor
 from vllm_delta_sync.wire.bits import Bits, Positions, diff
 from vllm_delta_sync.wire.changes import Changes, Full, Sparse
 from vllm_delta_sync.wire.compression import COMPRESSIONS
-from vllm_delta_sync.wire.delta import CODECS, RELATIVE, DeltaContext, decode, encode, required_features
-from vllm_delta_sync.wire.documents import Anchor, FoldedRange
+from vllm_delta_sync.wire.delta import CODECS, RELATIVE, DeltaContext, decode, encode
+from vllm_delta_sync.wire.documents import Anchor
+from vllm_delta_sync.wire.fingerprint import Fingerprint
 from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
@@ -57,17 +61,39 @@ def difference(before: ModelState, after: ModelState, whole: Whole = _most, rela
     changes = Changes()
     rows: dict[str, list[_Row]] = {}
     for tensor, spec in enumerate(before.table):
-        if before.fingerprints[tensor] == after.fingerprints[tensor]:
+        found = _changed(before, after, tensor)
+        if found is None:
             continue
+        positions, distances, changes.fingerprints[tensor] = found
         new = after.bits[tensor]
-        positions, distances, change = diff(spec.name, spec.element, before.bits[tensor].copy(), new)
-        changes.fingerprints[tensor] = change
         if whole(spec, positions.size):
             changes.full.append(Full(tensor, new))
         else:
             rows.setdefault(spec.dtype, []).append((tensor, positions, distances if relative else new[positions]))
     changes.sparse = [_group(dtype, rows[dtype], relative) for dtype in sorted(rows)]
     return changes
+
+
+def _pieces(before: ModelState, after: ModelState, fingerprints: dict[int, Fingerprint]) -> Iterator[Sparse | Full]:
+    """The same piece by piece, by dtype, for ``write_fold``. ``fingerprints`` gets the change of each tensor."""
+    table = before.table
+    for tensor in sorted(range(len(table)), key=lambda tensor: (table[tensor].dtype, tensor)):
+        found = _changed(before, after, tensor)
+        if found is None:
+            continue
+        positions, distances, fingerprints[tensor] = found
+        if _most(table[tensor], positions.size):
+            yield Full(tensor, after.bits[tensor])
+        else:
+            yield _group(table[tensor].dtype, [(tensor, positions, distances)], relative=True)
+
+
+def _changed(before: ModelState, after: ModelState, tensor: int) -> tuple[Positions, Bits, Fingerprint] | None:
+    """Where a tensor changed, by how much, and its change of fingerprint; None if it did not."""
+    if before.fingerprints[tensor] == after.fingerprints[tensor]:
+        return None
+    spec = before.table[tensor]
+    return diff(spec.name, spec.element, before.bits[tensor].copy(), after.bits[tensor])
 
 
 def _group(dtype: str, rows: list[_Row], relative: bool) -> Sparse:
@@ -138,38 +164,30 @@ def _without(changes: Changes, others: list[Changes], before: ModelState) -> Cha
     return left
 
 
-def put_fold(run: RunDocuments, first: Manifest, last: Manifest, before: ModelState, after: ModelState) -> str:
+def put_fold(
+    run: RunDocuments,
+    first: Manifest,
+    last: Manifest,
+    before: ModelState,
+    after: ModelState,
+    object_bytes: int = OBJECT_BYTES,
+) -> str:
     """Write the folded range from one version to another from their weights; its key.
 
-    Whatever stands under that key is replaced: the caller knows that it is bad, or that there is nothing.
+    Takes the memory of a few tensors. Whatever stands under that key is replaced: the caller knows that it is bad, or
+    that there is nothing.
+
+    Args:
+        object_bytes: when to begin another object.
 
     Raises:
         SettingsError: the run is signed, and there is no key to sign with.
+        StoreError: the store failed, or there is no room for scratch files.
     """
     check_signer(run)
-    changes = difference(before, after)
-    data = encode(changes, run.table, "packed", "zstd", DeltaContext(first.run, last.version, first.version))
-    digest = sha256(data).hexdigest()
-    ref = ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest)
-    document = FoldedRange(
-        requires=required_features("packed", "zstd"),
-        run=first.run,
-        first=first.version,
-        last=last.version,
-        first_manifest=first.digest,
-        last_manifest=last.digest,
-        first_fingerprint=before.fingerprint.hex(),
-        last_fingerprint=after.fingerprint.hex(),
-        objects=[ref],
-        changed=changes.changed,
-        payload_bytes=len(data),
-        reversible=changes.reversible,
-        created_at=timestamp(),
-    )
-    run.bucket.put(ref.key, data)
-    key = side.fold_key(first.version, last.version)
-    run.bucket.put(key, run.keyring.signed(document).to_bytes())
-    return key
+    fingerprints: dict[int, Fingerprint] = {}
+    write_fold(run, (first, last), _pieces(before, after, fingerprints), fingerprints, object_bytes)
+    return side.fold_key(first.version, last.version)
 
 
 def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
@@ -197,7 +215,9 @@ def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
         created_at=timestamp(),
     )
     key = side.anchor_key(manifest.version)
-    run.bucket.put(key, run.keyring.signed(document).to_bytes())
+    document = run.keyring.signed(document)
+    check_document_size(document, run.document_limit, key)
+    run.bucket.put(key, document.to_bytes())
     return key
 
 

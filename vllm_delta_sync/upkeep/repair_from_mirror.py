@@ -25,7 +25,7 @@ from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.documents import Anchor, Claim, FoldedRange, Retention, Tag
-from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunInfo, Sidecar
+from vllm_delta_sync.wire.manifest import Head, Manifest, ObjectRef, RunFile, RunInfo, Sidecar
 from vllm_delta_sync.wire.table import TensorTable
 
 
@@ -53,8 +53,8 @@ class Mirror:
         version = keys.version_of_key(finding.key)
         if finding.ref is not None:
             attempts = [partial(self._object, finding.ref), partial(self._retention, finding)]
-        elif finding.sidecar is not None:
-            attempts = [partial(self._sidecar, finding.sidecar)]
+        elif (stored := finding.sidecar or finding.run_file) is not None:
+            attempts = [partial(self._stored_file, stored)]
         elif isinstance(finding.error, GapError) and version is not None:
             attempts = [partial(self._beside, key) for key in self._ways(version)]
         elif version is not None:
@@ -85,7 +85,7 @@ class Mirror:
             self._run.bucket.put(ref.key, path)
         return ref.key
 
-    def _sidecar(self, item: Sidecar) -> str:
+    def _stored_file(self, item: Sidecar | RunFile) -> str:
         self._run.bucket.put(item.key, fetch_object(self._bucket, item))
         return item.key
 

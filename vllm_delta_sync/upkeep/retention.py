@@ -5,23 +5,27 @@ makes it safe to stop anywhere: first retention.json says what will go, then tag
 again, then go the documents beside the chain, then objects. What is left after a crash is garbage that the next
 collection finds.
 
-Two collectors do no harm to each other: ways are chosen so that both choose the same (``retention_survey``), and
-neither removes anything because of what the other cannot know yet (``min_age``). One race is left: an object that
-nobody lists, put again by a writer between the last look at it and its removal, a moment later. Writers that find a
+One collection removes things at a time (``retention_lock``), because what it announces has to stand until it is done:
+a tag that is set meanwhile counts on it. While it removes things it checks that ``retention.json`` is still its own:
+every few seconds, or before each removal where create-if-absent does not hold. One race is left: an object that no
+document lists, put again by a writer between the last look at it and its removal, a moment later. Writers that find a
 crashed one's object therefore put it again, which makes it young, rather than rely on it.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
+from vllm_delta_sync.bucket.creation import reads
 from vllm_delta_sync.chain.documents import RunDocuments
-from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.upkeep.retention_fleet import left_behind
+from vllm_delta_sync.upkeep.retention_lock import CollectionLock
 from vllm_delta_sync.upkeep.retention_plan import Planned, Policy, plan_collection, reachable
-from vllm_delta_sync.upkeep.retention_record import empty_record, ranges
-from vllm_delta_sync.upkeep.retention_survey import Survey, survey
+from vllm_delta_sync.upkeep.retention_record import ranges
+from vllm_delta_sync.upkeep.retention_survey import Survey, check_current, survey
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.documents import RETENTION_KEY, Retention
 from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
@@ -30,6 +34,10 @@ __all__ = ["Policy", "Report", "collect"]
 
 Progress = Callable[[int, int, int], None]
 """Called with keys looked at for removal, keys in all, and bytes removed so far."""
+
+
+CHECK_SECONDS = 5.0
+"""How often it is checked, while things are removed, that no collection of an older release is under way."""
 
 
 @dataclass
@@ -42,6 +50,7 @@ class Report:
         objects, anchors, folds: what was removed; sidecars, leases, turns: keys of those that were.
         bytes: their size in all.
         gone: closed ranges of versions whose own deltas are not there any more.
+        nothing_because: why nothing was removed, if nothing was: how many objects stay for which reason.
         notes: what people should know. dry_run: nothing was removed.
     """
 
@@ -56,6 +65,7 @@ class Report:
     turns: list[str] = field(default_factory=list)
     bytes: int = 0
     gone: list[list[int]] = field(default_factory=list)
+    nothing_because: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     dry_run: bool = False
 
@@ -66,37 +76,59 @@ def collect(
     dry_run: bool = False,
     progress: Progress | None = None,
     now: float | None = None,
+    monotonic: Callable[[], float] = time.monotonic,
 ) -> Report:
     """Remove what is not needed for the versions that the policy keeps, each of which can be rebuilt bit for bit.
 
     Args:
         policy: None for the defaults. dry_run: only say what would be removed; ages are then by this machine's clock.
         now: seconds since the epoch that ages count to; None asks the store's clock.
+        monotonic: seconds that this machine's clock counts; a claim of the run is renewed by it.
 
     Raises:
-        NotFoundError: nothing is published. ConflictError: another run took the URL.
+        NotFoundError: nothing is published.
+        ConflictError: another run took the URL, or another collection is under way, or has taken over from this one.
         DeltaSyncError: a manifest or a tag cannot be read, so that nobody knows what is needed; nothing was removed.
         StoreError: the store failed; what was removed until then was not needed.
     """
-    return _Collector(run, policy or Policy(), progress).collect(dry_run, now)
+    collector = _Collector(run, policy or Policy(), progress, monotonic)
+    return collector.preview(now) if dry_run else collector.collect(now)
 
 
 class _Collector:
-    def __init__(self, run: RunDocuments, policy: Policy, progress: Progress | None) -> None:
-        self._run, self._policy, self._progress = run, policy, progress
+    def __init__(
+        self, run: RunDocuments, policy: Policy, progress: Progress | None, monotonic: Callable[[], float]
+    ) -> None:
+        self._run, self._policy, self._progress, self._monotonic = run, policy, progress, monotonic
+        self._lock = CollectionLock(run, monotonic)
+        self._checked = -math.inf
 
-    def collect(self, dry_run: bool, now: float | None) -> Report:
+    def preview(self, now: float | None) -> Report:
+        """What would be removed."""
         record = self._run.retention()
         found = survey(self._run, record=record)
-        if dry_run:
-            at = time.time() if now is None else now
-            planned = plan_collection(found, self._policy, at, record)
-            doomed = [*_planned_removals(planned), *self._left_behind(found, at)]
-            return self._report(found, planned, doomed, True)
-        at = self._store_time() if now is None else now
+        at = time.time() if now is None else now
+        planned = plan_collection(found, self._policy, at, record)
+        doomed = [*_planned_removals(planned), *self._left_behind(found, at)]
+        return self._report(found, planned, doomed, True)
+
+    def collect(self, now: float | None) -> Report:
+        """Remove it."""
+        # Nothing is written into another run, or where nothing is published.
+        check_current(self._run)
+        self._run.head()
+        try:
+            claimed_at = self._lock.acquire()
+            return self._collect(claimed_at if now is None else now)
+        finally:
+            self._lock.release()
+
+    def _collect(self, at: float) -> Report:
+        record = self._run.retention()
+        found = survey(self._run, record=record)
         planned = plan_collection(found, self._policy, at, record)
         written = self._record(found, planned)
-        self._run.bucket.put(RETENTION_KEY, written.to_bytes())
+        self._announce(written)
         # Whoever sets a tag from here on reads what has just been written.
         found = survey(self._run, found, record)
         again = plan_collection(found, self._policy, at, record)
@@ -105,21 +137,37 @@ class _Collector:
         again.sidecars = _both(planned.sidecars, again.sidecars)
         declared = self._record(found, again)
         if (declared.gone, declared.going, declared.kept) != (written.gone, written.going, written.kept):
-            self._run.bucket.put(RETENTION_KEY, declared.to_bytes())
+            self._check_announced(written)
+            self._announce(declared)
             written = declared
         doomed = [*_planned_removals(again), *self._left_behind(found, at)]
-        removed = self._remove(doomed, found)
+        removed = self._remove(doomed, found, written)
         self._finish(written)
         return self._report(found, again, removed, False)
 
     def _left_behind(self, found: Survey, at: float) -> list[ObjectInfo]:
         return left_behind(self._run, found.leases, at, self._policy.min_age)
 
-    def _store_time(self) -> float:
-        """Now, by the clock that the ages of objects are by."""
-        record = self._run.retention() or empty_record(self._run)
+    def _announce(self, record: Retention) -> None:
+        self._lock.renew()
         self._run.bucket.put(RETENTION_KEY, record.to_bytes())
-        return self._run.bucket.stat(RETENTION_KEY).modified
+
+    def _check_announced(self, written: Retention) -> None:
+        """Make sure that what this collection announced still stands.
+
+        Raises:
+            ConflictError: another collection has taken over. StoreError: the store failed.
+        """
+        self._lock.renew()
+        # Where create-if-absent holds, the claim keeps other collections out, but for those of older releases.
+        if self._run.bucket.exclusive and self._monotonic() < self._checked + CHECK_SECONDS:
+            return
+        self._checked = self._monotonic()
+        if not reads(self._run.bucket, RETENTION_KEY, written.to_bytes()):
+            raise ConflictError(
+                f"{RETENTION_KEY} of {self._run.bucket.url} is not the one that this collection wrote: another one is "
+                "under way. Nothing more is removed; start this one again when that is done"
+            )
 
     def _record(self, found: Survey, planned: Planned) -> Retention:
         return Retention(
@@ -131,7 +179,7 @@ class _Collector:
             created_at=timestamp(),
         )
 
-    def _remove(self, doomed: list[ObjectInfo], found: Survey) -> list[ObjectInfo]:
+    def _remove(self, doomed: list[ObjectInfo], found: Survey, written: Retention) -> list[ObjectInfo]:
         listed = {key for owner in (*found.chain, *found.sides) for key, _ in owner.refs}
         listed |= {key for owner in found.chain for key in owner.sidecars}
         removed: list[ObjectInfo] = []
@@ -141,6 +189,7 @@ class _Collector:
             beside = not info.key.startswith((OBJECTS_PREFIX, SIDECARS_PREFIX))
             free = beside or info.key in listed or self._is_head(found.head)
             if free and self._unchanged(info):
+                self._check_announced(written)
                 self._run.bucket.delete(info.key)
                 removed.append(info)
                 size += info.bytes
@@ -164,14 +213,11 @@ class _Collector:
 
     def _finish(self, written: Retention) -> None:
         """Take back the announcement of documents that are gone, so that they may be made again."""
-        if not written.going:
-            return
-        found = self._run.retention()
-        if found is not None and found.to_bytes() == written.to_bytes():
-            done = written.model_copy(update={"going": []})
-            self._run.bucket.put(RETENTION_KEY, done.to_bytes())
+        if written.going:
+            self._check_announced(written)
+            self._announce(written.model_copy(update={"going": []}))
 
-    def _report(self, found: Survey, planned: Planned, removed: Iterable[ObjectInfo], dry_run: bool) -> Report:
+    def _report(self, found: Survey, planned: Planned, removed: list[ObjectInfo], dry_run: bool) -> Report:
         report = Report(found.head, planned.kept, planned.lost, dry_run=dry_run, notes=planned.notes)
         report.gone = ranges(_gone(found, planned))
         for info in removed:
@@ -189,6 +235,8 @@ class _Collector:
                 report.turns.append(info.key)
             else:
                 report.objects.append(info.key)
+        if not (removed or _planned_removals(planned)):
+            report.nothing_because = planned.staying
         return report
 
 

@@ -60,10 +60,12 @@ class Planned:
         documents, objects, sidecars: to be removed, by key.
         missing: versions of which objects were not there, and are not missed by a version that is wanted.
         notes: what people should know.
+        staying: why each of the objects that are there and not removed stays: one line for each reason.
     """
 
     kept: dict[int, list[str]] = field(default_factory=dict)
     lost: dict[int, list[str]] = field(default_factory=dict)
+    staying: list[str] = field(default_factory=list)
     documents: dict[str, ObjectInfo] = field(default_factory=dict)
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
     sidecars: dict[str, ObjectInfo] = field(default_factory=dict)
@@ -95,28 +97,30 @@ class _Planning:
         self._survey, self._policy, self._now, self._record = survey, policy, now, record
         self._edges = survey.edges()
         self._keep: dict[str, Owner] = {}
+        self._why: dict[str, str] = {}
         self._leases = survey.leases.live(now)
         self._planned = Planned(notes=list(survey.notes))
 
     def run(self) -> Planned:
         planned = self._planned
+        self._keep_window()
         ways = ways_from(self._edges, NOTHING, self._unripe)
         given_up: list[int] = []
         for version, reasons in self._wanted().items():
             if version in ways:
                 planned.kept[version] = reasons
-                self._keep_all(ways.way(version))
+                self._keep_all(ways.way(version), reasons[-1])
             elif self._given_up(version):
                 given_up.append(version)
             else:
                 planned.lost[version] = reasons
         if given_up:
             planned.notes.append(f"given up by an earlier collection, and not kept: versions {spelled(given_up)}")
-        self._keep_window()
         self._keep_ways_on()
         self._keep_anchors()
         self._keep_around_lost()
         self._sweep()
+        planned.staying = self._staying()
         return planned
 
     # What is wanted
@@ -188,15 +192,16 @@ class _Planning:
         in_chain = owner.end <= self._survey.head and owner is self._survey.chain[owner.end]
         return self._now - newest < self._policy.min_age and not (in_chain and self._young(owner.info))
 
-    def _keep_all(self, owners: Iterable[Owner]) -> None:
+    def _keep_all(self, owners: Iterable[Owner], why: str) -> None:
         for owner in owners:
             self._keep[owner.key] = owner
+            self._why.setdefault(owner.key, why)
 
     def _keep_window(self) -> None:
         """All deltas of the last versions, and the folded ranges among them, for whoever is only a little behind."""
         begin = self._survey.head - self._policy.keep_last
-        self._keep_all(owner for owner in self._survey.chain[max(0, begin + 1) :] if not owner.refused)
-        self._keep_all(owner for owner in self._survey.sides if owner.used and owner.start >= max(0, begin))
+        self._keep_all((owner for owner in self._survey.chain[max(0, begin + 1) :] if not owner.refused), "last")
+        self._keep_all((owner for owner in self._survey.sides if owner.used and owner.start >= max(0, begin)), "last")
 
     def _keep_ways_on(self) -> None:
         """What receivers with a lease need to get to the head; and all others, where that is quarantined."""
@@ -209,13 +214,13 @@ class _Planning:
                 ways = ways_to(self._edges, target, self._unripe)
                 for version in served:
                     if version is not None:
-                        self._keep_all(ways.way(version))
+                        self._keep_all(ways.way(version), "onward")
 
     def _keep_anchors(self) -> None:
         """Anchors of milestones; and the newest that lead to the head and to what is served, for who has no base."""
         whole = [edge for edge in self._edges if edge.start == NOTHING and edge.refs]
         milestones = {tag.version for tag in self._survey.tags.values() if tag.milestone}
-        self._keep_all(edge for edge in whole if edge.end in milestones and edge.end in self._planned.kept)
+        self._keep_all((edge for edge in whole if edge.end in milestones & self._planned.kept.keys()), "milestone")
         for target in {self._survey.head, self._survey.sound}:
             if target is not None:
                 self._keep_anchor_of(target, whole)
@@ -226,15 +231,16 @@ class _Planning:
         ripe = [edge for edge in reach if not self._unripe(edge)]
         if reach:
             newest = max(ripe or reach, key=lambda edge: (edge.end, -edge.bytes, edge.key))
-            self._keep_all([newest, *onward.way(newest.end)])
+            self._keep_all([newest, *onward.way(newest.end)], "anchor")
 
     def _keep_around_lost(self) -> None:
         """Whatever a version that is wanted and cannot be rebuilt may need once its loss is mended."""
         if self._planned.lost:
             last = max(self._planned.lost)
-            self._keep_all(self._survey.chain[: last + 1])
+            self._keep_all(self._survey.chain[: last + 1], "lost")
+            sides = self._survey.sides
             self._keep_all(
-                owner for owner in self._survey.sides if (owner.end if owner.start == NOTHING else owner.start) <= last
+                (owner for owner in sides if (owner.end if owner.start == NOTHING else owner.start) <= last), "lost"
             )
 
     # What is left
@@ -270,3 +276,80 @@ class _Planning:
             if not survey.whole(owner)
             and (owner.end > last or (self._record is not None and self._record.is_gone(owner.end)))
         }
+
+    # Why that is so
+
+    def _staying(self) -> list[str]:
+        """Of the objects that stay, how many stay for which reason."""
+        survey, planned = self._survey, self._planned
+        why: dict[str, str] = {}
+        for owner in (*survey.chain, *survey.sides):
+            if owner.key in self._keep:
+                # Those of a document that stays for its age alone have no other reason.
+                reason = self._why.get(owner.key, "young")
+                for key, _ in owner.refs:
+                    why.setdefault(key, reason)
+        strange = {key for owner in survey.strange for key, _ in owner.refs}
+        counts = dict.fromkeys(why.values(), 0)  # in the order of the versions
+        young: list[ObjectInfo] = []
+        for key, info in survey.objects.items():
+            if key in planned.objects:
+                continue
+            reason = why.get(key) or ("strange" if key in strange else "young" if self._young(info) else "unread")
+            counts[reason] = counts.get(reason, 0) + 1
+            if reason == "young":
+                young.append(info)
+        return self._explained(counts, young)
+
+    def _explained(self, counts: dict[str, int], young: list[ObjectInfo]) -> list[str]:
+        policy, head, last = self._policy, self._survey.head, self._policy.keep_last
+        reasons = {
+            "head": f"needed by the head, version {head}",
+            "sound": f"needed by version {self._survey.sound}, the newest that is not quarantined",
+            "last": ("needed by the newest version" if last == 1 else f"needed by the newest {last} versions")
+            + (f" (--keep-last), and the run has {head + 1}" if head < last else " (--keep-last)"),
+            "every": f"needed by versions that {policy.keep_every} divides (--keep-every)",
+            "recent": f"needed by versions published in the last {_span(policy.keep_seconds or 0)} (--keep-for)",
+            "onward": "needed by servers to get from the version they serve to the head",
+            "milestone": "anchors of milestones",
+            "anchor": "the newest anchor and what leads on from it, for servers without the base",
+            "lost": "perhaps needed by versions that are lost; see delta-sync repair",
+            "strange": "listed by documents that do not fit the run",
+            "unread": "listed by no document that can be read",
+        }
+        lines = []
+        for kind, word in (("tag", "tags"), ("branch", "branches"), ("lease", "receivers")):
+            names = [reason.partition(" ")[2] for reason in counts if reason.startswith(f"{kind} ")]
+            count = sum(counts.pop(f"{kind} {name}") for name in names)
+            if count:
+                shown = ", ".join(names[:_SHOWN]) + (f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+                lines.append(f"{_objects(count)} needed by {word} {shown}")
+        if young:
+            wait = policy.min_age - max(self._age(info) for info in young)
+            put = _objects(counts.pop("young"), "was", "were")
+            lines.append(
+                f"{put} put less than {_span(policy.min_age)} ago (--min-age); the first may go in "
+                + _span(max(0.0, wait))
+            )
+        lines = [f"{_objects(count)} {reasons[reason]}" for reason, count in counts.items() if count] + lines
+        removed = sorted(version for version in self._planned.missing if self._record and self._record.is_gone(version))
+        if removed:
+            lines.append(f"earlier collections removed the deltas of versions {spelled(removed)}")
+        return lines or ["the run has no objects of its own"]
+
+
+_SHOWN = 5
+
+
+def _objects(count: int, one: str = "is", more: str = "are") -> str:
+    return f"1 object {one}" if count == 1 else f"{count} objects {more}"
+
+
+def _span(seconds: float) -> str:
+    """Seconds in the two largest units that they fill, rounded up to the second."""
+    left, parts = int(-(-seconds // 1)), []
+    for size, unit in ((24 * 3600, "d"), (3600, "h"), (60, "m"), (1, "s")):
+        if left >= size:
+            parts.append(f"{left // size}{unit}")
+            left %= size
+    return " ".join(parts[:2]) or "0s"

@@ -127,9 +127,14 @@ def survey(run: RunDocuments, known: Survey | None = None, record: Retention | N
     found.objects = {item.key: item for item in run.bucket.list(keys.OBJECTS_PREFIX) if _OBJECT.fullmatch(item.key)}
     found.sidecars = {item.key: item for item in run.bucket.list(keys.SIDECARS_PREFIX) if _SIDECAR.fullmatch(item.key)}
     _confirm(run, found, record)
+    check_current(run)
+    return found
+
+
+def check_current(run: RunDocuments) -> None:
+    """Raise ConflictError if another run took the URL, NotFoundError if the run is gone."""
     if not run.is_current():
         raise ConflictError(f"{run.bucket.url} holds another run than {run.info.run} by now; open it again")
-    return found
 
 
 def _confirm(run: RunDocuments, found: Survey, record: Retention | None) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm_delta_sync.errors import FormatError, StoreError, TensorMismatchError
 from vllm_delta_sync.wire.container import Buffer, Container, header_bytes, layout
+from vllm_delta_sync.wire.limits import check_object_count
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 
@@ -49,7 +50,11 @@ def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np
 
 
 def shard_tables(table: TensorTable, shard_bytes: int) -> list[TensorTable]:
-    """Cut a table into pieces of at most ``shard_bytes``, in its order; a larger tensor is a piece of its own."""
+    """Cut a table into pieces of at most ``shard_bytes``, in its order; a larger tensor is a piece of its own.
+
+    Raises:
+        LimitError: they are more than an anchor can list.
+    """
     pieces: list[list[TensorSpec]] = []
     held = 0
     for spec in table:
@@ -58,6 +63,7 @@ def shard_tables(table: TensorTable, shard_bytes: int) -> list[TensorTable]:
             held = 0
         pieces[-1].append(spec)
         held += spec.nbytes
+    check_object_count(len(pieces), shard_bytes, table.full_bytes)
     return [TensorTable(piece) for piece in pieces]
 
 

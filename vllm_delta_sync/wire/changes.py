@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.errors import ChainError
+from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.bits import Bits, Positions
 from vllm_delta_sync.wire.dtypes import DTYPES, DType
 from vllm_delta_sync.wire.fingerprint import Fingerprint
@@ -82,25 +83,28 @@ class Changes:
         """Whether everything carried is a distance, which can be taken back."""
         return not self.full and all(group.relative for group in self.sparse)
 
-    def parts(self, most_bytes: int) -> list["Changes"]:
+    def parts(self, most_bytes: int, most_parts: int = limits.MAX_OBJECTS_PER_VERSION) -> list["Changes"]:
         """These changes, whole tensors at a time, in parts of at most so many decoded bytes; arrays are views.
 
         A tensor that is larger by itself has a part of its own. Tensors ascend by id, from part to part too.
+
+        Raises:
+            LimitError: they are more than ``most_parts``.
         """
         sizes: Counter[int] = Counter({full.id: full.bits.nbytes for full in self.full})
         for group in self.sparse:
             width = group.positions.itemsize + group.data.itemsize
             sizes.update(dict(zip(group.ids.tolist(), (group.counts * width).tolist(), strict=True)))
-        found: list[Changes] = []
-        held: set[int] = set()
+        found: list[set[int]] = [set()]
         room = most_bytes
         for tensor in sorted(sizes):
-            if held and sizes[tensor] > room:
-                found.append(self._only(held))
-                held, room = set(), most_bytes
-            held.add(tensor)
+            if found[-1] and sizes[tensor] > room:
+                found.append(set())
+                room = most_bytes
+            found[-1].add(tensor)
             room -= sizes[tensor]
-        return [*found, self._only(held)] if found else [self]
+        limits.check_object_count(len(found), most_bytes, sizes.total(), most_parts)
+        return [self._only(held) for held in found] if len(found) > 1 else [self]
 
     def _only(self, tensors: set[int]) -> "Changes":
         """Those of some tensors, which follow each other in every group."""

@@ -34,6 +34,9 @@ TAGS_PREFIX = "tags/"
 CLAIMS_PREFIX = "claims/"
 LEASES_PREFIX = "receivers/"
 TURNS_PREFIX = "turns/"
+COLLECTIONS_PREFIX = "collections/"
+COLLECTIONS_CLOCK = "collections/clock"
+"""Overwritten to ask for the store's time; its content means nothing."""
 RETENTION_KEY = "retention.json"
 KEYS_KEY = "keys.json"
 
@@ -47,6 +50,9 @@ _TAG = re.compile(r"tags/(.+)\.json")
 _TURN = re.compile(r"turns/([0-9]{2})/([0-9]{10})\.(json|end)")
 TURN_END = b"{}"
 """Content of ``turns/<s>/<n>.end``, which means nothing: that it is there does."""
+_COLLECTION = re.compile(r"collections/([0-9]{10})\.(json|end)")
+COLLECTION_END = b"{}"
+"""Content of ``collections/<n>.end``, which means nothing either."""
 
 Range = Annotated[list[Version], Field(min_length=2, max_length=2)]
 Objects = Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)]
@@ -99,6 +105,22 @@ def turn_of_key(key: str) -> tuple[int, int, bool] | None:
     """Slot and number of a claim, and whether the key is of its end; None for any other key."""
     match = _TURN.fullmatch(key)
     return (int(match[1]), int(match[2]), match[3] == "end") if match else None
+
+
+def collection_key(number: int) -> str:
+    """Key of claim number ``number`` of a collection."""
+    return f"{COLLECTIONS_PREFIX}{number:010d}.json"
+
+
+def collection_end_key(number: int) -> str:
+    """Key of the object that ends a claim of a collection."""
+    return f"{COLLECTIONS_PREFIX}{number:010d}.end"
+
+
+def collection_of_key(key: str) -> tuple[int, bool] | None:
+    """Number of a collection's claim, and whether the key is of its end; None for any other key."""
+    match = _COLLECTION.fullmatch(key)
+    return (int(match[1]), match[2] == "end") if match else None
 
 
 def anchor_of_key(key: str) -> int | None:
@@ -315,6 +337,24 @@ class Turn(Document):
     holder: Hex32
     version: Version
     seconds: Annotated[int, Field(ge=1, le=limits.MAX_TURN_SECONDS)]
+    created_at: Timestamp
+
+
+class Collection(Document):
+    """collections/<n>.json: the claim of a collection, of which only one may remove things at a time. Create-if-absent.
+
+    Attributes:
+        number: as in the key. holder: random, names the collection. seconds: how long the claim holds, from when it was
+            written, unless collections/<n>.end ends it before.
+    """
+
+    KIND = "collection"
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    number: Annotated[int, Field(ge=1, le=limits.MAX_VERSION)]
+    holder: Hex32
+    seconds: Annotated[int, Field(ge=1, le=limits.MAX_COLLECTION_SECONDS)]
     created_at: Timestamp
 
 

@@ -4,6 +4,7 @@ Additive means that it is updated in O(changed) and summed over tensors, shards 
 means that it can be forged: it detects accidents, and proves nothing about who wrote the bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -11,7 +12,7 @@ from hashlib import sha256
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.errors import FormatError
+from vllm_delta_sync.errors import FormatError, TensorMismatchError
 
 _MASK = (1 << 64) - 1
 _DOMAIN = b"vllm-delta-sync fingerprint v1\0"
@@ -63,13 +64,46 @@ def fingerprint_tensor(name: str, bits: npt.NDArray[np.unsignedinteger], start: 
     return Fingerprint(int(low), int(high))
 
 
-def fingerprint_elements(
-    name: str, positions: npt.NDArray[np.int64], bits: npt.NDArray[np.unsignedinteger]
+def fingerprint_strided(
+    name: str,
+    bits: npt.NDArray[np.unsignedinteger],
+    shape: Sequence[int],
+    held: tuple[int, Sequence[int]],
+    index: tuple[int, Sequence[int]],
 ) -> Fingerprint:
-    """Fingerprint of some elements of a tensor: (n,) flat positions in any order, and their bits."""
+    """Fingerprint of a box of a tensor, wherever its elements lie.
+
+    Args:
+        bits: flat, C-contiguous; the box's elements are somewhere in it.
+        shape: of the box; it may be empty.
+        held: (offset, stride per dimension) of the box's elements in ``bits``, strides positive.
+        index: (offset, stride per dimension) of their flat indices in the whole tensor.
+
+    Raises:
+        TensorMismatchError: the box is not inside ``bits``.
+    """
     from vllm_delta_sync.wire import kernels
 
-    low, high = kernels.fingerprint_elements(positions, bits, np.uint64(tensor_seed(name)))
+    if 0 in shape:
+        return Fingerprint()
+    # Neighbours in memory are the inner loop, whatever the order of dimensions in the tensor, and long where it can be.
+    dimensions: list[tuple[int, int, int]] = []
+    for step, stride, size in sorted(zip(held[1], index[1], shape, strict=True), reverse=True):
+        outer = dimensions[-1] if dimensions else (0, 0, 0)
+        if outer[:2] == (step * size, stride * size):
+            dimensions[-1] = (step, stride, outer[2] * size)
+        elif size > 1:
+            dimensions.append((step, stride, size))
+    steps, strides, sizes = (np.array(column, np.int64) for column in zip(*(dimensions or [(1, 1, 1)]), strict=True))
+    last = held[0] + int(((sizes - 1) * steps).sum())
+    if held[0] < 0 or last >= bits.size or steps.min() < 1:
+        raise TensorMismatchError(
+            f"tensor {name!r}: a box of shape {tuple(shape)} with strides {tuple(held[1])} at {held[0]} is not inside "
+            f"{bits.size} elements"
+        )
+    low, high = kernels.fingerprint_box(
+        bits, sizes, np.int64(held[0]), steps, np.int64(index[0]), strides, np.uint64(tensor_seed(name))
+    )
     return Fingerprint(int(low), int(high))
 
 

@@ -1,6 +1,6 @@
 """Compiled loop that folds layers of changes (numba). Imported lazily, as kernels.py is, whose conventions it follows.
 
-tests/unit/test_fold.py holds it against applying the layers one by one.
+tests/codec/test_fold.py holds it against applying the layers one by one.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"

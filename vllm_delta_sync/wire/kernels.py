@@ -2,7 +2,7 @@
 
 Arrays are flat, C-contiguous and hold bit patterns (``uintN`` views). Every loop releases the GIL.
 ``sign`` is the sign bit of the pattern for floats and 0 for integers; ``mask`` has all bits set.
-tests/unit/test_kernels.py holds each function against a plain numpy reference.
+tests/codec/test_kernels.py holds each function against a plain numpy reference.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -53,10 +53,14 @@ _inline = numba.njit(inline="always")
 
 
 @_inline
-def _premix(seed, index):
-    x = seed + index * GOLDEN
+def _mix(x):
     x = (x ^ (x >> S32)) * PREMIX
     return x ^ (x >> S32)
+
+
+@_inline
+def _premix(seed, index):
+    return _mix(seed + index * GOLDEN)
 
 
 @_inline
@@ -90,28 +94,60 @@ def _unkey(key, sign, fold):
     return key ^ (((ZERO - np.uint64((key & sign) == ZERO)) & fold) ^ sign)
 
 
+@_inline
+def _hash_row(row, x, step):
+    """Sum of element hashes of a row, where ``x`` is seed + index · GOLDEN of the first and grows by ``step``."""
+    low_sum = ZERO
+    high_sum = ZERO
+    for i in range(row.size):
+        # Added up: a product would be one of five, and products are what the loop waits for.
+        low = _low(_mix(x), np.uint64(row[i]))
+        x += step
+        low_sum += low
+        high_sum += _high(low)
+    return low_sum, high_sum
+
+
 @_compile
 def fingerprint_range(bits, start, seed):
     """Sum of element hashes of ``bits`` at flat indices start, start + 1, … → (low, high)."""
-    low_sum = ZERO
-    high_sum = ZERO
-    for i in range(bits.size):
-        low = _low(_premix(seed, np.uint64(start + i)), np.uint64(bits[i]))
-        low_sum += low
-        high_sum += _high(low)
-    return low_sum, high_sum
+    return _hash_row(bits, seed + np.uint64(start) * GOLDEN, GOLDEN)
 
 
 @_compile
-def fingerprint_elements(positions, bits, seed):
-    """Sum of element hashes of ``bits`` at ``positions`` (int64) → (low, high)."""
+def fingerprint_box(bits, sizes, at, steps, start, strides, seed):
+    """Sum of element hashes over a box → (low, high).
+
+    The element with coordinates c (0 ≤ cᵢ < sizesᵢ, all sizes positive) is bits[at + Σ cᵢ·stepsᵢ] and has flat index
+    start + Σ cᵢ·stridesᵢ. All arrays are int64 of one length, at least 1. The last dimension is the inner loop.
+    """
+    inner = sizes.size - 1
+    length, step = sizes[inner], steps[inner]
+    growth = np.uint64(strides[inner]) * GOLDEN
+    coordinates = np.zeros(sizes.size, np.int64)
     low_sum = ZERO
     high_sum = ZERO
-    for i in range(positions.size):
-        low = _low(_premix(seed, np.uint64(positions[i])), np.uint64(bits[i]))
+    while True:
+        x = seed + np.uint64(start) * GOLDEN
+        if step == 1:
+            low, high = _hash_row(bits[at : at + length], x, growth)
+        else:
+            low, high = _hash_row(bits[at : at + (length - 1) * step + 1 : step], x, growth)
         low_sum += low
-        high_sum += _high(low)
-    return low_sum, high_sum
+        high_sum += high
+        dim = inner - 1
+        while dim >= 0:
+            coordinates[dim] += 1
+            at += steps[dim]
+            start += strides[dim]
+            if coordinates[dim] < sizes[dim]:
+                break
+            coordinates[dim] = 0
+            at -= sizes[dim] * steps[dim]
+            start -= sizes[dim] * strides[dim]
+            dim -= 1
+        if dim < 0:
+            return low_sum, high_sum
 
 
 @_compile

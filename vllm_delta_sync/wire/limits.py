@@ -22,6 +22,12 @@ MAX_OBJECTS_PER_VERSION = 65_536
 MAX_SIDECARS = 16
 """Sidecars of one version."""
 MAX_SIDECAR_BYTES = 16 * 1024 * 1024
+MAX_RUN_FILES = 64
+"""Small files of the model that run.json lists."""
+MAX_RUN_FILE_BYTES = 64 * 1024 * 1024
+"""One of them. The largest tokenizers of today have half of that."""
+MAX_RUN_FILES_BYTES = 256 * 1024 * 1024
+"""All of them."""
 MAX_VERSION = 10**10 - 1
 """Ten digits: the width of a version in a key."""
 MAX_BREAKS = 4096
@@ -39,6 +45,8 @@ MAX_LEASE_TEXT = 400
 MAX_SLOTS = 64
 """Servers of a run that may be paused at once, where they take turns."""
 MAX_TURN_SECONDS = 2 * 24 * 3600
+MAX_COLLECTION_SECONDS = 3600
+"""How long a claim of a collection holds at most."""
 MAX_BLOCK_COUNT = 1_000_000
 MIN_TILE_ELEMENTS = 1024
 """Codec context: a tensor has at most 16 tiles for so many of its elements."""
@@ -56,6 +64,25 @@ MAX_EMPTY_FRAME_BYTES = 32
 def shown(value: int) -> str:
     """A number that somebody else wrote, for a message: thousands of digits are of no use there."""
     return str(value) if -(10**40) < value < 10**40 else f"a number of {value.bit_length()} bits"
+
+
+def check_object_count(count: int, shard_bytes: int, total: int, most: int = MAX_OBJECTS_PER_VERSION) -> None:
+    """Refuse to write more objects than can be listed.
+
+    Args:
+        count: objects that there would be. shard_bytes: bytes in one of them, unless a tensor has more.
+        total: bytes in all. most: how many objects can be listed.
+
+    Raises:
+        LimitError: naming the field, its value, and one that is large enough.
+    """
+    if count > most:
+        # Two objects that follow each other hold more than shard_bytes together, however badly the tensors fit.
+        enough = -(-2 * total // max(1, most - 1))
+        raise LimitError(
+            f"shard_bytes is {shard_bytes}: {total} bytes would make {count} objects, and at most {most} can be listed "
+            f"(MAX_OBJECTS_PER_VERSION); set shard_bytes to {enough} or more"
+        )
 
 
 def check_limit(field: str, value: int, limit: int, limit_name: str) -> int:

@@ -28,6 +28,7 @@ HEAD_KEY = "HEAD.json"
 VERSIONS_PREFIX = "versions/"
 OBJECTS_PREFIX = "objects/"
 SIDECARS_PREFIX = "sidecars/"
+FILES_PREFIX = "files/"
 
 
 def version_key(version: int) -> str:
@@ -45,8 +46,14 @@ def sidecar_key(digest: str) -> str:
     return f"{SIDECARS_PREFIX}{digest}"
 
 
+def file_key(digest: str) -> str:
+    """Key of a run file: its name is its SHA-256."""
+    return f"{FILES_PREFIX}{digest}"
+
+
 _HEX32 = re.compile(r"[0-9a-f]{32}")
-SIDECAR_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+FILE_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+"""Names of sidecars and run files."""
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
@@ -162,6 +169,32 @@ def _first_problem(error: ValidationError) -> str:
     return f"field {field[:120]!r}: {problem['msg']} (value {str(problem['input'])[:80]!r})"
 
 
+class Stored(BaseModel):
+    """Bytes in the bucket that nothing changes: key, size in bytes, SHA-256."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    key: str
+    bytes: Count
+    sha256: Digest
+
+
+class RunFile(Stored):
+    """A small file of the model that belongs to all versions, such as config.json or tokenizer.json. No weights.
+
+    Attributes:
+        name: file name: 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; each once in a run.
+    """
+
+    bytes: Annotated[int, Field(ge=0, le=limits.MAX_RUN_FILE_BYTES)]
+    name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
+
+    @model_validator(mode="after")
+    def _named_by_digest(self) -> Self:
+        if self.key != file_key(self.sha256):
+            raise ValueError("key is not files/<sha256>")
+        return self
+
+
 class RunInfo(Document):
     """run.json: written once, first.
 
@@ -169,6 +202,7 @@ class RunInfo(Document):
         run: 32 hex digits, random: names the run in manifests and notices.
         tensors: SHA-256 of tensors.json.
         total: elements in all tensors. full_bytes: their bytes in the served dtypes.
+        files: configuration, tokenizer and generation settings of the model; none in runs of older publishers.
     """
 
     KIND = "run"
@@ -179,15 +213,24 @@ class RunInfo(Document):
     tensors: Digest
     total: Count
     full_bytes: Count
+    files: Annotated[list[RunFile], Field(max_length=limits.MAX_RUN_FILES)] = []
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        # Lower case, since some file systems take two spellings of a name for one file.
+        if len({item.name.lower() for item in self.files}) != len(self.files):
+            raise ValueError("two files have the same name")
+        if sum(item.bytes for item in self.files) > limits.MAX_RUN_FILES_BYTES:
+            raise ValueError(f"files have more than {limits.MAX_RUN_FILES_BYTES} bytes in all (MAX_RUN_FILES_BYTES)")
+        return self
 
-class Stored(BaseModel):
-    """Bytes in the bucket that nothing changes: key, size in bytes, SHA-256."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-    key: str
-    bytes: Count
-    sha256: Digest
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A run without files is spelled as it was before there were any."""
+        value: dict[str, Any] = serialize(self)
+        if not self.files:
+            value.pop("files", None)
+        return value
 
 
 class ObjectRef(Stored):
@@ -210,7 +253,7 @@ class Sidecar(Stored):
     """
 
     bytes: Annotated[int, Field(ge=0, le=limits.MAX_SIDECAR_BYTES)]
-    name: Annotated[str, Field(pattern=f"^{SIDECAR_NAME}$")]
+    name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
 
     @model_validator(mode="after")
     def _named_by_digest(self) -> Self:

@@ -1,7 +1,7 @@
 """Compiled loops of codec ``packed`` (numba). Imported lazily, as kernels.py is, whose conventions it follows.
 
 ``counts`` and ``numels`` are (k,) int64, one per tensor; what belongs to a tensor follows that of the one before.
-tests/unit/test_packed.py holds each function against a plain numpy reference.
+tests/codec/test_packed.py holds each function against a plain numpy reference.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"

@@ -1,6 +1,6 @@
 """All tensors of one version in memory, moved from version to version with the fingerprint checked each time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from vllm_delta_sync.wire.table import TensorTable
 
 _ALIGNMENT = 64
 
+Room = Callable[[TensorTable], Sequence[Bits]]
+"""Gives the memory that the bits of a model lie in: per tensor id, flat (numel,) writable unsigned bits."""
+
 
 class ModelState:
     """A model as bit patterns.
@@ -23,27 +26,31 @@ class ModelState:
         fingerprints: per tensor id.
 
     Args:
-        allocate: gives the memory that all bits lie in, a (bytes,) uint8 array; None: each tensor has its own.
+        room: where the bits lie; None: each tensor has memory of its own.
 
     Raises:
-        TensorMismatchError: a tensor is missing, unknown or of another size. Whatever ``allocate`` raises.
+        TensorMismatchError: a tensor is missing, unknown or of another size. Whatever ``room`` raises.
     """
 
     def __init__(
         self,
         table: TensorTable,
         tensors: Iterable[tuple[str, Bits]],
-        allocate: Callable[[int], np.ndarray] | None = None,
+        room: Room | None = None,
     ) -> None:
         self.table = table
-        room = None if allocate is None else _Room(allocate, table)
+        places = None if room is None else room(table)
         found: dict[int, Bits] = {}
         for name, bits in tensors:
             spec = table.by_name(name)
             if bits.dtype != spec.element.uint or bits.size != spec.numel:
                 raise TensorMismatchError(f"tensor {name!r} has {bits.size} elements of {bits.dtype}, not {spec}")
             tensor = table.index(name)
-            found[tensor] = np.array(bits) if room is None else room.place(tensor, bits)
+            if places is None:
+                found[tensor] = np.array(bits)
+            else:
+                found[tensor] = places[tensor]
+                found[tensor][:] = bits
         if len(found) != len(table):
             missing = next(spec.name for i, spec in enumerate(table) if i not in found)
             raise TensorMismatchError(f"tensor {missing!r} is missing")
@@ -95,21 +102,20 @@ class ModelState:
             yield tensor, fingerprint_change(self.table[tensor].name, positions, before, bits[positions])
 
 
-class _Room:
-    """One stretch of memory with a place for every tensor, each aligned to its elements."""
+def one_stretch(allocate: Callable[[int], np.ndarray]) -> Room:
+    """Room in one stretch of memory, each tensor aligned. Args: allocate: gives a (bytes,) uint8 array."""
 
-    def __init__(self, allocate: Callable[[int], np.ndarray], table: TensorTable) -> None:
-        self._table = table
-        self._starts = []
+    def room(table: TensorTable) -> list[Bits]:
+        starts = []
         end = 0
         for spec in table:
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
-            self._starts.append(end)
+            starts.append(end)
             end += spec.nbytes
-        self._bytes = allocate(end)
+        memory = allocate(end)
+        return [
+            memory[start : start + spec.nbytes].view(spec.element.uint)
+            for start, spec in zip(starts, table, strict=True)
+        ]
 
-    def place(self, tensor: int, bits: Bits) -> Bits:
-        spec, start = self._table[tensor], self._starts[tensor]
-        placed: Bits = self._bytes[start : start + spec.nbytes].view(spec.element.uint)
-        placed[:] = bits
-        return placed
+    return room

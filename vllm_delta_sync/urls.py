@@ -1,0 +1,172 @@
+"""What names a run and what lies in it, as text: URLs of buckets, and keys of objects."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.redaction import public_url
+
+MAX_KEY_BYTES = 512
+MAX_KEY_PART_BYTES = 255
+"""One part of a key becomes one file name, and no common file system takes more."""
+
+_PART = re.compile(r"[A-Za-z0-9._-]+")
+_PREFIX = re.compile(r"[A-Za-z0-9._/-]*")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?")
+_MISWRITTEN = re.compile(r"(hf|s3|gs|az|memory)(?::|//)", re.IGNORECASE)
+OBJECT_STORES = ("s3", "gs", "az", "memory")
+_UNDERSTOOD = (
+    "a path, file:///absolute/path, hf://buckets/NAMESPACE/BUCKET/run, s3://bucket/run, gs://bucket/run, "
+    "az://container/run or memory://name"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A store's URL, taken apart: ``scheme://authority/prefix``, the prefix without slashes at its ends."""
+
+    scheme: str
+    authority: str
+    prefix: str
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.authority}" + (f"/{self.prefix}" if self.prefix else "")
+
+
+def check_url(url: str) -> None:
+    """Raise UsageError if no bucket can have that URL, whatever the environment says."""
+    check_public(url)
+    scheme = scheme_of(url)
+    if scheme == "file":
+        local_path(url)
+    elif scheme in ("hf", *OBJECT_STORES):
+        place_of(url)
+    else:
+        raise unknown_scheme(url)
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a bucket URL in lower case; ``file`` for a bare path."""
+    scheme = _SCHEME.match(url)
+    if scheme is None or (scheme[1].lower() != "file" and scheme[2] is None):
+        return "file"
+    return scheme[1].lower()
+
+
+def store_of(url: str) -> str:
+    """The part of a URL that says where credentials count: scheme and bucket; ``file`` for a directory."""
+    scheme = scheme_of(url)
+    parts = url.split("/")
+    # hf://buckets/NAMESPACE/BUCKET, and scheme://bucket elsewhere.
+    return "file" if scheme == "file" else "/".join([f"{scheme}:", *parts[1 : 5 if scheme == "hf" else 3]])
+
+
+def place_of(url: str) -> Place:
+    """Take a store's URL apart.
+
+    Raises:
+        UsageError: it has no authority, or its path cannot be the beginning of keys.
+    """
+    scheme = scheme_of(url)
+    authority, _, prefix = url[len(scheme) + 3 :].partition("/")
+    prefix = prefix.rstrip("/")
+    if re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]+", authority):
+        raise UsageError(
+            f"bucket URL {url!r} names a host and a port: write {scheme}://bucket/run, and name the address of the "
+            "store by store_endpoint"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", authority):
+        raise UsageError(f"bucket URL {url!r} names no bucket: write {scheme}://bucket/run")
+    if prefix:
+        try:
+            check_key(prefix)
+        except UsageError as error:
+            raise UsageError(f"bucket URL {url!r} has a path that cannot be used: {error.message}") from error
+    return Place(scheme, authority, prefix)
+
+
+def unknown_scheme(url: str) -> UsageError:
+    """The error for a URL of a scheme that no bucket has."""
+    return UsageError(f"bucket URL {url!r} has the unknown scheme {scheme_of(url)!r}; understood: {_UNDERSTOOD}")
+
+
+def check_public(url: str) -> None:
+    """Raise UsageError if a URL holds credentials: it is shown, logged, and written into runs that branch from it."""
+    if scheme_of(url) != "file" and public_url(url) != url:
+        raise UsageError(
+            f"bucket URL {url!r} has a user, a password, a query or a fragment; give credentials in the environment, "
+            "and leave them out here"
+        )
+
+
+def local_path(url: str) -> Path:
+    """The directory that a bare path or a ``file:`` URL names.
+
+    Raises:
+        UsageError: it names nothing, another machine's files, or what was meant as another scheme.
+    """
+    if not url or "\0" in url:
+        raise UsageError(f"bucket URL {url!r} names nothing; give {_UNDERSTOOD}")
+    scheme = _SCHEME.match(url)
+    if scheme is None or (scheme[1].lower() != "file" and scheme[2] is None):
+        meant = _MISWRITTEN.match(url)
+        if meant is not None:
+            # A folder of that name would be made, or waited for, for ever.
+            raise UsageError(
+                f"bucket URL {url!r} begins like {meant[1].lower()}:// and is a path; write {meant[1].lower()}://…, "
+                f"or ./{url} for a folder of that name"
+            )
+        return Path(url)
+    parts = urlsplit(url)
+    if scheme[2] is None or not parts.path.startswith("/"):
+        raise UsageError(f"bucket URL {url!r} has no absolute path; write file:///absolute/path")
+    if parts.netloc not in ("", "localhost"):
+        raise UsageError(
+            f"bucket URL {url!r} names the host {parts.netloc!r}; a file URL has none: file:///absolute/path"
+        )
+    if parts.query or parts.fragment:
+        raise UsageError(f"bucket URL {url!r} has a '?' or '#'; write them as %3F and %23 in a file URL")
+    path = unquote(parts.path)
+    if "\0" in path:
+        raise UsageError(f"bucket URL {url!r} has a zero byte in its path; give {_UNDERSTOOD}")
+    return Path(path)
+
+
+def check_key(key: str) -> str:
+    """Return ``key`` if it is well-formed.
+
+    Raises:
+        UsageError: naming the key and the rule it breaks.
+    """
+    if len(key) > MAX_KEY_BYTES:
+        raise UsageError(f"key {key[:80]!r}… has {len(key)} characters; at most {MAX_KEY_BYTES} are allowed")
+    for part in key.split("/"):
+        _check_part(part, key)
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return ``prefix`` if it can be the beginning of a key.
+
+    Raises:
+        UsageError: naming the prefix and the rule it breaks.
+    """
+    if len(prefix) > MAX_KEY_BYTES:
+        raise UsageError(f"prefix {prefix[:80]!r}… has {len(prefix)} characters; at most {MAX_KEY_BYTES} are allowed")
+    if not _PREFIX.fullmatch(prefix):
+        raise UsageError(f"prefix {prefix!r} is not the beginning of a key: use A-Z a-z 0-9 . _ - and /")
+    for part in prefix.split("/")[:-1]:
+        _check_part(part, prefix)
+    return prefix
+
+
+def _check_part(part: str, key: str) -> None:
+    if not _PART.fullmatch(part) or part == "." or part.endswith(".."):
+        raise UsageError(
+            f"key {key!r} has the part {part!r}; parts are of A-Z a-z 0-9 . _ - and are not '.' nor end in '..'"
+        )
+    if len(part) > MAX_KEY_PART_BYTES:
+        raise UsageError(f"key {key[:80]!r}… has a part of {len(part)} characters; {MAX_KEY_PART_BYTES} are allowed")
