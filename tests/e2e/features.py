@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS, worker_model
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 FAMILY = "qwen3"
 VERSIONS = 3

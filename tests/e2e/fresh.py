@@ -61,7 +61,7 @@ def load_again(engine: Any, checkpoint: str) -> Any:
 
 
 def digests(model: Any) -> dict[str, str]:
-    """SHA-256 of each parameter's bytes, by runtime name: as vLLM's ``/weight_checker`` gives them since 0.32."""
+    """SHA-256 of each parameter's bytes, by runtime name: as vLLM's ``/weight_checker`` gives them."""
     import torch
 
     return {

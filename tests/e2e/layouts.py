@@ -17,7 +17,7 @@ from typing import Any
 from tests.e2e import exchanging
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.parallel import equals_fresh_load
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 VERSIONS = 3
 BACK = 1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 
 def refused(call: Callable[[], Any]) -> str:

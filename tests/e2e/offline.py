@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.fresh import digests, generate, load_again, make_engine, worker_model
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 VERSIONS = 5
 

@@ -1,6 +1,7 @@
 """Trainer and an ``LLM`` of several tensor-parallel ranks.
 
-Run as ``python -m tests.e2e.parallel FOLDER FAMILY RANKS [CODEC VOCABULARY]``.
+Run as ``python -m tests.e2e.parallel FOLDER FAMILY RANKS [CODEC VOCABULARY [OPTION=VALUE...]]``; options are those of
+``LLM``, values JSON.
 
 Every rank is a process of its own. Publishes from real steps, moves the ``LLM`` along between ``generate`` calls, and
 after every version compares each rank's parameters with those of a model that the same rank loads anew by vLLM's own
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.fresh import digests, generate
-from tests.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
+from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
 
 VERSIONS = 5
 
 
-def main(root: Path, family: str, ranks: int, codec: Any = "auto", vocabulary: int = VOCABULARY) -> None:
+def main(
+    root: Path, family: str, ranks: int, codec: Any = "auto", vocabulary: int = VOCABULARY, **options: Any
+) -> None:
     from trainer_side import Publisher
     from vllm_delta_sync.engine import attach
     from vllm_delta_sync.wire import tiles
@@ -30,7 +33,7 @@ def main(root: Path, family: str, ranks: int, codec: Any = "auto", vocabulary: i
     # The tensors of this model are so small that a writer would not cut them.
     tiles.CUT_ELEMENTS[2] = 0
     with Publisher(model, bucket=str(root / "run"), base=base, codec=codec) as publisher:
-        llm = make_parallel(base, ranks)
+        llm = make_parallel(base, ranks, **options)
         sync = attach(llm, bucket=str(root / "run"))
         seen: list[dict[str, Any]] = [{"status": sync.to(), "outputs": generate(llm)}]
         for step in range(1, VERSIONS + 1):
@@ -56,7 +59,7 @@ def fresh(root: Path, ranks: int) -> None:
     (root / "fresh.json").write_text(json.dumps(generate(make_parallel(root / f"v{VERSIONS}", ranks))))
 
 
-def make_parallel(checkpoint: Path, ranks: int) -> Any:
+def make_parallel(checkpoint: Path, ranks: int, **options: Any) -> Any:
     from vllm import LLM
 
     from vllm_delta_sync.engine import WORKER_EXTENSION
@@ -68,6 +71,7 @@ def make_parallel(checkpoint: Path, ranks: int) -> Any:
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=16,
+        **options,
     )
 
 
@@ -97,7 +101,14 @@ if __name__ == "__main__":
     folder, *arguments = sys.argv[1:]
     if len(arguments) == 1:
         fresh(Path(folder), int(arguments[0]))
-    elif len(arguments) == 2:
-        main(Path(folder), arguments[0], int(arguments[1]))
     else:
-        main(Path(folder), arguments[0], int(arguments[1]), arguments[2], int(arguments[3]))
+        family_name, rank_count, *rest = arguments
+        chosen = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in rest[2:])}
+        main(
+            Path(folder),
+            family_name,
+            int(rank_count),
+            rest[0] if rest else "auto",
+            int(rest[1]) if rest else VOCABULARY,
+            **chosen,
+        )

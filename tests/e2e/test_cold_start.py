@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import warm
 from tests.e2e.fresh import digests, generate, make_engine, worker_model
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 pytestmark = pytest.mark.e2e
 

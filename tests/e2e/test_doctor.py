@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.servers import plain_vllm_serve, serving
-from tests.tiny import make_model, save_checkpoint
+from tests.support.tiny import make_model, save_checkpoint
 
 pytestmark = pytest.mark.e2e
 

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e import warm
 from tests.e2e.servers import Server, delta_sync_serve, serving
 from tests.e2e.test_server import digests_of
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 
 pytestmark = pytest.mark.e2e

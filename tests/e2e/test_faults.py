@@ -20,9 +20,9 @@ import pytest
 from tests.e2e.servers import Server, delta_sync_serve, serving
 from tests.e2e.test_pause_lease import TOKENS, expect_reverted, request_in_flight, spans_of, wait_for_log
 from tests.e2e.trainer import Trainer
-from tests.faults.inject import Faults
-from tests.forge import BAD_VERSIONS
-from tests.tiny import make_model, save_checkpoint
+from tests.support.faults.inject import Faults
+from tests.support.forge import BAD_VERSIONS
+from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync import open_run
 
 pytestmark = pytest.mark.e2e
@@ -135,7 +135,7 @@ def test_one_rank_fails(world: World, server: Server, at: str, do: str, kind: st
 
 def test_cache_disk_is_full(world: World, server: Server) -> None:
     if not world.disk_is_full:
-        pytest.skip("no file system can be mounted here; tests/unit/test_cache.py fills a disk by other means")
+        pytest.skip("no file system can be mounted here; tests/bucket/test_cache.py fills a disk by other means")
     version = world.trainer.step()
     sync(server)
     expect_served(world, server, version)

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e import warm
 from tests.e2e.features import DRAFT, VERSIONS
 from tests.e2e.servers import plain_vllm_serve, refused
-from tests.tiny import make_model, save_checkpoint
+from tests.support.tiny import make_model, save_checkpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -36,8 +36,8 @@ def run(root: Path, options: dict[str, Any]) -> warm.Ended:
     "options",
     [
         pytest.param({}, id="compiled"),
-        pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8}, id="lora"),
         pytest.param({**EAGER, "sleep": 2}, id="sleep-2"),
+        pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8}, id="lora", marks=pytest.mark.slow),
         pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model", marks=pytest.mark.slow),
         pytest.param({**EAGER, "sleep": 1}, id="sleep-1", marks=pytest.mark.slow),
         pytest.param({**EAGER, "kv_cache_dtype": "fp8"}, id="kv-cache-fp8", marks=pytest.mark.slow),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.servers import Server, delta_sync_serve, serving
-from tests.tiny import make_model, save_checkpoint
+from tests.support.tiny import make_model, save_checkpoint
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 

@@ -18,10 +18,10 @@ EXPERT = "enable_expert_parallel"
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
-        pytest.param(DENSE, {PIPELINE: 2}, id="PP2"),
+        pytest.param(DENSE, {PIPELINE: 2}, id="PP2", marks=pytest.mark.slow),
         pytest.param(DENSE, {DATA: 2}, id="DP2"),
         pytest.param(DENSE, {TENSOR: 2, PIPELINE: 2}, id="TP2-PP2", marks=pytest.mark.slow),
-        pytest.param(EXPERTS, {TENSOR: 2, EXPERT: True}, id="TP2-EP", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, {TENSOR: 2, EXPERT: True}, id="TP2-EP"),
         pytest.param(EXPERTS, {DATA: 2, EXPERT: True}, id="DP2-EP", marks=pytest.mark.slow),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e import warm
 from tests.e2e.offline import VERSIONS
 from tests.e2e.servers import plain_vllm_serve, refused
-from tests.tiny import FAMILIES, make_model, save_checkpoint
+from tests.support.tiny import FAMILIES, make_model, save_checkpoint
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,7 @@ from tests.e2e.servers import (
     refused,
     serving,
 )
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 
 pytestmark = pytest.mark.e2e

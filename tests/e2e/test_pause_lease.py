@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.e2e.fresh import PROMPTS
-from tests.e2e.servers import Server, delta_sync_serve, serving
-from tests.faults.inject import Faults
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.e2e.servers import PLAIN, Server, delta_sync_serve, serving
+from tests.support.faults.inject import Faults
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 
 LEASE_S = 3.0
@@ -131,6 +132,39 @@ def check_paused_until_resumed(server: Server, version: int) -> None:
     assert server.post("/resume").status_code == 200
     assert server.get("/is_paused").json() == {"is_paused": False}
     assert [span["version"] for span in spans_of(server)] == [version]
+
+
+def test_pause_that_comes_during_a_commit_answers_requests_like_any_other(tmp_path: Path) -> None:
+    """vLLM refuses requests during its own /pause from 0.33 on, and keeps them waiting before."""
+    model = make_model("qwen3")
+    base = save_checkpoint(model, tmp_path / "base")
+    url = str(tmp_path / "run")
+    faults = Faults(tmp_path)
+    environment = {**faults.environment, **SHORT, "VLLM_SERVER_DEV_MODE": "1"}
+    command = delta_sync_serve(base, "--bucket", url, "--poll-seconds", "0.2")
+    with Publisher(model, bucket=url, base=base) as publisher:
+        with serving(base, tmp_path / "server.log", command, environment) as server:
+            server.wait_served(0)
+            assert server.post("/pause?mode=wait").status_code == 200
+            usual = answer_while_paused(server)
+            check_paused_until_resumed(server, 0)
+            faults.arm("controller.after_commit", "hang")
+            next(train_steps(model, lr=3e-5))
+            publisher.publish(step=1, wait=True)
+            wait_for_log(server, "fault: hang at controller.after_commit")
+            assert server.post("/pause?mode=wait").status_code == 200
+            assert "the lost pause is over" in server.log.read_text()
+            assert answer_while_paused(server) == usual
+            check_paused_until_resumed(server, 0)
+
+
+def answer_while_paused(server: Server) -> int | None:
+    """The status of the answer to a request; None if there is none within two seconds."""
+    body = {"model": "tiny", "prompt": "fox", "max_tokens": 1}
+    try:
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=2.0, verify=PLAIN).status_code
+    except httpx.ReadTimeout:
+        return None
 
 
 @pytest.mark.slow

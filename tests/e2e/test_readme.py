@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.docs.test_docs import ROOT, SHARED, blocks, python_blocks, run_python
 from tests.e2e.servers import Server, free_port, serving
-from tests.tiny import make_model, save_checkpoint
-from tests.unit.test_docs import ROOT, SHARED, blocks, python_blocks, run_python
+from tests.support.tiny import make_model, save_checkpoint
 
 pytestmark = pytest.mark.e2e
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.attacks.canaries import Canaries
 from tests.e2e.servers import Server, delta_sync_serve, end_group, serving
 from tests.e2e.test_doctor import bad, doctor
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.security.canaries import Canaries
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 from vllm_delta_sync import __version__
 from vllm_delta_sync.admin_token import DIGEST_VARIABLE, VARIABLE

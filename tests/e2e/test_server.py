@@ -12,8 +12,8 @@ import pytest
 from tests.e2e import warm
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.servers import Server, delta_sync_serve, plain_vllm_serve, serving
-from tests.forge import BAD_VERSIONS
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.forge import BAD_VERSIONS
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 from vllm_delta_sync.engine.compat import allow_list
 
@@ -203,7 +203,7 @@ def check_rollback(server: Server, digests: list[dict[str, str]]) -> None:
 
 def check_refusals(server: Server, run: Path) -> None:
     """Each bad version is refused with one error in status while the server answers as before."""
-    before = digests_of(server)
+    before, answers = digests_of(server), outputs_of(server)
     for bad in BAD_VERSIONS:
         forgery = bad.write(run)
         answer = server.post("/delta_sync/sync", {})
@@ -214,4 +214,4 @@ def check_refusals(server: Server, run: Path) -> None:
         assert digests_of(server) == before, bad.name
         forgery.remove()
     assert server.post("/delta_sync/sync", {}).json()["last_error"] is None
-    assert outputs_of(server)
+    assert outputs_of(server) == answers

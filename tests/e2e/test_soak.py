@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.course import Options, Progress, run
+from tests.tools.soak.course import Options, Progress, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

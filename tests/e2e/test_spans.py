@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.servers import Server, delta_sync_serve, serving
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 
 pytestmark = pytest.mark.e2e

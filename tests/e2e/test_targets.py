@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.servers import Server, delta_sync_serve, end_group, serving
-from tests.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.upkeep.branching import branch

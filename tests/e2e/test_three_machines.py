@@ -11,12 +11,12 @@ import pytest
 from examples.three_machines.machines import PREFIX, why_not
 from examples.three_machines.settings import MACHINES, PARTS, PICTURE, SUMMARY, TABLES
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VERSIONS = 10
 SECONDS = 900
 
 
-@pytest.mark.parametrize("network", ["auto", pytest.param("loopback", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["auto", "loopback"])
 def test_it_learns_from_a_bucket_and_goes_on_after_each_kill(network: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "examples.three_machines", "--versions", str(VERSIONS), "--warm-up", "10"]

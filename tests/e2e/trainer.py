@@ -24,7 +24,7 @@ def main(family: str, base: str, url: str, shard_bytes: str, writers: str) -> No
     if int(writers):
         upload_by_processes(url, int(writers))
     # Not before, and not above: those processes import this module too.
-    from tests.tiny import make_model, train_steps
+    from tests.support.tiny import make_model, train_steps
     from trainer_side import Publisher
 
     model = make_model(family, seed=5)

@@ -32,6 +32,9 @@ from typing import Any, NoReturn
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
+    # Since 0.33 vLLM gives each data parallel engine on a CPU a memory node of its own, and fails if there are too few.
+    # This switches that off by being set; "0" switches nothing else on.
+    "VLLM_CPU_SIM_MULTI_NUMA": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
     "HF_HUB_OFFLINE": "1",

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.samples import CREATED, RunWriter
+from tests.support.samples import CREATED, RunWriter
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire import documents as side

@@ -10,7 +10,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.e2e.siege.world import Siege, attack
-from tests.forge import good_parts
+from tests.support.forge import good_parts
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.canonical import dump_canonical

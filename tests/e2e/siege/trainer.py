@@ -8,7 +8,7 @@ import json
 import sys
 import time
 
-from tests.tiny import make_model, train_steps
+from tests.support.tiny import make_model, train_steps
 
 
 def main(family: str, options: str) -> None:

@@ -15,8 +15,8 @@ from typing import IO, Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.e2e.servers import Server, delta_sync_serve, free_port, serving
-from tests.proxy import TcpProxy
-from tests.tiny import make_model, save_checkpoint
+from tests.support.proxy import TcpProxy
+from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate

@@ -1,0 +1,98 @@
+"""Processes that work on one bucket at the same time, for the contract suite.
+
+Run as ``python -m tests.bucket.contract.crowd MODE URL …``. Racers are forked from an interpreter that has loaded
+little, so that sixteen of them start together.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.errors import ConflictError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start this module in another interpreter, its output piped."""
+    command = [sys.executable, "-m", "tests.bucket.contract.crowd", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def content(number: int, size: int) -> bytes:
+    """``size`` bytes that say who wrote them, all the same."""
+    return bytes([number % 251 + 1]) * size
+
+
+def race(url: str, keys: list[str], processes: int, size: int) -> None:
+    """Let ``processes`` create each key at the same moment; print who came to what as JSON, a list for each key."""
+    # A store's client takes long to load: once, before there are sixteen. Nothing is asked of the store, so that no
+    # thread runs yet which children would lack.
+    open_bucket(url).close()
+    print(json.dumps([_race(url, key, processes, size) for key in keys]))
+
+
+def _race(url: str, key: str, processes: int, size: int) -> list[tuple[int, str]]:
+    gate_read, gate_write = os.pipe()
+    result_read, result_write = os.pipe()
+    children = []
+    for number in range(processes):
+        child = os.fork()
+        if child == 0:
+            os.close(gate_write)
+            bucket = open_bucket(url)
+            data = content(number, size)
+            os.read(gate_read, 1)
+            try:
+                bucket.put(key, data, if_absent=True)
+                outcome = "won"
+            except ConflictError:
+                outcome = "conflict"
+            os.write(result_write, json.dumps([number, outcome]).encode() + b"\n")
+            os._exit(0)
+        children.append(child)
+    for end in (result_write, gate_write, gate_read):
+        os.close(end)
+    for child in children:
+        os.waitpid(child, 0)
+    with open(result_read) as results:
+        return [json.loads(line) for line in results]
+
+
+def replace(url: str, key: str, size: int) -> None:
+    """Replace ``key`` over and over until killed; print a line after the first time."""
+    with open_bucket(url) as bucket:
+        number = 0
+        while True:
+            bucket.put(key, content(number, size))
+            if number == 0:
+                print("started", flush=True)
+            number += 1
+
+
+def fill(url: str, folder: str, size: int) -> None:
+    """Put one object after the other until killed; print each key once it is durable."""
+    with open_bucket(url) as bucket:
+        for number in range(1_000_000):
+            bucket.put(f"{folder}/{number:06}", content(number, size), if_absent=number % 2 == 0)
+            print(f"{folder}/{number:06}", flush=True)
+
+
+def main(mode: str, url: str, *arguments: str) -> None:
+    if mode == "race":
+        race(url, list(arguments[2:]), int(arguments[0]), int(arguments[1]))
+    elif mode == "replace":
+        replace(url, arguments[0], int(arguments[1]))
+    elif mode == "fill":
+        fill(url, arguments[0], int(arguments[1]))
+    elif mode == "put-file":
+        open_bucket(url).put(arguments[0], Path(arguments[1]))
+    else:
+        raise SystemExit(f"unknown mode {mode}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,250 @@
+"""What the Bucket contract promises to one caller at a time."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.stores import Kind
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket.base import MAX_KEY_BYTES, MAX_KEY_PART_BYTES
+from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
+
+BAD_KEYS = [
+    "",
+    "/a",
+    "a/",
+    "a//b",
+    ".",
+    "..",
+    "a/../b",
+    "./a",
+    "a/.",
+    "...",
+    "a../b",
+    "a b",
+    "a\\b",
+    "a\0b",
+    "a\n",
+    "ü",
+    "a:b",
+    "~staging/x",
+    "a" * (MAX_KEY_PART_BYTES + 1),
+    "/".join(["abcdefg"] * 65),
+]
+GOOD_KEYS = [
+    "a",
+    ".hidden",
+    "-",
+    "HEAD.json",
+    "versions/0000000007.json",
+    "a" * MAX_KEY_PART_BYTES,
+    "/".join(["abcdefg"] * 64),
+]
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 40_000], ids=["empty", "one", "10MB"])
+@pytest.mark.parametrize("if_absent", [False, True])
+def test_what_was_put_is_what_comes_back(bucket: Bucket, tmp_path: Path, data: bytes, if_absent: bool) -> None:
+    before = time.time()
+    bucket.put("some/key", data, if_absent=if_absent)
+    assert bucket.get("some/key") == data
+    bucket.get_file("some/key", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+    info = bucket.stat("some/key")
+    assert (info.key, info.bytes) == ("some/key", len(data))
+    assert before - 5 < info.modified < time.time() + 5
+    (listed,) = bucket.list()
+    assert (listed.key, listed.bytes) == (info.key, info.bytes)
+    assert abs(listed.modified - info.modified) < 1
+
+
+def test_put_streams_a_file(bucket: Bucket, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"0123456789" * 1_000_000)
+    bucket.put("key", source)
+    source.write_bytes(b"changed later")
+    assert bucket.get("key") == b"0123456789" * 1_000_000
+
+
+def test_put_of_a_file_that_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"missing.*'key'"):
+        bucket.put("key", tmp_path / "missing")
+    assert list(bucket.list()) == []
+
+
+@pytest.mark.parametrize("key", GOOD_KEYS)
+def test_good_keys(bucket: Bucket, key: str) -> None:
+    assert len(key) <= MAX_KEY_BYTES
+    bucket.put(key, b"x")
+    assert bucket.get(key) == b"x"
+    assert [info.key for info in bucket.list()] == [key]
+
+
+@pytest.mark.parametrize("key", BAD_KEYS)
+def test_bad_keys_are_refused_by_every_method(bucket: Bucket, tmp_path: Path, key: str) -> None:
+    with pytest.raises(UsageError):
+        bucket.put(key, b"x")
+    with pytest.raises(UsageError):
+        bucket.get(key)
+    with pytest.raises(UsageError):
+        bucket.get_range(key, 0, 1)
+    with pytest.raises(UsageError):
+        bucket.get_file(key, tmp_path / "copy")
+    with pytest.raises(UsageError):
+        bucket.stat(key)
+    with pytest.raises(UsageError):
+        bucket.delete(key)
+
+
+@pytest.mark.parametrize("prefix", ["/", "a//", "../", "a/../", "a b", "ü", "a" * (MAX_KEY_BYTES + 1)])
+def test_bad_prefixes_are_refused_before_iteration(bucket: Bucket, prefix: str) -> None:
+    with pytest.raises(UsageError):
+        bucket.list(prefix)
+
+
+def test_create_if_absent_leaves_the_first(bucket: Bucket) -> None:
+    bucket.put("key", b"first", if_absent=True)
+    with pytest.raises(ConflictError, match=r"key.*exists already"):
+        bucket.put("key", b"second", if_absent=True)
+    assert bucket.get("key") == b"first"
+
+
+def test_put_replaces_and_deleted_keys_can_be_created(bucket: Bucket) -> None:
+    bucket.put("key", b"first", if_absent=True)
+    bucket.put("key", b"second, longer")
+    assert bucket.get("key") == b"second, longer"
+    bucket.put("key", b"3rd")
+    assert bucket.get("key") == b"3rd"
+    bucket.delete("key")
+    bucket.put("key", b"again", if_absent=True)
+    assert bucket.get("key") == b"again"
+
+
+def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put("folder/key", b"x")
+    for key in ("key", "folder", "folder/other", "folder/key/below", "nowhere/key"):
+        with pytest.raises(NotFoundError, match=key):
+            bucket.get(key)
+        with pytest.raises(NotFoundError):
+            bucket.get_range(key, 0, 1)
+        with pytest.raises(NotFoundError):
+            bucket.get_file(key, tmp_path / "copy")
+        with pytest.raises(NotFoundError):
+            bucket.stat(key)
+        bucket.delete(key)
+    assert not (tmp_path / "copy").exists()
+    assert bucket.get("folder/key") == b"x"
+
+
+def test_an_empty_bucket(bucket: Bucket) -> None:
+    assert list(bucket.list()) == []
+    assert list(bucket.list("some/pre")) == []
+    bucket.delete("key")
+    with pytest.raises(NotFoundError):
+        bucket.get("key")
+
+
+def test_delete(bucket: Bucket) -> None:
+    bucket.put("a/b", b"x")
+    bucket.put("a/c", b"y")
+    bucket.delete("a/b")
+    bucket.delete("a/b")
+    assert [info.key for info in bucket.list()] == ["a/c"]
+    with pytest.raises(NotFoundError):
+        bucket.stat("a/b")
+
+
+def test_get_refuses_what_is_too_large(bucket: Bucket) -> None:
+    bucket.put("key", b"12345")
+    assert bucket.get("key", max_bytes=5) == b"12345"
+    with pytest.raises(LimitError, match="'key' has 5 bytes, more than the 4"):
+        bucket.get("key", max_bytes=4)
+    bucket.put("empty", b"")
+    assert bucket.get("empty", max_bytes=0) == b""
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "expected"),
+    [
+        (0, 10, b"0123456789"),
+        (0, 0, b""),
+        (3, 4, b"3456"),
+        (8, 10, b"89"),
+        (10, 1, b""),
+        (99, 1, b""),
+        (2, 1 << 40, b"23456789"),
+    ],
+)
+def test_ranges(bucket: Bucket, start: int, length: int, expected: bytes) -> None:
+    bucket.put("key", b"0123456789")
+    assert bucket.get_range("key", start, length) == expected
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 5), (0, -1)])
+def test_negative_ranges(bucket: Bucket, start: int, length: int) -> None:
+    bucket.put("key", b"0123456789")
+    with pytest.raises(UsageError, match="neither may be negative"):
+        bucket.get_range("key", start, length)
+
+
+def test_list_ascends_by_key_across_folders(bucket: Bucket) -> None:
+    keys = ["a-b", "a.b", "a/b", "a/b-c", "a/b.c/d", "a/bb/c", "a0", "A", "_", "0", "z/y/x/w", "z/y0", ".a"]
+    for key in keys:
+        bucket.put(key, key.encode())
+    assert [info.key for info in bucket.list()] == sorted(keys)
+    for prefix in ("a", "a/", "a/b", "a/b.", "z/y/", "z/y", "zz", "a/b/c/d", ".", "_"):
+        assert [info.key for info in bucket.list(prefix)] == sorted(k for k in keys if k.startswith(prefix))
+    assert all(info.bytes == len(info.key) for info in bucket.list())
+
+
+def test_a_key_that_is_a_folder_too_is_refused_or_held(bucket: Bucket, kind: Kind) -> None:
+    bucket.put("a", b"x")
+    bucket.put("b/c", b"z")
+    if kind.refuses_folder_keys:
+        with pytest.raises(UsageError):
+            bucket.put("a/b", b"y")
+        for if_absent in (False, True):
+            with pytest.raises(UsageError):
+                bucket.put("b", b"y", if_absent=if_absent)
+        assert [info.key for info in bucket.list()] == ["a", "b/c"]
+    else:
+        bucket.put("a/b", b"y")
+        bucket.put("b", b"w", if_absent=True)
+        assert [info.key for info in bucket.list()] == ["a", "a/b", "b", "b/c"]
+        assert [bucket.get(key) for key in ("a", "a/b", "b", "b/c")] == [b"x", b"y", b"w", b"z"]
+
+
+def test_it_says_whether_creation_is_exclusive(bucket: Bucket, kind: Kind) -> None:
+    assert bucket.exclusive == kind.exclusive
+
+
+def test_get_file_replaces_or_leaves_the_target(bucket: Bucket, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"old, and longer than the new")
+    with pytest.raises(NotFoundError):
+        bucket.get_file("key", target)
+    assert target.read_bytes() == b"old, and longer than the new"
+    bucket.put("key", b"new")
+    bucket.get_file("key", target)
+    assert target.read_bytes() == b"new"
+    with pytest.raises(StoreError, match=r"'key'.*nowhere"):
+        bucket.get_file("key", tmp_path / "nowhere" / "target")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StoreError, match=r"'key'.*folder"):
+        bucket.get_file("key", tmp_path / "folder")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_its_url_opens_it_again(bucket: Bucket) -> None:
+    bucket.put("key", b"x")
+    with open_bucket(bucket.url) as again:
+        assert again.get("key") == b"x"
+        assert again.url == bucket.url
+
+
+def test_close_twice(url: str) -> None:
+    bucket = open_bucket(url)
+    bucket.put("key", b"x")
+    bucket.close()
+    bucket.close()

@@ -1,0 +1,181 @@
+"""What the Bucket contract promises when many work on one bucket, and when one of them is killed."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.bucket.contract import crowd
+from tests.support.stores import ACROSS_PROCESSES, STORES, Kind
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.errors import ConflictError, NotFoundError
+
+SIZE = 2_000_000
+
+across_processes = pytest.mark.parametrize("place", ACROSS_PROCESSES)
+within_one_process = pytest.mark.parametrize("place", sorted(set(STORES) - set(ACROSS_PROCESSES)))
+
+
+@within_one_process
+def test_another_process_has_a_bucket_of_its_own(url: str, bucket: Bucket) -> None:
+    bucket.put("versions/0.json", b"of this process", if_absent=True)
+    assert raced(url, ["versions/0.json"], 1, 10) == [[(0, "won")]]
+    assert bucket.get("versions/0.json") == b"of this process"
+
+
+def raced(url: str, keys: list[str], processes: int, size: int) -> list[list[tuple[int, str]]]:
+    racers = crowd.start("race", url, str(processes), str(size), *keys)
+    try:
+        output, errors = racers.communicate(timeout=600)
+    finally:
+        racers.kill()
+    assert racers.returncode == 0, errors
+    outcomes = [[(number, outcome) for number, outcome in turn] for turn in json.loads(output)]
+    return outcomes
+
+
+def check_created(kind: Kind, won: list[int], found: bytes, size: int) -> None:
+    """One writer was first. Where creation is not exclusive several may think so, and one of those has stayed."""
+    assert len(won) == 1 if kind.exclusive else won
+    assert found in [crowd.content(number, size) for number in won]
+
+
+@across_processes
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_of_16_processes_one_creates(url: str, bucket: Bucket, kind: Kind, size: int) -> None:
+    keys = [f"versions/{turn}.json" for turn in range(5 if kind.exclusive else 1)]
+    for key, outcomes in zip(keys, raced(url, keys, 16, size), strict=True):
+        won = [number for number, outcome in outcomes if outcome == "won"]
+        lost = [number for number, outcome in outcomes if outcome == "conflict"]
+        assert sorted(won + lost) == list(range(16))
+        check_created(kind, won, bucket.get(key), size)
+
+
+def test_of_16_threads_one_creates(bucket: Bucket, kind: Kind) -> None:
+    for turn in range(20 if kind.exclusive else 3):
+        key = f"versions/{turn}.json"
+        gate = threading.Barrier(16)
+        won: list[int] = []
+        lost: list[int] = []
+
+        def create(number: int, key: str = key, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            try:
+                bucket.put(key, crowd.content(number, 1000), if_absent=True)
+                won.append(number)  # noqa: B023 - joined within the turn
+            except ConflictError:
+                lost.append(number)  # noqa: B023
+
+        threads = [threading.Thread(target=create, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) + len(lost) == 16
+        check_created(kind, won, bucket.get(key), 1000)
+
+
+@across_processes
+def test_a_reader_sees_old_or_new_whole(url: str, bucket: Bucket, tmp_path: Path) -> None:
+    writer = crowd.start("replace", url, "HEAD.json", str(SIZE))
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "started\n"
+        seen = set()
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            data = bucket.get("HEAD.json")
+            assert data == data[:1] * SIZE
+            seen.add(data[0])
+            part = bucket.get_range("HEAD.json", 1000, SIZE)
+            assert part == part[:1] * (SIZE - 1000)
+            bucket.get_file("HEAD.json", tmp_path / "copy")
+            copy = (tmp_path / "copy").read_bytes()
+            assert copy == copy[:1] * SIZE
+            assert [(info.key, info.bytes) for info in bucket.list()] == [("HEAD.json", SIZE)]
+            assert bucket.stat("HEAD.json").bytes == SIZE
+        assert len(seen) > 3, "the writer never got in between; nothing was tested"
+    finally:
+        writer.kill()
+        writer.communicate()
+
+
+@across_processes
+def test_a_killed_writer_leaves_whole_objects_only(url: str, bucket: Bucket, place: str) -> None:
+    chance = random.Random(7)
+    for turn in range(4):
+        folder = f"fill-{turn}"
+        writer = crowd.start("fill", url, folder, str(SIZE))
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(chance.uniform(0.01, 0.2))
+        writer.send_signal(signal.SIGKILL)
+        output, _ = writer.communicate()
+        found = [info.key for info in bucket.list(f"{folder}/")]
+        assert set(output.split()) <= set(found)
+        assert found == [f"{folder}/{number:06}" for number in range(len(found))]
+        for number, key in enumerate(found):
+            assert bucket.get(key) == crowd.content(number, SIZE)
+        following = f"{folder}/{len(found):06}"
+        try:
+            bucket.put(following, b"next", if_absent=True)
+        except ConflictError:
+            # What was on its way to a store over a network when the writer died has arrived since.
+            assert place != "local"
+            assert bucket.get(following) == crowd.content(len(found), SIZE)
+
+
+@across_processes
+def test_a_writer_killed_in_the_middle_leaves_nothing(url: str, bucket: Bucket, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for existing in (None, b"old"):
+        if existing is not None:
+            bucket.put("objects/a", existing)
+        writer = crowd.start("put-file", url, "objects/a", str(pipe))
+        with open(pipe, "wb") as feed:
+            # More than the writer's buffers and the pipe hold: when this returns, part of it is in the store.
+            feed.write(b"x" * (12 << 20))
+            feed.flush()
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+        if existing is None:
+            assert list(bucket.list()) == []
+            with pytest.raises(NotFoundError):
+                bucket.get("objects/a")
+            bucket.put("objects/a", b"by another", if_absent=True)
+            bucket.delete("objects/a")
+        else:
+            assert bucket.get("objects/a") == existing
+            assert [info.bytes for info in bucket.list()] == [len(existing)]
+
+
+def test_listing_while_others_put_and_delete(url: str, bucket: Bucket) -> None:
+    kept = [f"keep/{number:03}" for number in range(50)]
+    for key in kept:
+        bucket.put(key, b"x")
+    stop = threading.Event()
+
+    def churn() -> None:
+        with open_bucket(url) as other:
+            while not stop.is_set():
+                for number in range(20):
+                    other.put(f"churn/{number}/x", b"y")
+                for number in range(20):
+                    other.delete(f"churn/{number}/x")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(50):
+            found = [info.key for info in bucket.list()]
+            assert found == sorted(set(found))
+            assert [key for key in found if key.startswith("keep/")] == kept
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,351 @@
+"""What only the local directory has: links, pipes, staging, full disks, and the forms of its URL."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket.local import STAGING, STALE_STAGING_SECONDS, LocalBucket
+from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def local(root: Path) -> LocalBucket:
+    return LocalBucket(root)
+
+
+def refused(call: Callable[[], object]) -> None:
+    with pytest.raises(StoreError, match="symbolic link"):
+        call()
+
+
+def refused_everywhere(bucket: Bucket, key: str, tmp_path: Path) -> None:
+    refused(lambda: bucket.get(key))
+    refused(lambda: bucket.get_range(key, 0, 1))
+    refused(lambda: bucket.get_file(key, tmp_path / "copy"))
+    refused(lambda: bucket.stat(key))
+    refused(lambda: bucket.put(key, b"written through a link"))
+    refused(lambda: bucket.put(key, b"written through a link", if_absent=True))
+    refused(lambda: bucket.delete(key))
+
+
+def test_a_linked_object_is_refused(local: LocalBucket, root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"secret")
+    local.put("a/real", b"x")
+    (root / "a" / "link").symlink_to(outside)
+    refused_everywhere(local, "a/link", tmp_path)
+    assert outside.read_bytes() == b"secret"
+    assert [info.key for info in local.list()] == ["a/real"]
+
+
+def test_a_dangling_link_is_refused(local: LocalBucket, root: Path, tmp_path: Path) -> None:
+    local.put("real", b"x")
+    (root / "link").symlink_to(tmp_path / "outside")
+    refused_everywhere(local, "link", tmp_path)
+    assert not (tmp_path / "outside").exists()
+
+
+def test_a_linked_folder_is_refused(local: LocalBucket, root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "object").write_bytes(b"secret")
+    local.put("a/real", b"x")
+    (root / "a" / "link").symlink_to(outside)
+    refused_everywhere(local, "a/link/object", tmp_path)
+    refused(lambda: local.put("a/link/new", b"x"))
+    refused(lambda: local.put("a/link/deep/new", b"x"))
+    refused(lambda: list(local.list("a/link/")))
+    assert [info.key for info in local.list()] == ["a/real"]
+    assert [path.name for path in outside.iterdir()] == ["object"]
+
+
+def test_linked_staging_is_refused(local: LocalBucket, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    root.mkdir()
+    (root / STAGING).symlink_to(tmp_path / "outside")
+    refused(lambda: local.put("key", b"x"))
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_the_root_may_be_a_link(root: Path, tmp_path: Path) -> None:
+    root.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    LocalBucket(tmp_path / "link").put("a/key", b"x")
+    assert LocalBucket(root).get("a/key") == b"x"
+
+
+def test_a_pipe_is_refused_without_waiting_for_it(local: LocalBucket, root: Path) -> None:
+    local.put("real", b"x")
+    os.mkfifo(root / "pipe")
+    for call in (lambda: local.get("pipe"), lambda: local.stat("pipe"), lambda: local.put("pipe", b"x")):
+        with pytest.raises(StoreError, match="not a regular file"):
+            call()
+    assert [info.key for info in local.list()] == ["real"]
+
+
+def test_files_that_no_put_made_are_left_alone(local: LocalBucket, root: Path) -> None:
+    local.put("key", b"x")
+    (root / "not a key").write_bytes(b"")
+    (root / "ü").mkdir()
+    (root / "ü" / "x").write_bytes(b"")
+    (root / STAGING / "stray").write_bytes(b"half an obj")
+    assert [info.key for info in local.list()] == ["key"]
+
+
+def test_nothing_stays_in_staging(local: LocalBucket, root: Path) -> None:
+    local.put("a/b", b"x")
+    local.put("a/c", b"x", if_absent=True)
+    local.put("a/b", b"y")
+    assert list((root / STAGING).iterdir()) == []
+
+
+def test_only_stale_staging_is_swept(root: Path) -> None:
+    LocalBucket(root).put("key", b"x")
+    for name, age in (("stale", STALE_STAGING_SECONDS + 60), ("fresh", 60)):
+        (root / STAGING / name).write_bytes(b"half")
+        moment = time.time() - age
+        os.utime(root / STAGING / name, (moment, moment))
+    LocalBucket(root).put("key", b"y")
+    assert [path.name for path in (root / STAGING).iterdir()] == ["fresh"]
+
+
+def test_bytes_are_synced_before_the_name_and_the_name_after(
+    local: LocalBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.put("a/first", b"x")
+    calls: list[str] = []
+    for name in ("fsync", "link", "replace"):
+        real = getattr(os, name)
+
+        def spy(*args: object, _name: str = name, _real: Callable[..., object] = real, **more: object) -> object:
+            calls.append(_name)
+            return _real(*args, **more)
+
+        monkeypatch.setattr(os, name, spy)
+    local.put("a/new", b"x", if_absent=True)
+    local.put("a/new", b"y")
+    assert calls == ["fsync", "link", "fsync", "fsync", "replace", "fsync"]
+
+
+def test_reading_creates_nothing(local: LocalBucket, root: Path) -> None:
+    with pytest.raises(NotFoundError, match="does not exist; check the bucket URL"):
+        local.get("key")
+    assert list(local.list()) == []
+    local.delete("key")
+    assert not root.exists()
+
+
+def test_a_root_that_is_a_file(root: Path) -> None:
+    root.write_bytes(b"")
+    local = LocalBucket(root)
+    calls: list[Callable[[], object]] = [
+        lambda: local.get("key"),
+        lambda: local.put("key", b"x"),
+        lambda: list(local.list()),
+        lambda: list(local.list("a/b")),
+        lambda: local.delete("a/b"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match=r"root.*give a directory as the bucket"):
+            call()
+
+
+def test_objects_follow_the_umask(local: LocalBucket, root: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        local.put("key", b"x")
+    finally:
+        os.umask(before)
+    assert (root / "key").stat().st_mode & 0o777 == 0o640
+
+
+def test_list_reads_folders_when_it_gets_there(local: LocalBucket, root: Path) -> None:
+    for key in ("a/1", "b/1", "c/1"):
+        local.put(key, b"x")
+    found = local.list()
+    assert next(found).key == "a/1"
+    local.put("b/2", b"x")
+    shutil.rmtree(root / "c")
+    assert [info.key for info in found] == ["b/1", "b/2"]
+
+
+def test_list_gives_its_descriptors_back(local: LocalBucket) -> None:
+    for number in range(5):
+        local.put(f"{number}/a/b/c", b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    abandoned = local.list()
+    next(abandoned)
+    del abandoned
+    for _ in range(10):
+        list(local.list())
+        with pytest.raises(NotFoundError):
+            local.get("0/a/b")
+        with pytest.raises(NotFoundError):
+            local.get("0/a/x/y")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+FILL = """
+import resource, sys
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.errors import StoreError
+url, limit = sys.argv[1], int(sys.argv[2])
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+bucket = open_bucket(url)
+bucket.put("objects/small", b"s" * 1000)
+bucket.put("objects/old", b"o" * 1000)
+for key, if_absent in (("objects/large", True), ("objects/old", False)):
+    try:
+        bucket.put(key, b"x" * 4_000_000, if_absent=if_absent)
+    except StoreError as error:
+        print(error.kind, error)
+    else:
+        sys.exit("a full disk took 4 MB")
+assert [(i.key, i.bytes) for i in bucket.list()] == [("objects/old", 1000), ("objects/small", 1000)]
+assert bucket.get("objects/old") == b"o" * 1000
+bucket.put("objects/next", b"n" * 1000, if_absent=True)
+"""
+
+
+def _full_disks() -> dict[str, tuple[list[str], int, str]]:
+    """Ways to a disk that takes no 4 MB: command prefix, file size limit, mend that the error must name."""
+    disks: dict[str, tuple[list[str], int, str]] = {"file size limit": ([], 1_000_000, "ulimit -f")}
+    unshare = shutil.which("unshare")
+    if unshare is not None:
+        inside = [unshare, "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"']
+        # Not every system lets its users mount in a namespace of their own.
+        if subprocess.run([*inside, "/mnt", "true"], capture_output=True).returncode == 0:
+            disks["full tmpfs"] = (inside, 0, "free some space")
+    return disks
+
+
+FULL_DISKS = _full_disks()
+
+
+@pytest.mark.parametrize("disk", sorted(FULL_DISKS))
+def test_a_full_disk(disk: str, tmp_path: Path) -> None:
+    inside, limit, mend = FULL_DISKS[disk]
+    place = tmp_path / "disk"
+    place.mkdir()
+    prefix = [*inside, str(place)] if inside else []
+    command = [*prefix, sys.executable, "-c", FILL, str(place / "bucket"), str(limit)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("store cannot write key 'objects/large' of file://")
+    assert second.startswith("store cannot write key 'objects/old' of file://")
+    assert mend in first
+
+
+def _all_descriptors() -> Iterator[int]:
+    while True:
+        try:
+            yield os.open("/", os.O_RDONLY)
+        except OSError:
+            return
+
+
+def test_running_out_of_descriptors_is_a_store_error(local: LocalBucket) -> None:
+    local.put("a/b/c", b"x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    held: list[int] = []
+    try:
+        held.extend(_all_descriptors())
+        with pytest.raises(StoreError, match="ulimit -n"):
+            local.get("a/b/c")
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == used
+    assert local.get("a/b/c") == b"x"
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["{path}", "{path}/", "file://{path}", "file://localhost{path}", "FILE://{path}", "{path}/../runs"],
+)
+def test_forms_of_the_url(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs"
+    bucket = open_bucket(form.format(path=path))
+    assert bucket.url == f"file://{path}"
+    bucket.put("key", b"x")
+    assert (path / "key").read_bytes() == b"x"
+
+
+def test_relative_paths_and_path_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = open_bucket("runs/a")
+    monkeypatch.chdir("/")
+    assert relative.url == open_bucket(tmp_path / "runs" / "a").url == f"file://{tmp_path}/runs/a"
+
+
+def test_escapes_mean_something_in_urls_only(tmp_path: Path) -> None:
+    spaced = open_bucket(f"file://{tmp_path}/a%20b")
+    spaced.put("key", b"x")
+    assert (tmp_path / "a b" / "key").exists()
+    assert spaced.url == f"file://{tmp_path}/a%20b"
+    open_bucket(f"{tmp_path}/a%20c").put("key", b"x")
+    assert (tmp_path / "a%20c" / "key").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "names nothing"),
+        ("a\0b", "names nothing"),
+        ("ftp://host/path", "unknown scheme 'ftp'; understood: a path, file:///absolute/path, hf://"),
+        ("s3://", "names no bucket: write s3://bucket/run"),
+        ("s3://bucket/a//b", "has a path that cannot be used"),
+        ("s3://key:secret@bucket/run", "give credentials in the environment"),
+        ("file:relative", "no absolute path"),
+        ("file:/one/slash", "no absolute path"),
+        ("file://", "no absolute path"),
+        ("file://server/share", "names the host 'server'"),
+        ("file:///a?b=c", "'?' or '#'"),
+        ("file:///a#b", "'?' or '#'"),
+        ("file:///a%00b", "zero byte"),
+    ],
+)
+def test_urls_that_are_refused(url: str, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        open_bucket(url)
+    assert message in str(raised.value)
+
+
+def test_threads_share_an_instance(local: LocalBucket) -> None:
+    failures: list[str] = []
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            data = f"{number}.{turn}".encode() * 100
+            local.put(f"{number}/{turn}", data)
+            if local.get(f"{number}/{turn}") != data:
+                failures.append(f"{number}/{turn}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(list(local.list())) == 160

@@ -1,0 +1,207 @@
+"""The cache of one node among processes: who fetches, who waits, and what happens when one dies."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bucket.test_cache import MANY, SECONDS, Source, names, ref_of
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.errors import StoreError
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def rank(pipe: Connection, directory: Path, data: bytes, pause: bool) -> None:
+    """A rank: reports when it fetches and when it starts to wait, and fetches as it is told.
+
+    Args:
+        pause: stop once between opening the lock's file and locking it.
+    """
+    tries = 0
+
+    def see(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal tries
+        if event == "open" and str(arguments[0]).endswith(f"{ref_of(data).sha256}.lock"):
+            tries += 1
+            if tries == 2:
+                pipe.send("waiting")
+        if event == "fcntl.flock" and pause and tries == 1:
+            pipe.send("opened")
+            pipe.recv()
+
+    def ask() -> None:
+        pipe.send("fetching")
+        if pipe.recv() == "fail":
+            raise StoreError("told to fail")
+
+    sys.addaudithook(see)
+    cache, source = ObjectCache(directory, MANY), Source(data)
+    source.before = ask
+    try:
+        pipe.send("got" if cache.get(source.ref, source) == data else "wrong bytes")
+    except StoreError as error:
+        pipe.send(error.message)
+
+
+class Rank:
+    def __init__(self, directory: Path, data: bytes, pause: bool) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process: BaseProcess = SPAWN.Process(target=rank, args=(theirs, directory, data, pause))
+        self.process.start()
+        theirs.close()
+
+    def says(self) -> str:
+        assert self.pipe.poll(SECONDS), "a rank hangs"
+        return str(self.pipe.recv())
+
+
+@contextmanager
+def ranks(count: int, directory: Path, data: bytes, *, pause: bool = False) -> Iterator[list[Rank]]:
+    started: list[Rank] = []
+    try:
+        started += (Rank(directory, data, pause) for _ in range(count))
+        yield started
+    finally:
+        for each in started:
+            each.process.kill()
+            each.process.join()
+            each.pipe.close()
+
+
+def split(members: Sequence[Rank]) -> tuple[Rank, list[Rank]]:
+    """Who fetches, and who waits for it."""
+    said = [(each.says(), each) for each in members]
+    assert sorted(word for word, _ in said) == ["fetching"] + ["waiting"] * (len(members) - 1)
+    holder = next(each for word, each in said if word == "fetching")
+    return holder, [each for each in members if each is not holder]
+
+
+def successor(waiting: Sequence[Rank]) -> tuple[Rank, list[Rank]]:
+    """Who fetches now, of those that waited, and who still waits."""
+    ready = wait([each.pipe for each in waiting], SECONDS)
+    assert len(ready) == 1, "one of the ranks that wait takes over"
+    holder = next(each for each in waiting if each.pipe is ready[0])
+    assert holder.says() == "fetching"
+    return holder, [each for each in waiting if each is not holder]
+
+
+def test_one_fetch_for_all_ranks(tmp_path: Path) -> None:
+    directory, data = tmp_path / "cache", os.urandom(300_000)
+    with ranks(4, directory, data) as members:
+        holder, waiting = split(members)
+        holder.pipe.send("go")
+        assert [each.says() for each in [holder, *waiting]] == ["got"] * 4
+        for each in members:
+            each.process.join(SECONDS)
+            assert each.process.exitcode == 0
+    assert names(directory) == {ref_of(data).sha256}
+
+
+def test_a_killed_holder_is_succeeded_by_one_that_waits(tmp_path: Path) -> None:
+    directory, data = tmp_path / "cache", os.urandom(1000)
+    with ranks(3, directory, data) as members:
+        holder, waiting = split(members)
+        assert f"{ref_of(data).sha256}.part" in names(directory)
+        assert holder.process.pid is not None
+        os.kill(holder.process.pid, signal.SIGKILL)
+        second, rest = successor(waiting)
+        second.pipe.send("go")
+        assert [each.says() for each in [second, *rest]] == ["got"] * 2
+        for each in waiting:
+            each.process.join(SECONDS)
+    assert names(directory) == {ref_of(data).sha256}
+
+
+def test_a_failed_fetch_is_the_fetcher_s_own(tmp_path: Path) -> None:
+    directory, data = tmp_path / "cache", os.urandom(1000)
+    with ranks(2, directory, data) as members:
+        holder, waiting = split(members)
+        holder.pipe.send("fail")
+        assert holder.says() == "told to fail"
+        second, _ = successor(waiting)
+        second.pipe.send("go")
+        assert second.says() == "got"
+
+
+def test_a_lock_whose_file_is_gone_is_none(tmp_path: Path) -> None:
+    """The holder removes the file just between another's opening and locking it."""
+    directory, data = tmp_path / "cache", os.urandom(1000)
+    with ranks(1, directory, data) as [first]:
+        assert first.says() == "fetching"
+        with ranks(1, directory, data, pause=True) as [late]:
+            assert late.says() == "opened"
+            first.pipe.send("fail")
+            assert first.says() == "told to fail"
+            with ranks(1, directory, data) as [second]:
+                assert second.says() == "fetching"
+                late.pipe.send("on")
+                assert late.says() == "waiting"
+                second.pipe.send("go")
+                assert (second.says(), late.says()) == ("got", "got")
+
+
+def test_nobody_waits_longer_than_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory, source = tmp_path / "cache", Source(os.urandom(1000))
+    with ranks(1, directory, source.data) as [holder]:
+        assert holder.says() == "fetching"
+        assert not source.got_from(ObjectCache(directory, MANY, stall_seconds=0.1))
+        assert "has been fetching" in caplog.text
+        assert source.ref.sha256 not in names(directory)
+        holder.pipe.send("go")
+        assert holder.says() == "got"
+
+
+def test_the_rest_of_a_killed_process_goes_with_the_next_object(tmp_path: Path) -> None:
+    directory, data = tmp_path / "cache", os.urandom(1000)
+    alive = os.urandom(1000)
+    with ranks(1, directory, data) as [dead]:
+        assert dead.says() == "fetching"
+        dead.process.kill()
+        dead.process.join()
+    assert f"{ref_of(data).sha256}.part" in names(directory)
+    with ranks(1, directory, alive) as [holder]:
+        assert holder.says() == "fetching"
+        other = Source(b"another object")
+        assert not other.got_from(ObjectCache(directory, MANY))
+        kept = ref_of(alive).sha256
+        assert names(directory) == {other.ref.sha256, f"{kept}.part", f"{kept}.lock"}
+        holder.pipe.send("go")
+        assert holder.says() == "got"
+
+
+def test_threads_in_a_race_fetch_once(tmp_path: Path) -> None:
+    """Fresh objects in quick succession: a lock's file is removed just when others open it."""
+    rounds, members = 150, 6
+    sources = [Source(number.to_bytes(4)) for number in range(rounds)]
+    cache, start = ObjectCache(tmp_path, MANY), threading.Barrier(members)
+
+    def follow() -> None:
+        for source in sources:
+            start.wait(SECONDS)
+            assert cache.get(source.ref, source) == source.data
+
+    with ThreadPoolExecutor(members) as pool:
+        for future in [pool.submit(follow) for _ in range(members)]:
+            future.result()
+    assert [source.fetched for source in sources] == [1] * rounds
+    assert names(tmp_path) == {source.ref.sha256 for source in sources}
+
+
+def test_what_does_not_fit_is_not_kept(tmp_path: Path) -> None:
+    small, large = Source(b"s" * 100), Source(b"l" * 101)
+    cache = ObjectCache(tmp_path, 100)
+    assert [each.got_from(cache) for each in (small, large, large, small)] == [False, False, False, True]
+    nothing = ObjectCache(tmp_path / "unused", 0)
+    assert [small.got_from(nothing), small.got_from(nothing)] == [False, False]
+    assert not (tmp_path / "unused").exists()

@@ -1,0 +1,143 @@
+"""Buckets that are opened for a run are closed with it, and at once where there is no run."""
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.collecting import TABLE, write_whole
+from tests.support.running import stores_are_closed, stores_of_before_end
+from tests.support.samples import RunWriter, nudge, random_bits
+from vllm_delta_sync import cli
+from vllm_delta_sync.bucket import StoreOptions, open_bucket
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.engine.lineage import run_with_id
+from vllm_delta_sync.engine.rank_runs import RankRuns
+from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.upkeep.branching import branch
+from vllm_delta_sync.upkeep.repair import repair
+from vllm_delta_sync.wire.manifest import RUN_KEY
+
+
+def copied(source: str, target: str) -> str:
+    """Copy a run into another bucket; its URL there."""
+    with open_bucket(source) as held, open_bucket(target) as copy:
+        for item in held.list():
+            copy.put(item.key, held.get(item.key))
+    return target
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A run of three versions in a directory."""
+    random = np.random.default_rng(3)
+    writer = RunWriter(open_bucket(str(tmp_path / "run")), TABLE)
+    bits = random_bits(TABLE, random)
+    writer.anchor(bits, write_whole(tmp_path, bits))
+    for _ in range(2):
+        writer.delta(nudge(writer.bits[-1], random, 0.2))
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def url(folder: str, tmp_path: Path) -> Iterator[str]:
+    """The same run in a store whose buckets have threads while they are open."""
+    found = copied(folder, f"memory://{tmp_path.name}")
+    stores_of_before_end()
+    yield found
+    assert stores_are_closed(), "a bucket was left open"
+
+
+def damaged(url: str) -> str:
+    """Flip a bit in the object of version 1; its key."""
+    with open_run(url) as run:
+        key = run.manifest(1).objects[0].key
+        data = bytearray(run.bucket.get(key))
+        data[-1] ^= 1
+        run.bucket.put(key, bytes(data))
+    return key
+
+
+def test_a_run_is_closed_at_the_end_of_its_block(url: str) -> None:
+    with open_run(url) as run:
+        assert run.snapshot().fingerprint == run.head().model_fingerprint
+    run.close()
+
+
+def test_a_run_that_is_not_there_leaves_nothing_open(url: str) -> None:
+    with pytest.raises(NotFoundError):
+        open_run(url + "/elsewhere")
+
+
+def test_another_run_than_the_one_meant_leaves_nothing_open(url: str) -> None:
+    with pytest.raises(DigestError):
+        RankRuns().open(url, "0" * 64)
+    assert run_with_id(url, "0" * 32, Keyring()) is None
+
+
+def test_a_url_that_is_taken_leaves_nothing_open(url: str, folder: str) -> None:
+    with open_run(folder) as run, pytest.raises(ConflictError):
+        branch(run, 1, url)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_repair_closes_the_mirror_that_it_opened(url: str, folder: str, found: bool) -> None:
+    key = damaged(folder)
+    with open_bucket(folder) as bucket:
+        if found:
+            assert repair(bucket, url).repaired == [f"{key}: from the mirror"]
+            return
+        bucket.delete(RUN_KEY)
+        with pytest.raises(NotFoundError):
+            repair(bucket, url + "/elsewhere")
+
+
+def test_repair_sees_damage_behind_a_mirror_of_the_run(url: str, folder: str) -> None:
+    key = damaged(folder)
+    with open_run(folder, store=StoreOptions(mirror=url)) as run:
+        assert any(line.startswith(key) for line in repair(run).lost)
+
+
+def test_what_repair_takes_from_a_mirror_is_of_that_mirror(
+    url: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of one that stands in front of all buckets."""
+    copy = copied(folder, str(tmp_path / "copy"))
+    key = damaged(folder)
+    assert damaged(copy) == key
+    monkeypatch.setenv("DELTA_SYNC_MIRROR", url)
+    with open_bucket(folder, StoreOptions()) as bucket:
+        assert f"{key}: from the mirror" not in repair(bucket, copy).repaired
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("log --bucket {url}", 0),
+        ("inspect {url}", 0),
+        ("inspect {url} --version 1", 0),
+        ("inspect {url} --version 9", 3),
+        ("verify --bucket {url}", 0),
+        ("repair --bucket {url}", 0),
+        ("gc --yes --bucket {url}", 0),
+        ("tag best --bucket {url}", 0),
+        ("tag --bucket {url}", 0),
+        ("tag missing --bucket {url} --delete", 3),
+        ("branch {url}/branch --bucket {url}", 0),
+        ("branch {url} --bucket {url}", 2),
+        ("compact --bucket {url}", 0),
+        ("keys --bucket {url}", 0),
+        ("fleet --bucket {url}", 0),
+    ],
+)
+def test_a_command_closes_what_it_opened(
+    url: str, arguments: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("DELTA_SYNC_BUCKET", raising=False)
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert cli.run(arguments.format(url=url).split()) == code, (out.getvalue(), err.getvalue())

@@ -1,0 +1,111 @@
+"""A web server as a mirror."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.answers import Answer, Answers, Asked, answering, in_pieces
+from vllm_delta_sync.bucket.flow import Watcher, watched
+from vllm_delta_sync.bucket.http_store import HttpBucket
+from vllm_delta_sync.config import StoreOptions
+from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
+
+DATA = bytes(range(256)) * 10_000
+OPTIONS = StoreOptions(store_deadline=60)
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    with answering() as server:
+        server.reply = lambda asked: in_pieces(DATA, asked) if asked.path == "/runs/one/objects/a" else Answer(404)
+        yield server
+
+
+@pytest.fixture
+def mirror(answers: Answers) -> HttpBucket:
+    return HttpBucket(f"{answers.url}/runs/one/", OPTIONS)
+
+
+class Sum(Watcher):
+    total = 0
+
+    def moved(self, count: int) -> None:
+        self.total += count
+
+
+def test_it_is_read(mirror: HttpBucket, answers: Answers, tmp_path: Path) -> None:
+    with watched(heard := Sum()):
+        assert mirror.get("objects/a") == DATA
+        mirror.get_file("objects/a", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == DATA
+    assert heard.total == 2 * len(DATA)
+    assert mirror.stat("objects/a").bytes == len(DATA)
+    assert mirror.stat("objects/a").modified == 1795315603.0
+    for start, length in ((0, 10), (100, 1000), (len(DATA) - 5, 10), (len(DATA), 1), (1 << 40, 1 << 62), (7, 0)):
+        assert mirror.get_range("objects/a", start, length) == DATA[start : start + length]
+    assert {asked.method for asked in answers.asked} == {"GET", "HEAD"}
+    with pytest.raises(LimitError):
+        mirror.get("objects/a", max_bytes=len(DATA) - 1)
+
+
+def test_what_is_not_there(mirror: HttpBucket, tmp_path: Path) -> None:
+    for call in (
+        lambda: mirror.get("objects/b"),
+        lambda: mirror.get_range("objects/b", 0, 1),
+        lambda: mirror.get_range("objects/b", 0, 0),
+        lambda: mirror.get_file("objects/b", tmp_path / "copy"),
+        lambda: mirror.stat("objects/b"),
+    ):
+        with pytest.raises(NotFoundError, match="objects/b"):
+            call()
+    with pytest.raises(UsageError):
+        mirror.get("../b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_only_read(mirror: HttpBucket, answers: Answers) -> None:
+    for call in (
+        lambda: mirror.put("objects/a", b"x"),
+        lambda: mirror.put("objects/a", b"x", if_absent=True),
+        lambda: mirror.delete("objects/a"),
+        lambda: mirror.list(),
+    ):
+        with pytest.raises(UsageError, match="only read"):
+            call()
+    assert answers.asked == []
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [(401, AccessError), (403, AccessError), (405, StoreError), (502, UnavailableError)]
+)
+def test_what_it_answers_instead(status: int, expected: type[StoreError], mirror: HttpBucket, answers: Answers) -> None:
+    answers.reply = lambda asked: Answer(status, b"<html>a page of its own</html>")
+    for call in (lambda: mirror.get("objects/a"), lambda: mirror.stat("objects/a")):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert type(caught.value) is expected
+
+
+def test_a_server_that_knows_no_ranges(mirror: HttpBucket, answers: Answers) -> None:
+    answers.reply = lambda asked: Answer(200, DATA)
+    assert mirror.get("objects/a") == DATA
+    with pytest.raises(StoreError, match=r"[Rr]ange"):
+        mirror.get_range("objects/a", 1, 5)
+
+
+def test_a_server_that_sends_another_range(mirror: HttpBucket, answers: Answers) -> None:
+    def reply(asked: Asked) -> Answer:
+        return Answer(206, DATA[:5], {"Content-Range": f"bytes 0-4/{len(DATA)}"})
+
+    answers.reply = reply
+    with pytest.raises(StoreError):
+        mirror.get_range("objects/a", 1, 5)
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "host/x", "https://user:pass@host/x", "https://host/x?token=abc"])
+def test_urls_it_does_not_take(url: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        HttpBucket(url, OPTIONS)
+    assert "pass" not in caught.value.message
+    assert "abc" not in caught.value.message

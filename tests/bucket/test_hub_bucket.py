@@ -1,0 +1,264 @@
+"""The Hub's bucket with the real client against a loopback Hub: what the contract suite asks of no store."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from tests.support.hub_buckets import URL, opened
+from tests.support.hub_store import Hub
+from vllm_delta_sync.bucket import StoreOptions, flow
+from vllm_delta_sync.bucket.hub import HubBucket
+from vllm_delta_sync.bucket.opening import place_of
+from vllm_delta_sync.errors import AccessError, DeltaSyncError, NotFoundError, StoreError, UnavailableError, UsageError
+
+
+@pytest.fixture
+def bucket(hub: Hub) -> HubBucket:
+    return opened()
+
+
+def asked(hub: Hub) -> list[tuple[str, int]]:
+    return [(f"{one['method']} {one['path'].split('/')[-1][:16]}", one["status"]) for one in hub.requests()]
+
+
+# Places and credentials
+
+
+@pytest.mark.parametrize(
+    "url", ["hf://buckets", "hf://buckets/team", "hf://datasets/team/weights", "hf://team/weights"]
+)
+def test_a_url_that_names_no_bucket(url: str) -> None:
+    with pytest.raises(UsageError, match="hf://buckets/NAMESPACE/BUCKET/run"):
+        HubBucket(place_of(url), StoreOptions())
+
+
+def test_the_endpoint_is_that_of_the_options_or_of_the_environment(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(UnavailableError):
+        opened().put("a", b"x")
+    opened(store_endpoint=hub.endpoint + "/").put("a", b"x")
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    assert opened().get("a") == b"x"
+
+
+def test_the_token_is_looked_up_for_each_request_and_never_shown(
+    hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bucket.put("a", b"x")
+    calls: list[Callable[[], object]] = [
+        lambda: bucket.put("b", b"y"),
+        lambda: bucket.put("c", b"y", if_absent=True),
+        lambda: bucket.get("a"),
+        lambda: bucket.get_range("a", 0, 1),
+        lambda: bucket.get_file("a", tmp_path / "copy"),
+        lambda: bucket.stat("a"),
+        lambda: list(bucket.list()),
+        lambda: bucket.delete("a"),
+    ]
+    for token, who in (("hf_not_the_right_one", "this token"), ("", "a request without a token")):
+        monkeypatch.setenv("HF_TOKEN", token)
+        for call in calls:
+            with pytest.raises(AccessError, match=rf"the Hub refuses {who} \(401.*HF_TOKEN.*hf auth login") as caught:
+                call()
+            assert "hf_not" not in str(caught.value)
+    assert hub.token is not None
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    for call in calls:
+        call()
+    assert bucket.url == URL
+
+
+def test_a_token_that_was_renewed_in_its_file_is_taken_up(
+    hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("hf_ended")
+    with pytest.raises(AccessError):
+        bucket.put("a", b"x")
+    (tmp_path / "token").write_text(str(hub.token))
+    bucket.put("a", b"x")
+    assert bucket.get("a") == b"x"
+
+
+def test_a_token_that_may_only_read(hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.put("a", b"x")
+    hub.change(read_token="hf_reads")
+    monkeypatch.setenv("HF_TOKEN", "hf_reads")
+    assert bucket.get("a") == b"x"
+    with pytest.raises(AccessError, match=r"403.*write permission.*right to team/weights"):
+        bucket.put("a", b"y")
+    with pytest.raises(AccessError, match="403"):
+        bucket.delete("a")
+
+
+def test_a_bucket_that_does_not_exist_is_not_made(hub: Hub, tmp_path: Path) -> None:
+    bucket = opened("hf://buckets/team/none/run")
+    reads: list[Callable[[], object]] = [
+        lambda: bucket.get("a"),
+        lambda: bucket.get_range("a", 0, 1),
+        lambda: bucket.get_file("a", tmp_path / "copy"),
+        lambda: bucket.stat("a"),
+    ]
+    for read in reads:
+        with pytest.raises(NotFoundError, match="no bucket team/none"):
+            read()
+    assert list(bucket.list()) == []
+    bucket.delete("a")
+    for if_absent in (False, True):
+        with pytest.raises(StoreError, match=r"no bucket team/none.*hf buckets create team/none"):
+            bucket.put("a", b"x", if_absent=if_absent)
+    assert hub.requests(r"/api/buckets/team/none$") == []
+
+
+def test_a_bucket_that_is_made_again(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
+    bucket.put("a", b"x" * 100)
+    bucket.get_file("a", tmp_path / "copy")
+    hub.delete_bucket("team/weights")
+    hub.create_bucket("team/weights")
+    with pytest.raises(NotFoundError):
+        bucket.get("a")
+    # What was known of the bucket of before is forgotten with the first failure.
+    with pytest.raises(UnavailableError, match="does not take what it took before"):
+        bucket.put("b", b"y" * 100)
+    bucket.put("b", b"y" * 100)
+    bucket.put("a", b"x" * 100)
+    for key, content in (("a", b"x" * 100), ("b", b"y" * 100)):
+        bucket.get_file(key, tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == bucket.get(key) == content
+
+
+def test_no_room(hub: Hub, bucket: HubBucket) -> None:
+    bucket.put("a", b"x" * 1000)
+    hub.change(quota=1500)
+    with pytest.raises(StoreError, match=r"no room.*delta-sync gc.*storage limit of team") as caught:
+        bucket.put("b", b"y" * 1000)
+    assert type(caught.value) is StoreError
+    hub.change(quota=10)
+    with pytest.raises(StoreError, match="no room"):
+        bucket.put("b", b"y")
+    assert bucket.get("a") == b"x" * 1000
+
+
+# What is asked of the Hub
+
+
+def test_small_reads_are_one_request_and_what_it_leads_to(hub: Hub, bucket: HubBucket) -> None:
+    bucket.put("HEAD.json", b"{}")
+    hub.forget_requests()
+    assert bucket.get("HEAD.json") == b"{}"
+    assert [status for _, status in asked(hub)] == [302, 200]
+    hub.forget_requests()
+    assert bucket.get_range("HEAD.json", 1, 1) == b"}"
+    assert [status for _, status in asked(hub)] == [302, 206]
+    hub.forget_requests()
+    assert bucket.stat("HEAD.json").bytes == 2
+    assert asked(hub) == [("POST paths-info", 200)]
+    hub.forget_requests()
+    with pytest.raises(NotFoundError):
+        bucket.get("none")
+    assert asked(hub) == [("GET none", 404)]
+
+
+def test_the_way_to_the_content_store_is_asked_for_once(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
+    for number in range(3):
+        bucket.put(f"a{number}", b"x" * number)
+        bucket.get_file(f"a{number}", tmp_path / "copy")
+    assert len(hub.requests("xet-write-token")) == len(hub.requests("xet-read-token")) == 1
+
+
+def test_a_listing_of_many_pages_is_in_order_and_of_this_run(hub: Hub, bucket: HubBucket) -> None:
+    from huggingface_hub import HfApi
+
+    paths = ["run2/a", "run-x/a", "run.json", "a", "run/spa ce", "run/ü", "run/z/0", "run/z-0", "run/z", "run/a/b/c"]
+    HfApi(endpoint=hub.endpoint, token=hub.token).batch_bucket_files(
+        "team/weights", add=[(path.encode(), path) for path in paths]
+    )
+    hub.change(page=2)
+    hub.forget_requests()
+    assert [(info.key, info.bytes) for info in bucket.list()] == [("a/b/c", 9), ("z", 5), ("z-0", 7), ("z/0", 7)]
+    assert len(hub.requests("/tree")) > 2
+    assert [info.key for info in bucket.list("z")] == ["z", "z-0", "z/0"]
+    assert [info.key for info in bucket.list("z/")] == ["z/0"]
+    assert [info.key for info in opened("hf://buckets/team/weights").list("run")] == [
+        *("run-x/a", "run.json", "run/a/b/c", "run/z", "run/z-0", "run/z/0", "run2/a")
+    ]
+
+
+def test_time_is_the_hubs(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"x")
+    os.utime(source, (1000, 1000))
+    before = time.time()
+    bucket.put("a", source)
+    info = bucket.stat("a")
+    assert before - 1 < info.modified < time.time() + 1
+    assert list(bucket.list()) == [info]
+
+
+def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
+    class Count(flow.Watcher):
+        total = 0
+
+        def moved(self, count: int) -> None:
+            self.total += count
+
+    data = os.urandom(3_000_000)
+    calls: dict[Callable[[], object], int] = {
+        lambda: bucket.put("a", data): len(data),
+        lambda: bucket.get("a"): len(data),
+        lambda: bucket.get_range("a", 10, 2_000_000): 2_000_000,
+        lambda: bucket.get_file("a", tmp_path / "copy"): len(data),
+        lambda: bucket.stat("a"): 0,
+    }
+    for call, expected in calls.items():
+        count = Count()
+        with flow.watched(count):
+            call()
+        assert count.total == expected
+
+
+def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket, tmp_path: Path) -> None:
+    class Refuse(flow.Watcher):
+        def moved(self, count: int) -> None:
+            raise UnavailableError("given up meanwhile")
+
+    bucket.put("a", os.urandom(3_000_000))
+    (tmp_path / "copy").write_bytes(b"old")
+    with flow.watched(Refuse()):
+        with pytest.raises(UnavailableError, match="given up meanwhile"):
+            bucket.put("b", os.urandom(3_000_000))
+        with pytest.raises(UnavailableError, match="given up meanwhile"):
+            bucket.get_file("a", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"old"
+    assert [info.key for info in bucket.list()] == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
+    """Answers that no Hub gives."""
+    opened().put("a", b"x")
+    calls: list[Callable[[], object]] = [
+        lambda: bucket.put("a", b"x"),
+        lambda: bucket.get("a"),
+        lambda: bucket.get_file("a", tmp_path / "copy"),
+        lambda: bucket.stat("a"),
+        lambda: list(bucket.list()),
+        lambda: bucket.delete("a"),
+    ]
+    hub.fault("flip", "paths-info", at=0, times=None)
+    with pytest.raises(StoreError, match=r"not JSON.*HF_ENDPOINT"):
+        bucket.stat("a")
+    hub.clear_faults()
+    for code in (300, 400, 404, 405, 409, 411, 418, 451):
+        hub.fault("status", "", code=code, times=None)
+        for call in calls:
+            with pytest.raises(StoreError, match=str(code)) as caught:
+                call()
+            assert isinstance(caught.value, DeltaSyncError)
+        hub.clear_faults()
+    assert bucket.get("a") == b"x"

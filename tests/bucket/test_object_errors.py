@@ -1,0 +1,201 @@
+"""What a store's refusals become: one error of the project's each, which says what to do."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.answers import Answer, Answers, Asked, answering, closed_port, in_pieces, silent
+from tests.support.clouds import ANYBODY, KEYS, SECRET, far_from_clouds, opened
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.errors import (
+    AccessError,
+    ConflictError,
+    DeltaSyncError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
+
+URL = "s3://bucket/run"
+SLOW = (408, 429, 500, 501, 507)
+"""Tried again by obstore for a while, as 503 is, with which all calls are tried here."""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    far_from_clouds(monkeypatch, tmp_path_factory.getbasetemp())
+    for name, value in {**ANYBODY, **KEYS}.items():
+        if name != "AWS_SKIP_SIGNATURE":
+            monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    with answering() as server:
+        yield server
+
+
+def refusing(status: int, code: str = "") -> Callable[[Asked], Answer]:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as said</Message></Error>" if code else ""
+    return lambda asked: Answer(status, body.encode())
+
+
+def calls(bucket: Bucket, folder: Path) -> dict[str, Callable[[], object]]:
+    return {
+        "get": lambda: bucket.get("a/key"),
+        "get_range": lambda: bucket.get_range("a/key", 0, 5),
+        "get_file": lambda: bucket.get_file("a/key", folder / "copy"),
+        "put": lambda: bucket.put("a/key", b"x"),
+        "create": lambda: bucket.put("a/key", b"x", if_absent=True),
+        "delete": lambda: bucket.delete("a/key"),
+        "list": lambda: list(bucket.list("a/")),
+        # Last: an answer to it has no body, so there is no code in it.
+        "stat": lambda: bucket.stat("a/key"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "mend"),
+    [
+        (400, "Foo", StoreError, "check the bucket URL"),
+        (400, "ExpiredToken", AccessError, "new credentials"),
+        (400, "RequestTimeout", UnavailableError, "try again"),
+        (401, "", AccessError, "check"),
+        (403, "AccessDenied", AccessError, "s3:PutObject"),
+        (403, "RequestTimeTooSkewed", AccessError, "clock"),
+        (408, "", UnavailableError, "try again"),
+        (425, "", UnavailableError, "try again"),
+        (429, "", UnavailableError, "try again"),
+        (500, "InternalError", UnavailableError, "try again"),
+        (501, "NotImplemented", StoreError, "If-None-Match"),
+        (503, "SlowDown", UnavailableError, "try again"),
+        (507, "", StoreError, "free some space"),
+    ],
+)
+def test_refusals(
+    status: int, code: str, expected: type[DeltaSyncError], mend: str, answers: Answers, tmp_path: Path
+) -> None:
+    answers.reply = refusing(status, code)
+    for name, call in calls(opened(URL, answers.url), tmp_path).items():
+        if status in SLOW and name not in ("get", "create"):
+            continue
+        with pytest.raises(StoreError) as caught:
+            call()
+        message = caught.value.message
+        if name != "stat" or not code:
+            assert type(caught.value) is expected, name
+            assert mend in message, name
+        assert URL in message
+        assert "a/" in message
+        assert SECRET not in message
+        assert "\n" not in message
+        assert len(message) < 500
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("scheme", "mend"), [("gs", "Storage Object Admin"), ("az", "Storage Blob Data Contributor")])
+def test_refusals_by_other_clouds(scheme: str, mend: str, answers: Answers) -> None:
+    bucket = opened(f"{scheme}://bucket/run", answers.url)
+    answers.reply = refusing(403, "AuthorizationFailure")
+    with pytest.raises(AccessError, match=mend):
+        bucket.get("key")
+    answers.reply = refusing(503, "ServerBusy")
+    with pytest.raises(UnavailableError):
+        bucket.get("key")
+    answers.reply = refusing(404, "ContainerNotFound")
+    with pytest.raises(NotFoundError, match="does not exist"):
+        bucket.get("key")
+    assert list(bucket.list()) == []
+    answers.reply = refusing(*((409, "BlobAlreadyExists") if scheme == "az" else (412, "PreconditionFailed")))
+    with pytest.raises(ConflictError, match=r"key.*exists already"):
+        bucket.put("key", b"x", if_absent=True)
+    condition = {"az": ("if-none-match", "*"), "gs": ("x-goog-if-generation-match", "0")}[scheme]
+    assert condition in answers.asked[-1].headers.items()
+
+
+def test_a_creation_is_tried_once_and_a_replacement_again(answers: Answers) -> None:
+    bucket = opened(URL, answers.url)
+    answers.reply = refusing(503)
+    for if_absent, tries in ((True, 1), (False, 4)):
+        with pytest.raises(UnavailableError):
+            bucket.put("key", b"x", if_absent=if_absent)
+        puts = [asked for asked in answers.asked if asked.method == "PUT"]
+        assert len(puts) == tries
+        answers.asked.clear()
+
+
+def test_two_writers_at_one_moment_are_no_conflict_yet(answers: Answers) -> None:
+    """S3 says so when it cannot tell yet who was first: the object may end up not being there."""
+    answers.reply = refusing(409, "ConditionalRequestConflict")
+    with pytest.raises(UnavailableError):
+        opened(URL, answers.url).put("key", b"x", if_absent=True)
+
+
+def test_a_completion_whose_answer_was_lost_is_tried_again(answers: Answers, tmp_path: Path) -> None:
+    """obstore asks to complete the upload again, and there is none by then. No bucket has to be created for that."""
+    source = tmp_path / "source"
+    source.write_bytes(bytes(9 << 20))
+    done: list[Asked] = []
+
+    def reply(asked: Asked) -> Answer:
+        if asked.path.endswith("?uploads="):
+            text = "<InitiateMultipartUploadResult><UploadId>one</UploadId></InitiateMultipartUploadResult>"
+            return Answer(200, text.encode())
+        if asked.method != "POST":
+            return Answer(200, b"", {"ETag": '"e"'})
+        done.append(asked)
+        return Answer(503) if len(done) == 1 else Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
+
+    answers.reply = reply
+    with pytest.raises(UnavailableError, match="NoSuchUpload"):
+        opened(URL, answers.url).put("key", source)
+    assert len(done) == 2
+
+
+def test_nobody_there_and_nobody_answering(tmp_path: Path) -> None:
+    with silent() as nobody:
+        for endpoint, cause in ((f"http://127.0.0.1:{closed_port()}", "no connection"), (nobody, "no answer in time")):
+            made = calls(opened(URL, endpoint, deadline=1), tmp_path)
+            for name in ("get_file", "create", "list"):
+                with pytest.raises(UnavailableError, match=cause):
+                    made[name]()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_region_and_plain_http(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers.reply = refusing(301, "PermanentRedirect")
+    with pytest.raises(StoreError, match="AWS_REGION") as caught:
+        opened(URL, answers.url).get("key")
+    assert type(caught.value) is StoreError
+
+
+def test_a_transfer_that_is_cut_goes_on_or_fails_whole(answers: Answers, tmp_path: Path) -> None:
+    data = bytes(range(256)) * 20_000
+    target = tmp_path / "target"
+    target.write_bytes(b"old")
+    left = [1]
+
+    def reply(asked: Asked) -> Answer:
+        whole = in_pieces(data, asked)
+        if not left[0]:
+            return whole
+        left[0] -= 1
+        return Answer(whole.status, whole.body, {**whole.headers, "Content-Length": str(len(whole.body))}, cut=70_000)
+
+    answers.reply = reply
+    bucket = opened(URL, answers.url)
+    assert bucket.get("key") == data
+    left[0] = 1
+    bucket.get_file("key", target)
+    assert target.read_bytes() == data
+    assert answers.asked[-1].headers["range"].startswith("bytes=")
+    for call in (
+        lambda: bucket.get("key"),
+        lambda: bucket.get_range("key", 5, 1 << 20),
+        lambda: bucket.get_file("key", target),
+    ):
+        left[0] = 100
+        with pytest.raises(UnavailableError):
+            call()
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("target", data)]

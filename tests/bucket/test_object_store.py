@@ -1,0 +1,253 @@
+"""Object stores beyond the contract: endpoints, parts, listings, clean-up."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.answers import Answer, Answers, answering, closed_port, in_pieces
+from tests.support.clouds import ANYBODY, KEYS, far_from_clouds, opened
+from tests.support.stores import s3_server
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.bucket.flow import Watcher, watched
+from vllm_delta_sync.bucket.object_config import CREATE_BYTES, PART_BYTES
+from vllm_delta_sync.bucket.object_store import ObjectStoreBucket, _before
+from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    far_from_clouds(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    with answering() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ObjectStoreBucket:
+    """A bucket of the real client and server. Plain HTTP is allowed by the endpoint alone."""
+    server = s3_server()
+    for name, value in server.environment.items():
+        if name != "AWS_ALLOW_HTTP":
+            monkeypatch.setenv(name, value)
+    return opened(server.create_bucket(f"unit-{os.getpid()}-{abs(hash(request.node.name))}") + "/run")
+
+
+# Opening
+
+
+def test_what_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"az://container/run.*Account"):
+        opened("az://container/run")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
+    with pytest.raises(UsageError, match=r"/nowhere/key\.json"):
+        opened("gs://bucket/run")
+
+
+def test_without_the_library() -> None:
+    code = (
+        "import sys; sys.modules['obstore'] = sys.modules['obstore.exceptions'] = None\n"
+        "from vllm_delta_sync.bucket import open_bucket\n"
+        "from vllm_delta_sync.errors import UsageError\n"
+        "try: open_bucket('s3://bucket/run')\n"
+        "except UsageError as error: print(error.message)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "pip install" in done.stdout, done.stderr
+
+
+def test_the_option_comes_before_the_environment(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "GOOGLE_BASE_URL", "AZURE_STORAGE_ENDPOINT"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port()}")
+    for name, value in ANYBODY.items():
+        monkeypatch.setenv(name, value)
+    answers.reply = lambda asked: in_pieces(b"here", asked)
+    for url in ("s3://bucket/run", "gs://bucket/run", "az://bucket/run"):
+        assert opened(url, answers.url).get("key") == b"here"
+        assert unquote(answers.asked[-1].path).endswith("/bucket/run/key")
+        assert answers.asked[-1].headers["user-agent"].startswith("vllm-delta-sync/")
+        with pytest.raises(UnavailableError, match="no connection"):
+            opened(url).get("key")
+
+
+def test_memory_is_shared_by_name() -> None:
+    first, second = open_bucket("memory://unit-shared/run"), open_bucket("memory://unit-shared/run")
+    first.put("key", b"x")
+    assert second.get("key") == b"x"
+    with pytest.raises(NotFoundError):
+        open_bucket("memory://unit-shared/other").get("key")
+    with pytest.raises(NotFoundError):
+        open_bucket("memory://unit-other/run").get("key")
+
+
+# Moving bytes
+
+
+class Heard(Watcher):
+    """Adds up; ``limit``: fails when there was more."""
+
+    def __init__(self, limit: int = 1 << 60) -> None:
+        self.sum, self.limit, self.threads = 0, limit, set[int]()
+
+    def moved(self, count: int) -> None:
+        self.sum += count
+        self.threads.add(threading.get_ident())
+        if self.sum > self.limit:
+            raise KeyError("the watcher has had enough")
+
+
+@pytest.mark.parametrize("url", ["memory://unit-flow/run", None])
+def test_bytes_are_told_of_in_the_thread_of_the_call(url: str | None, s3: ObjectStoreBucket, tmp_path: Path) -> None:
+    bucket = s3 if url is None else opened(url)
+    source = tmp_path / "source"
+    size = 2 * PART_BYTES + 12345
+    source.write_bytes(os.urandom(size))
+    for call in (
+        lambda: bucket.put("key", source),
+        lambda: bucket.put("copy", source.read_bytes()),
+        lambda: bucket.put("new", source, if_absent=True),
+        lambda: bucket.get("key"),
+        lambda: bucket.get_range("key", 0, 1 << 40),
+        lambda: bucket.get_file("copy", tmp_path / "copy"),
+    ):
+        with watched(heard := Heard()):
+            call()
+        assert (heard.sum, heard.threads) == (size, {threading.get_ident()})
+    assert (tmp_path / "copy").read_bytes() == source.read_bytes() == bucket.get("new")
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(s3: ObjectStoreBucket, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(5 * PART_BYTES))
+    with watched(Heard(limit=3 * PART_BYTES)), pytest.raises(KeyError, match="has had enough"):
+        s3.put("objects/a", source)
+    assert list(s3.list()) == []
+    name = s3.url.removeprefix("s3://").partition("/")[0]
+    assert b"<Upload>" not in s3_server().request("GET", f"/{name}?uploads=")
+
+
+def test_a_large_object_is_created_if_its_key_is_free(tmp_path: Path) -> None:
+    bucket = opened("memory://unit-large/run")
+    source = tmp_path / "source"
+    with source.open("wb") as file:
+        file.truncate(CREATE_BYTES + 1)
+    bucket.put("objects/a", source, if_absent=True)
+    assert bucket.stat("objects/a").bytes == CREATE_BYTES + 1
+    with pytest.raises(ConflictError, match="objects/a"):
+        bucket.put("objects/a", source, if_absent=True)
+
+
+@pytest.mark.parametrize("size", [1000, CREATE_BYTES + 5])
+def test_a_pipe_can_be_put(size: int, tmp_path: Path) -> None:
+    bucket = opened("memory://unit-pipe/run")
+    data = os.urandom(size)
+    for number, if_absent in enumerate((False, True)):
+        pipe = tmp_path / f"pipe{number}"
+        os.mkfifo(pipe)
+        feeder = threading.Thread(target=pipe.write_bytes, args=(data,))
+        feeder.start()
+        bucket.put(f"{size}/{number}", pipe, if_absent=if_absent)
+        feeder.join()
+        assert bucket.get(f"{size}/{number}") == data
+
+
+def test_a_full_disk_is_no_reason_to_try_again(tmp_path: Path) -> None:
+    bucket = opened("memory://unit-full/run")
+    bucket.put("key", bytes(3_000_000))
+    (tmp_path / "target").write_bytes(b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with pytest.raises(StoreError, match=r"'key'.*target") as caught:
+            bucket.get_file("key", tmp_path / "target")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert type(caught.value) is StoreError
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("target", b"old")]
+
+
+def test_what_failed_is_said_where_there_is_nothing_to_clean_up_either(tmp_path: Path) -> None:
+    bucket = opened("memory://unit-below-a-file/run")
+    bucket.put("key", b"x")
+    (tmp_path / "file").write_bytes(b"no folder")
+    with pytest.raises(StoreError, match=r"cannot copy key 'key' .*file/target: Not a directory; check that path"):
+        bucket.get_file("key", tmp_path / "file" / "target")
+
+
+# Listing
+
+
+@given(begin=st.text("-.0z_aA", min_size=1, max_size=4), rest=st.text("-.0z_aA", max_size=4))
+def test_listings_begin_before_what_is_looked_for(begin: str, rest: str) -> None:
+    start = _before(begin)
+    assert start < begin + rest
+    assert start not in (".", "..")
+
+
+def test_foreign_objects_are_left_out(s3: ObjectStoreBucket) -> None:
+    name = s3.url.removeprefix("s3://").partition("/")[0]
+    for path in ("run/dir/", "run/a%20b", "run/%C3%BC", "elsewhere/c", "running", "run-2/d"):
+        s3_server().request("PUT", f"/{name}/{path}")
+    for key in ("dir-a", "dir/b", "empty"):
+        s3.put(key, b"" if key == "empty" else b"x")
+    assert [info.key for info in s3.list()] == ["dir-a", "dir/b", "empty"]
+    assert [info.key for info in s3.list("di")] == ["dir-a", "dir/b"]
+    whole = opened(f"s3://{name}")
+    assert [info.key for info in whole.list("r")] == ["run-2/d", "run/dir-a", "run/dir/b", "run/empty", "running"]
+
+
+def test_a_listing_takes_no_more_than_it_needs(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def page(*keys: str, more: str = "") -> Answer:
+        found = "".join(
+            f"<Contents><Key>{key}</Key><Size>1</Size><LastModified>2026-11-22T02:46:43.000Z</LastModified></Contents>"
+            for key in keys
+        )
+        truncated = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{more}</NextContinuationToken>"
+        return Answer(200, f"<ListBucketResult>{truncated if more else ''}{found}</ListBucketResult>".encode())
+
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    rest = [f"run/v/c{number:04}" for number in range(997)]
+    answers.reply = lambda asked: page("run/v/a", "run/v/b1", "run/v/b2", *rest, more="on")
+    bucket = opened("s3://bucket/run", answers.url)
+    assert [info.key for info in bucket.list("v/b")] == ["v/b1", "v/b2"]
+    assert len(answers.asked) == 1
+    assert "start-after=run%2Fv%2Fazzzzzzzz" in answers.asked[0].path
+    answers.reply = lambda asked: page("run/b", "run/a")
+    with pytest.raises(StoreError, match="order of the keys"):
+        list(bucket.list())
+    assert [info.key for info in opened("s3://bucket--use1-az4--x-s3/run", answers.url).list()] == ["a", "b"]
+
+
+def test_a_bucket_that_is_not_there(s3: ObjectStoreBucket, tmp_path: Path) -> None:
+    bucket = opened("s3://no-such-bucket/run")
+    with pytest.raises(NotFoundError, match="no-such-bucket/run does not exist"):
+        bucket.get("key")
+    with pytest.raises(NotFoundError):
+        bucket.get_range("key", 0, 1)
+    with pytest.raises(NotFoundError):
+        bucket.stat("key")
+    assert list(bucket.list()) == []
+    bucket.delete("key")
+    (tmp_path / "large").write_bytes(bytes(PART_BYTES + 1))
+    for put in (
+        lambda: bucket.put("key", b"x"),
+        lambda: bucket.put("key", b"x", if_absent=True),
+        lambda: bucket.put("key", tmp_path / "large"),
+    ):
+        with pytest.raises(StoreError, match="create it") as caught:
+            put()
+        assert type(caught.value) is StoreError

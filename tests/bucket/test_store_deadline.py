@@ -1,0 +1,315 @@
+"""Calls that hang: they are given up in time, and do no harm when they end after all."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, crew, open_bucket
+from vllm_delta_sync.bucket.deadline import DeadlineBucket
+from vllm_delta_sync.bucket.flow import moved, waited, watched
+from vllm_delta_sync.bucket.metered import Tally
+from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.errors import StoreError, UnavailableError
+
+LONG = StoreOptions(store_deadline=3600)
+CALLS: dict[str, Callable[[Bucket, Path], object]] = {
+    "put": lambda bucket, path: bucket.put("key", b"new"),
+    "get": lambda bucket, path: bucket.get("key"),
+    "get_file": lambda bucket, path: bucket.get_file("key", path),
+    "stat": lambda bucket, path: bucket.stat("key"),
+    "delete": lambda bucket, path: bucket.delete("key"),
+}
+
+
+@pytest.fixture
+def local(url: str) -> Bucket:
+    bucket = open_bucket(url)
+    bucket.put("key", b"first")
+    return bucket
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """What runs in the background of a shell ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait for what a thread does that nobody waits for."""
+    end = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_hangs_is_given_up(local: Bucket, tmp_path: Path, name: str) -> None:
+    gated = GatedBucket(local, name)
+    bucket = DeadlineBucket(gated, Impatience.while_set(gated.begun[name]))
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"'key' of file:.*no answer within 0\.1 s; .*store_deadline"):
+        CALLS[name](bucket, tmp_path / "copy")
+    assert time.monotonic() - began >= 0.1
+    gated.let_go(name)
+    assert gated.ended[name].wait(60)
+
+
+def test_a_listing_that_hangs_is_given_up(local: Bucket) -> None:
+    gate, closed, hangs = threading.Event(), threading.Event(), threading.Event()
+
+    class Hanging(WrappedBucket):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            try:
+                yield from self._inner.list(prefix)
+                hangs.set()
+                gate.wait(60)
+            finally:
+                closed.set()
+
+    with pytest.raises(UnavailableError, match="list keys 'k'"):
+        list(DeadlineBucket(Hanging(local), Impatience.while_set(hangs)).list("k"))
+    assert not closed.is_set()
+    gate.set()
+    assert closed.wait(60), "what the listing held was not given back"
+
+
+def test_a_late_copy_goes_to_nobody(local: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "copies").mkdir()
+    target = tmp_path / "copies" / "target"
+    target.write_bytes(b"kept")
+    gated = GatedBucket(local, "get_file")
+    bucket = DeadlineBucket(gated, Impatience.while_set(gated.begun["get_file"]))
+    with pytest.raises(UnavailableError):
+        bucket.get_file("key", target)
+    gated.begun["get_file"].clear()
+    gated.let_go("get_file")
+    assert gated.ended["get_file"].wait(60)
+    eventually(lambda: [path.name for path in target.parent.iterdir()] == ["target"])
+    assert target.read_bytes() == b"kept"
+    bucket.get_file("key", target)
+    assert target.read_bytes() == b"first"
+
+
+@pytest.mark.parametrize(
+    ("late", "newer"),
+    [("put", "put"), ("put", "put file"), ("put", "delete"), ("delete", "put"), ("delete", "put file")],
+)
+def test_a_late_write_does_not_undo_a_newer_one(local: Bucket, tmp_path: Path, late: str, newer: str) -> None:
+    gated = GatedBucket(local, late)
+    bucket = DeadlineBucket(gated, Impatience.while_set(gated.begun[late]))
+    file = tmp_path / "file"
+    file.write_bytes(b"newer")
+    with pytest.raises(UnavailableError, match="no answer"):
+        CALLS[late](bucket, tmp_path)
+    held_up, said = threading.Event(), list[str]()
+
+    def write() -> None:
+        while True:
+            try:
+                if newer == "delete":
+                    bucket.delete("key")
+                else:
+                    bucket.put("key", file if newer == "put file" else b"newer")
+                return
+            except UnavailableError as error:
+                said.append(error.message)
+                held_up.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert held_up.wait(60)
+        assert gated.log == [(late, "key")]
+    finally:
+        gated.begun[late].clear()
+        gated.let_go(late)
+        thread.join(60)
+    assert all("could come last" in message for message in said)
+    found = [(item.key, local.get(item.key)) for item in local.list()]
+    assert found == ([] if newer == "delete" else [("key", b"newer")])
+
+
+def test_the_same_write_once_more_waits_for_nothing(local: Bucket, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    for data in (b"content", file):
+        file.write_bytes(b"content")
+        gated = GatedBucket(local, "put")
+        bucket = DeadlineBucket(gated, Impatience.while_set(gated.begun["put"]))
+        with pytest.raises(UnavailableError):
+            bucket.put("key", data)
+        gated.begun["put"].clear()
+        bucket.put("key", data)
+        assert local.get("key") == b"content"
+        bucket.put("other", b"another key")
+        file.write_bytes(b"CONTENT")
+        gated.begun["put"].set()
+        with pytest.raises(UnavailableError, match="could come last"):
+            bucket.put("key", file)
+        gated.let_go("put")
+
+
+def test_a_transfer_that_was_given_up_ends_at_its_next_bytes(local: Bucket) -> None:
+    gated = GatedBucket(local, "put")
+    gated.after = lambda: moved(1)
+    tally = Tally()
+    with watched(tally), pytest.raises(UnavailableError):
+        DeadlineBucket(gated, Impatience.while_set(gated.begun["put"])).put("key", b"too late")
+    gated.let_go("put")
+    assert gated.ended["put"].wait(60)
+    assert local.get("key") == b"first"
+
+
+@pytest.mark.parametrize("tell", [lambda: waited(60), lambda: moved(60_000_000)], ids=["limits", "bytes"])
+def test_limits_and_bytes_give_more_time(local: Bucket, tell: Callable[[], None]) -> None:
+    gated = GatedBucket(local, "get")
+    gated.before = tell
+    bucket = DeadlineBucket(gated, Impatience.while_set(gated.begun["get"]))
+    timer = threading.Timer(1.5, lambda: gated.let_go("get"))
+    timer.start()
+    assert bucket.get("key") == b"first"
+    timer.join()
+
+
+def test_a_put_has_time_for_its_size(local: Bucket) -> None:
+    gated = GatedBucket(SwallowingBucket(local), "put")
+    timer = threading.Timer(1.5, lambda: gated.let_go("put"))
+    timer.start()
+    DeadlineBucket(gated, Impatience.while_set(gated.begun["put"])).put("key", bytes(60_000_000))
+    timer.join()
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize("name", CALLS)
+def test_interrupts_get_through_at_once(local: Bucket, tmp_path: Path, name: str) -> None:
+    gated = GatedBucket(local, name)
+    bucket = DeadlineBucket(gated, LONG)
+
+    def interrupt() -> None:
+        gated.begun[name].wait(60)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        CALLS[name](bucket, tmp_path / "copy")
+    thread.join()
+    gated.let_go(name)
+    assert gated.ended[name].wait(60)
+    eventually(lambda: not list(tmp_path.glob(".*")))
+    bucket.put("key", b"after")
+    assert local.get("key") == b"after"
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_hanging_call_does_not_hold_up_the_end_of_the_process(tmp_path: Path) -> None:
+    script = f"""
+import threading
+from tests.support.store_faults import GatedBucket
+from vllm_delta_sync.bucket import StoreOptions, open_bucket
+from vllm_delta_sync.bucket.deadline import DeadlineBucket
+from vllm_delta_sync.errors import UnavailableError
+bucket = DeadlineBucket(GatedBucket(open_bucket({str(tmp_path / "run")!r}), "put"), StoreOptions(store_deadline=0.05))
+try:
+    bucket.put("key", b"x")
+except UnavailableError:
+    print("given up")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=GATE_SECONDS / 2, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
+
+
+def test_what_watches_the_caller_watches_the_call(local: Bucket) -> None:
+    gated = GatedBucket(local, "stat")
+    gated.before = lambda: moved(7)
+    gated.let_go("stat")
+    tally = Tally()
+    with watched(tally):
+        DeadlineBucket(gated, LONG).stat("key")
+    assert tally.bytes == 7
+
+
+def test_keys_come_a_page_at_a_time_and_before_the_error(local: Bucket) -> None:
+    read: list[int] = []
+
+    class Long(WrappedBucket):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            for number in range(2500):
+                read.append(number)
+                yield ObjectInfo(f"key/{number:04}", 1, 0.0)
+            raise StoreError("no more")
+
+    bucket = DeadlineBucket(Long(local), LONG)
+    items = bucket.list()
+    assert not read
+    assert next(items).key == "key/0000"
+    assert len(read) == 1000
+    assert sum(1 for _ in islice(items, 2499)) == 2499
+    with pytest.raises(StoreError, match="no more"):
+        next(items)
+
+
+def test_after_a_fork_both_halves_work(local: Bucket) -> None:
+    bucket = DeadlineBucket(local, StoreOptions(store_deadline=120))
+    assert bucket.get("key") == b"first"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            bucket.put("child", bucket.get("key"))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bucket.get("child") == b"first"
+
+
+def test_calls_that_follow_each_other_share_a_thread(local: Bucket) -> None:
+    threads: set[int] = set()
+
+    class Noting(WrappedBucket):
+        def stat(self, key: str) -> ObjectInfo:
+            threads.add(threading.get_ident())
+            return self._inner.stat(key)
+
+    with DeadlineBucket(Noting(local), LONG) as bucket:
+        for _ in range(50):
+            bucket.stat("key")
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
+
+
+def test_idle_threads_keep_no_bytes(local: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "IDLE_SECONDS", 3600.0)
+
+    class Watched(bytes):
+        """Bytes that say when they go."""
+
+        def __del__(self) -> None:
+            gone.set()
+
+    class Giving(SwallowingBucket):
+        def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+            return Watched(b"x")
+
+    gone = threading.Event()
+    bucket = DeadlineBucket(Giving(local), LONG)
+    assert bucket.get("key") == b"x"
+    assert gone.wait(60)
+    gone.clear()
+    bucket.put("key", Watched(b"y"))
+    assert gone.wait(60)

@@ -1,0 +1,75 @@
+"""From URLs and options to buckets: what is refused, and what goes for which store."""
+
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tests.support.clouds import KEYS, far_from_clouds
+from vllm_delta_sync.bucket import StoreOptions, open_beside, open_bucket
+from vllm_delta_sync.bucket.opening import OpenedBucket
+from vllm_delta_sync.config import client_settings, load_settings
+from vllm_delta_sync.errors import SettingsError, UsageError
+from vllm_delta_sync.wire.manifest import object_key
+
+ENDPOINT = "http://127.0.0.1:7"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    far_from_clouds(monkeypatch, tmp_path)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+def endpoint_beside(url: str, other: str) -> str | None:
+    with open_bucket(url, StoreOptions(store_endpoint=ENDPOINT)) as bucket, open_beside(bucket, other) as beside:
+        assert isinstance(beside, OpenedBucket)
+        return beside.options.store_endpoint
+
+
+def test_an_endpoint_goes_for_one_kind_of_store() -> None:
+    assert endpoint_beside("s3://a/run", "s3://b/run") == ENDPOINT
+    assert endpoint_beside("hf://buckets/a/b/run", "HF://buckets/a/c/run") == ENDPOINT
+    assert endpoint_beside("hf://buckets/a/b/run", "s3://a/run") is None
+    assert endpoint_beside("s3://a/run", "hf://buckets/a/b/run") is None
+
+
+@pytest.mark.parametrize("url", ["s3://127.0.0.1:9000/runs/a", "hf://localhost:80/buckets/a/b", "gs://a:1"])
+def test_a_host_with_a_port_is_no_bucket(url: str) -> None:
+    with pytest.raises(UsageError, match=r"host and a port.*store_endpoint"):
+        open_bucket(url)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket//run", "hf://buckets//team/run", "az:////run"])
+def test_an_empty_part_is_not_passed_over(url: str) -> None:
+    with pytest.raises(UsageError, match=r"has the part ''|names no bucket"):
+        open_bucket(url)
+
+
+@pytest.mark.parametrize("name", list(StoreOptions.model_fields))
+def test_an_empty_variable_is_none(name: str) -> None:
+    variable = f"DELTA_SYNC_{name.upper()}"
+    settings = load_settings(environment={"DELTA_SYNC_BUCKET": "s3://a/run", variable: ""})
+    assert settings.store() == client_settings(environment={variable: ""}).store() == StoreOptions()
+
+
+def test_a_mirror_without_a_name_is_refused_by_the_name_of_its_setting() -> None:
+    with pytest.raises(SettingsError, match="'mirror'"):
+        load_settings({"bucket": "s3://a/run", "mirror": ""}, {})
+
+
+def test_a_limit_goes_for_what_comes_from_a_mirror_too(tmp_path: Path) -> None:
+    data = bytes(3_000_000)
+    key = object_key(sha256(data).hexdigest())
+    for name in ("origin", "mirror"):
+        open_bucket(tmp_path / name).put(key, data)
+    options = StoreOptions(mirror=str(tmp_path / "mirror"), store_download_limit=1_500_000, store_progress="off")
+    with open_bucket(tmp_path / "origin", options) as bucket:
+        began = time.monotonic()
+        assert bucket.get(key) == data
+        # A second's worth goes through at full speed.
+        assert time.monotonic() - began > 0.9
+        assert isinstance(bucket, OpenedBucket)
+        assert bucket.metrics.snapshot()["received_bytes"] == 0

@@ -1,0 +1,272 @@
+"""What is tried again, for how long, and what then is said."""
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.store_faults import CUT, FlakyBucket, PlannedBucket, ReportingBucket, fail
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket, retrying
+from vllm_delta_sync.bucket.flow import watched
+from vllm_delta_sync.bucket.metered import Metrics, Tally
+from vllm_delta_sync.bucket.retrying import RetryingBucket
+from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.errors import (
+    AccessError,
+    ConflictError,
+    DeadlineError,
+    DeltaSyncError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+    UsageError,
+)
+
+OPTIONS = StoreOptions(store_progress="off")
+
+
+@pytest.fixture
+def local(url: str) -> Bucket:
+    return open_bucket(url)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to no pauses between tries."""
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_SECONDS", 1e-5)
+    monkeypatch.setattr(retrying, "LONGEST_PAUSE_SECONDS", 1e-4)
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["bytes", "file"])
+@pytest.mark.usefixtures("hurried")
+def test_another_writers_object_is_a_conflict_after_a_failure_too(local: Bucket, tmp_path: Path, as_file: bool) -> None:
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    source = mine if as_file else b"mine"
+    for theirs in (b"them", b"other length"):
+        bucket = RetryingBucket(PlannedBucket(local, CUT), OPTIONS, Metrics())
+        local.put("key", theirs)
+        with pytest.raises(ConflictError):
+            bucket.put("key", source, if_absent=True)
+        assert local.get("key") == theirs
+    # Without an unknown outcome even the same bytes are somebody else's.
+    local.put("key", b"mine")
+    with pytest.raises(ConflictError):
+        RetryingBucket(local, OPTIONS, Metrics()).put("key", source, if_absent=True)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_large_object_of_ones_own_is_compared_in_pieces(
+    local: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrying, "COMPARED_BYTES", 10)
+    mine = tmp_path / "mine"
+    mine.write_bytes(bytes(range(95)))
+    for theirs, same in ((bytes(range(95)), True), (bytes(range(94)) + b"x", False)):
+        for source in (mine, mine.read_bytes()):
+            local.put("key", theirs)
+            bucket = RetryingBucket(FlakyBucket(PlannedBucket(local, CUT), random.Random(3)), OPTIONS, Metrics())
+            if same:
+                bucket.put("key", source, if_absent=True)
+            else:
+                with pytest.raises(ConflictError):
+                    bucket.put("key", source, if_absent=True)
+
+
+@pytest.mark.parametrize("error", [StoreError, AccessError, NotFoundError, ConflictError, UsageError, DeadlineError])
+def test_nothing_else_is_repeated(local: Bucket, error: type[DeltaSyncError]) -> None:
+    metrics = Metrics()
+    failing = PlannedBucket(local, fail(error("no")))
+    with pytest.raises(error, match="no"):
+        RetryingBucket(failing, OPTIONS, metrics).put("key", b"x")
+    assert (failing.tries, metrics.snapshot()["retries"]) == (1, 0)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_when_time_is_over_the_error_says_what_was_tried(local: Bucket) -> None:
+    metrics = Metrics()
+    failing = PlannedBucket(local, *[CUT] * 100_000)
+    options = StoreOptions(store_deadline=0.5)
+    bucket = RetryingBucket(failing, options, metrics)
+    began = time.monotonic()
+    with pytest.raises(DeadlineError) as caught:
+        bucket.get("some/key")
+    assert time.monotonic() - began >= options.retry_seconds
+    shown = metrics.snapshot()
+    assert failing.tries == shown["retries"] + 1 > 2
+    assert (shown["failures"], shown["failures_deadline"]) == (1, 1)
+    for part in ("'some/key'", local.url, f"{failing.tries} tries", " s;", "was cut; check the network"):
+        assert part in caught.value.message
+    assert isinstance(caught.value.__cause__, UnavailableError)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_long_try_that_broke_off_is_repeated_all_the_same(local: Bucket) -> None:
+    local.put("key", b"x")
+
+    def long() -> None:
+        time.sleep(0.2)
+        CUT()
+
+    failing = PlannedBucket(local, long)
+    assert RetryingBucket(failing, StoreOptions(store_deadline=0.01), Metrics()).get("key") == b"x"
+    assert failing.tries == 2
+
+
+@pytest.mark.usefixtures("hurried")
+def test_watchers_outside_count_no_byte_twice(local: Bucket) -> None:
+    def cut_at_60(done: int) -> None:
+        if done == 60 and left:
+            left.pop()
+            CUT()
+
+    left = [1, 2]
+    tally = Tally()
+    with watched(tally):
+        RetryingBucket(ReportingBucket(local, 20, cut_at_60), OPTIONS, Metrics()).put("key", bytes(100))
+    assert (left, tally.bytes) == ([], 100)
+
+
+def test_a_pipe_is_read_once(local: Bucket, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    failing = PlannedBucket(local, CUT)
+    with pytest.raises(UnavailableError, match="was cut"):
+        RetryingBucket(failing, OPTIONS, Metrics()).put("key", pipe)
+    assert failing.tries == 1
+
+
+def test_a_file_that_is_not_there_is_no_matter_of_the_store(local: Bucket, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere"):
+        RetryingBucket(local, OPTIONS, Metrics()).put("key", tmp_path / "nowhere")
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_listing_goes_on_where_it_broke_off(local: Bucket) -> None:
+    class Breaking(WrappedBucket):
+        """Breaks off after 3 more keys than the time before, and twice without any."""
+
+        breaks = 0
+
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            self.breaks += 1
+            for number, item in enumerate(self._inner.list(prefix)):
+                if number >= 3 * (self.breaks - 2) and self.breaks < 6:
+                    CUT()
+                yield item
+
+    keys = [f"a/{number:02}" for number in range(20)]
+    for key in keys:
+        local.put(key, b"x")
+    breaking = Breaking(local)
+    assert [item.key for item in RetryingBucket(breaking, OPTIONS, Metrics()).list("a/")] == keys
+    assert breaking.breaks == 6
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_listing_that_gets_on_may_take_its_time(local: Bucket) -> None:
+    class OneMore(WrappedBucket):
+        """Breaks off behind one more key each time."""
+
+        rounds = 0
+
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            self.rounds += 1
+            for number, item in enumerate(self._inner.list(prefix)):
+                if number == self.rounds:
+                    time.sleep(0.03)
+                    CUT()
+                yield item
+
+    keys = [f"{number:02}" for number in range(10)]
+    for key in keys:
+        local.put(key, b"x")
+    options = StoreOptions(store_deadline=0.05)
+    assert [item.key for item in RetryingBucket(OneMore(local), options, Metrics()).list()] == keys
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Pauses are ten minutes; the event says that one begins."""
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(retrying, "LONGEST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
+    begun = threading.Event()
+
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            begun.set()
+
+    handler = Telling()
+    retrying.logger.addHandler(handler)
+    yield begun
+    retrying.logger.removeHandler(handler)
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """What runs in the background of a shell ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt_main(when: threading.Event) -> threading.Thread:
+    """Ctrl-C for the main thread after the event; what it is doing is what is interrupted."""
+
+    def interrupt() -> None:
+        when.wait(60)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+@pytest.mark.usefixtures("handler")
+def test_interrupts_end_a_pause(local: Bucket, waiting: threading.Event) -> None:
+    bucket = RetryingBucket(PlannedBucket(local, CUT), StoreOptions(store_deadline=3600), Metrics())
+    thread = interrupt_main(waiting)
+    with pytest.raises(KeyboardInterrupt):
+        bucket.put("key", b"x")
+    thread.join()
+
+
+def test_close_ends_a_pause(local: Bucket, waiting: threading.Event) -> None:
+    bucket = RetryingBucket(PlannedBucket(local, CUT), StoreOptions(store_deadline=3600), Metrics())
+    errors: list[str] = []
+
+    def put() -> None:
+        try:
+            bucket.put("key", b"x")
+        except UnavailableError as error:
+            errors.append(error.message)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    assert waiting.wait(60)
+    bucket.close()
+    thread.join(60)
+    assert len(errors) == 1
+    assert "closed" in errors[0]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_log_says_it_once_a_second(local: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    bucket = RetryingBucket(PlannedBucket(local, *[CUT] * 200), OPTIONS, Metrics())
+    began = time.monotonic()
+    bucket.put("some/key", b"x")
+    seconds = time.monotonic() - began
+    lines = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(lines) <= 1 + seconds
+    assert "'some/key'" in lines[0]
+    assert "next try in 0.0 s" in lines[0]
+    assert "was cut" in lines[0]

@@ -1,0 +1,364 @@
+"""``delta-sync keygen`` and ``keys``, and the keys that other commands take, as a user runs them."""
+
+import io
+import json
+import os
+import stat
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.cli.test_cli import delta_sync
+from tests.support.damage import TABLE
+from tests.support.samples import RunWriter
+from tests.trust.test_verify_signed import Signed
+from vllm_delta_sync import cli
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.errors import ConflictError, SettingsError, SignatureError, UsageError
+from vllm_delta_sync.notice import curve
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keys import generate, load_public
+from vllm_delta_sync.upkeep.key_list import change_key
+from vllm_delta_sync.upkeep.keys import change_keys
+from vllm_delta_sync.wire import manifest as names
+from vllm_delta_sync.wire.documents import KEYS_KEY, KeyEntry, KeyFile
+
+
+def real(*arguments: str, code: int = 0) -> Any:
+    """The JSON document of a command in a process of its own."""
+    done = delta_sync(*arguments, "--json")
+    assert (done.returncode, done.stderr) == (code, ""), done.stdout
+    return json.loads(done.stdout)
+
+
+def shown(*arguments: str, code: int = 0, **environment: str) -> str:
+    """What a command prints; in this process, to be quick."""
+    out, err = io.StringIO(), io.StringIO()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DELTA_SYNC_")}
+    with mock.patch.dict(os.environ, {**kept, **environment}, clear=True), redirect_stdout(out), redirect_stderr(err):
+        assert (cli.run(arguments), err.getvalue()) == (code, ""), out.getvalue()
+    return out.getvalue()
+
+
+def answer(*arguments: str, code: int = 0, **environment: str) -> Any:
+    return json.loads(shown(*arguments, "--json", code=code, **environment))
+
+
+class World:
+    """A run in a directory, and keys in files beside it: root (which servers trust), trainer, next."""
+
+    def __init__(self, folder: Path, first: str = "trainer") -> None:
+        self.folder = folder
+        self.url = str(folder / "run")
+        self.public = {name: generate(self.path(name)) for name in ("root", "trainer", "next", "stranger")}
+        self.run = Signed(self.keyring(first), open_bucket(self.url))
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.key"
+
+    def pub(self, name: str) -> str:
+        return f"{self.path(name)}.pub"
+
+    def keyring(self, name: str, *trusted: str) -> Keyring:
+        return Keyring.load([self.pub(known) for known in trusted] or None, self.path(name))
+
+    def keys(self, *arguments: str, code: int = 0, signing: str = "root") -> Any:
+        return real("keys", "--bucket", self.url, "--signing-key", str(self.path(signing)), *arguments, code=code)
+
+    def verify(self, code: int = 0) -> Any:
+        return real("verify", "--bucket", self.url, "--all", "--trusted-keys", self.pub("root"), code=code)
+
+    def change(self, signing: str = "root", trusted: tuple[str, ...] = (), **change: Any) -> Any:
+        return change_keys(open_bucket(self.url), self.keyring(signing, *trusted), **change)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_keygen(tmp_path: Path) -> None:
+    path = tmp_path / "a.key"
+    done = delta_sync("keygen", str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == load_public(Path(f"{path}.pub")) + "\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "PRIVATE" in path.read_text()
+    kept = path.read_bytes()
+    again = delta_sync("keygen", str(path))
+    assert again.returncode == 5
+    assert "is there already" in again.stderr
+    assert path.read_bytes() == kept
+    assert delta_sync("keygen", str(tmp_path / "no" / "a.key")).returncode == 4
+    document = answer("keygen", str(tmp_path / "b.key"))
+    assert document["key"] == load_public(tmp_path / "b.key.pub")
+    assert Path(document["public"]).is_file()
+
+
+def test_keygen_for_notices(tmp_path: Path) -> None:
+    path = tmp_path / "notice.key"
+    document = answer("keygen", str(path), "--notice")
+    assert document["key"] == curve.load_secret(path).public.decode()
+    assert curve.load_public(tmp_path / "notice.key.pub").decode() == document["key"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert delta_sync("keygen", str(path), "--notice").returncode == 5
+
+
+def test_the_life_of_keys(world: World) -> None:
+    """Listed, rotated, stolen, revoked: what verify says at each turn, and what mends it."""
+    run = world.run
+    run.deltas(*["packed"] * 3)
+    # The servers trust the root alone, and nobody has listed the trainer yet.
+    assert world.verify(code=1)["error"]["kind"] == "signature"
+    added = world.keys("--add", world.pub("trainer"))
+    assert (added["sequence"], [row["key"] for row in added["keys"]]) == (1, [world.public["trainer"]])
+    run.folds()
+    assert world.verify()["signatures_checked"] is True
+
+    # Rotated: the new key publishes on, and what the old one signed holds.
+    rotated = world.keys("--add", world.pub("next"), "--retire", world.pub("trainer"))
+    assert (rotated["sequence"], rotated["versions"], rotated["documents"]) == (2, [], [])
+    run.writer.keyring = world.keyring("next")
+    run.deltas(*["packed"] * 3)
+    run.folds()
+    verified = world.verify()
+    assert (verified["head"], verified["folds"]) == (6, 1)
+    listed = answer("keys", "--bucket", world.url, "--trusted-keys", world.pub("root"))
+    states = {row["key"]: (row["trusted"], row["state"]) for row in listed["keys"]}
+    assert states == {
+        world.public["root"]: (True, "in use"),
+        world.public["trainer"]: (False, "retired"),
+        world.public["next"]: (False, "in use"),
+    }
+    assert "up to version 3" in shown("keys", "--bucket", world.url, "--trusted-keys", world.pub("root"))
+
+    # Stolen after version 6: the thief publishes 7 and 8.
+    run.deltas("packed", "packed")
+    run.folds()
+    revoked = world.keys("--revoke", world.pub("next"), "--version", "6", "--add", world.pub("stranger"))
+    assert (revoked["sequence"], revoked["versions"], revoked["head"]) == (3, [7, 8], 6)
+    assert revoked["documents"] == ["folds/0000000000-0000000004.json", "folds/0000000004-0000000008.json"]
+    notes = "\n".join(revoked["notes"])
+    for word in ("REVOKED", "versions that fall: 7, 8", "delta-sync compact --signing-key", "another"):
+        assert word in notes
+    found = world.verify(code=1)
+    problems = {row["key"] for row in found["findings"]}
+    assert {names.version_key(7), names.version_key(8), *revoked["documents"]} <= problems
+    assert found["head"] == 6
+
+    # A publisher with another key goes past; compact makes again what it can, repair removes what is of no use.
+    run.writer.keyring = world.keyring("stranger")
+    run.delta(base=6)
+    keys = ("--bucket", world.url, "--signing-key", str(world.path("stranger")), "--trusted-keys", world.pub("root"))
+    # The range over the thief's versions is refused.
+    assert real("compact", *keys, code=1)["folds"] == [{"first": 0, "last": 4}]
+    assert real("repair", *keys)["verdict"] is True
+    after = world.verify()
+    assert (after["verdict"], after["head"], after["refused"], after["folds"]) == (True, 9, [7, 8], 1)
+    assert answer("log", "--bucket", world.url, code=0)["versions"][9]["signed_by"] == world.public["stranger"]
+
+
+def test_the_head_is_signed_again_when_its_key_is_revoked(world: World) -> None:
+    run = world.run
+    run.deltas("packed", "packed")
+    world.change(add=[world.public["trainer"]])
+    change = world.change(revoke=[world.public["trainer"]])
+    assert (change.head, change.versions) == (2, [])
+    opened = open_run(world.url, Keyring.load(world.pub("root")))
+    assert opened.head().version == 2
+    assert opened.pointer is not None
+    assert opened.pointer.expires_at is not None
+    assert opened.verify().findings == []
+
+
+def test_changes_that_make_no_sense_are_refused(world: World) -> None:
+    world.run.deltas("packed", "packed")
+    trainer, root, other = (world.public[name] for name in ("trainer", "root", "next"))
+    world.change(add=[trainer])
+    before = open_bucket(world.url).get(KEYS_KEY)
+    for expected, change in (
+        (UsageError, {}),
+        (UsageError, {"add": [other, other]}),
+        (UsageError, {"add": [other], "revoke": [other]}),
+        (UsageError, {"revoke": [root]}),
+        (UsageError, {"retire": [trainer], "version": "none"}),
+        (SignatureError, {"signing": "stranger", "add": [other]}),
+        (SignatureError, {"signing": "trainer", "add": [other]}),
+        (SettingsError, {"signing": "trainer", "trusted": ("root",), "add": [other]}),
+    ):
+        with pytest.raises(expected):
+            world.change(**change)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="--signing-key"):
+        change_keys(open_bucket(world.url), Keyring.load(world.pub("root")), add=[other])
+    assert world.keys("--revoke", world.pub("trainer"), "--version", "9", code=3)["error"]["kind"] == "not_found"
+    assert open_bucket(world.url).get(KEYS_KEY) == before
+    world.change(revoke=[trainer], version=1)
+    with pytest.raises(UsageError, match="is revoked"):
+        world.change(add=[trainer])
+    # A later version would believe more again.
+    assert world.change(revoke=[trainer], version=0).file.entry(trainer).last.version == 0
+    with pytest.raises(SignatureError, match="revoked after version 0"):
+        world.change(revoke=[trainer], version=1)
+    world.change(add=[other])
+    world.run.writer.keyring = world.keyring("next")
+    world.run.delta(base=0)
+    assert world.change(retire=[trainer]).file.entry(trainer) == KeyEntry(
+        key=trainer, last=world.run.last_word(0), revoked=True
+    )
+
+
+def test_a_run_that_is_not_signed_has_no_list(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    url = str(tmp_path / "plain")
+    RunWriter(open_bucket(url), TABLE)
+    signing = ("--signing-key", str(world.path("root")))
+    document = answer("keys", "--bucket", url, *signing, "--add", world.pub("next"), code=2)
+    assert "is not signed" in document["error"]["message"]
+    assert "the run is not signed" in answer("keys", "--bucket", url)["notes"]
+
+
+class Racing:
+    """Between another operator's look at the list and the change, somebody else changes it."""
+
+    def __init__(self, world: World) -> None:
+        self.bucket = open_bucket(world.url)
+        self.world = world
+        self.url = self.bucket.url
+        self.raced = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.bucket, name)
+
+    def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
+        if key.startswith("keys/") and not self.raced:
+            self.raced = True
+            self.world.change(add=[self.world.public["next"]])
+        self.bucket.put(key, data, if_absent=if_absent)
+
+
+def test_of_two_changes_at_once_one_is_told(world: World) -> None:
+    world.change(add=[world.public["trainer"]])
+    with pytest.raises(ConflictError, match="changed at the same time"):
+        change_keys(Racing(world), world.keyring("root"), add=[world.public["stranger"]])  # type: ignore[arg-type]
+    file = KeyFile.from_bytes(open_bucket(world.url).get(KEYS_KEY))
+    assert file.sequence == 2
+    assert {entry.key for entry in file.keys} == {world.public["trainer"], world.public["next"]}
+    assert world.change(add=[world.public["stranger"]]).file.sequence == 3
+
+
+def test_a_change_that_was_cut_off_is_gone_on_with(world: World) -> None:
+    """It had been put, and keys.json not yet: the next change builds on it."""
+    world.change(add=[world.public["trainer"]])
+    bucket = open_bucket(world.url)
+    older = bucket.get(KEYS_KEY)
+    world.change(add=[world.public["next"]])
+    bucket.put(KEYS_KEY, older)
+    file = world.change(add=[world.public["stranger"]]).file
+    assert (file.sequence, len(file.keys)) == (3, 3)
+    # What a stranger puts in the way of a change does not stop it.
+    bucket.put(change_key(4), b"{}")
+    assert world.change(retire=[world.public["trainer"]]).file.sequence == 4
+    assert KeyFile.from_bytes(bucket.get(KEYS_KEY)).sequence == 4
+
+
+WRITERS = (
+    ("tag", "best"),
+    ("compact",),
+    ("branch", "{folder}/branch"),
+)
+
+
+@pytest.mark.parametrize("command", WRITERS, ids=[command[0] for command in WRITERS])
+def test_what_writes_into_a_signed_run_asks_for_a_key(command: tuple[str, ...], tmp_path: Path) -> None:
+    world = World(tmp_path, first="root")
+    world.run.deltas(*["packed"] * 4)
+    before = set(tmp_path.rglob("*.json"))
+    arguments = [part.format(folder=tmp_path) for part in command]
+    refused = answer(*arguments, "--bucket", world.url, code=2)
+    assert refused["error"]["kind"] == "settings"
+    assert "--signing-key" in refused["error"]["message"]
+    stranger = {"DELTA_SYNC_SIGNING_KEY": str(world.path("stranger"))}
+    assert answer(*arguments, "--bucket", world.url, code=1, **stranger)["error"]["kind"] == "signature"
+    trusting = {**stranger, "DELTA_SYNC_TRUSTED_KEYS": world.pub("root")}
+    assert "refuse" in answer(*arguments, "--bucket", world.url, code=2, **trusting)["error"]["message"]
+    assert set(tmp_path.rglob("*.json")) == before
+    answer(*arguments, "--bucket", world.url, DELTA_SYNC_SIGNING_KEY=str(world.path("root")))
+    written = set(tmp_path.rglob("*.json")) - before
+    assert written
+    for file in written:
+        assert b'"signature":{' in file.read_bytes() or file.name == "tensors.json"
+    assert world.verify()["verdict"] is True
+
+
+def test_what_only_reads_or_removes_needs_no_key(tmp_path: Path) -> None:
+    world = World(tmp_path, first="root")
+    world.run.deltas(*["packed"] * 4)
+    world.run.tag("best", 2)
+    for arguments in (("compact", "--dry-run"), ("gc", "--keep-last", "1"), ("tag", "best", "--delete")):
+        answer(*arguments, "--bucket", world.url)
+
+
+READERS = (
+    ("log", "--bucket", "{url}"),
+    ("inspect", "{url}"),
+    ("inspect", "{url}", "--version", "1"),
+    ("verify", "--bucket", "{url}"),
+    ("gc", "--bucket", "{url}", "--yes"),
+    ("tag", "--bucket", "{url}"),
+    ("compact", "--bucket", "{url}", "--dry-run"),
+    ("repair", "--bucket", "{url}"),
+    ("keys", "--bucket", "{url}"),
+)
+
+
+@pytest.mark.parametrize("command", READERS, ids=["-".join(command[:1] + command[2:]) for command in READERS])
+def test_every_reader_refuses_what_is_not_trusted(command: tuple[str, ...], tmp_path: Path) -> None:
+    world = World(tmp_path, first="root")
+    world.run.deltas("packed")
+    arguments = [part.format(url=world.url) for part in command]
+    answer(*arguments, "--trusted-keys", world.pub("root"))
+    refused = answer(*arguments, "--trusted-keys", world.pub("stranger"), code=1)
+    assert refused["error"]["kind"] == "signature"
+    assert answer(*arguments, code=1, DELTA_SYNC_TRUSTED_KEYS=world.pub("stranger")) == refused
+    assert answer(*arguments, "--trusted-keys", str(tmp_path / "nowhere"), code=2)["error"]["kind"] == "settings"
+
+
+def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
+    world = World(tmp_path, first="root")
+    world.run.deltas("packed")
+    short = world.public["root"][:16]
+    text = shown("log", "--bucket", world.url)
+    assert text.splitlines()[0].endswith("signed by")
+    assert text.splitlines()[2].endswith(short)
+    assert "signatures were not checked" in text
+    assert "not checked" not in shown("log", "--bucket", world.url, "--trusted-keys", world.pub("root"))
+    assert f"by key {short}, not checked" in shown("inspect", world.url)
+    for version in ([], ["--version", "1"]):
+        text = shown("inspect", world.url, *version, "--trusted-keys", world.pub("root"))
+        assert f"by key {short}, which holds" in text
+    row = answer("log", "--bucket", world.url, "--trusted-keys", world.pub("root"))["versions"][1]
+    assert (row["signed_by"], row["signature_holds"]) == (world.public["root"], True)
+
+
+def test_a_key_that_others_can_read_is_refused(world: World) -> None:
+    os.chmod(world.path("root"), 0o644)
+    assert "chmod 600" in world.keys("--add", world.pub("next"), code=2)["error"]["message"]
+    os.chmod(world.path("root"), 0o600)
+    # A private key is no public one, and a revoked key's file may be lost.
+    assert world.keys("--add", str(world.path("next")), code=2)["error"]["kind"] == "settings"
+    world.keys("--add", world.pub("trainer"))
+    gone = world.keys("--revoke", world.public["trainer"], "--version", "none")
+    assert (gone["versions"], gone["head"]) == ([0], None)
+    assert any("no version of the run is believed any more" in note for note in gone["notes"])
+
+
+def test_python_sees_the_same(world: World) -> None:
+    world.run.deltas("packed")
+    world.change(add=[world.public["trainer"]])
+    assert Run(open_bucket(world.url), Keyring.load(world.pub("root"))).verify().checked
+    with pytest.raises(SignatureError):
+        open_run(world.url, Keyring.load(world.pub("stranger")))

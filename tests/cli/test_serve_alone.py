@@ -1,0 +1,149 @@
+"""``delta-sync serve`` without MODEL: what it sets, runs and writes, and what it refuses before vLLM starts."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.test_cli import GOLDEN
+from trainer_side import Publisher
+from vllm_delta_sync import cli, open_run
+from vllm_delta_sync.trust import keys
+
+FILES = {"config.json": '{"model_type": "qwen3"}', "tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}"}
+
+
+def publish(url: str, folder: Path, names: tuple[str, ...] = tuple(FILES), **options: Any) -> str:
+    """Begin a run that keeps some files; its id."""
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(FILES[name])
+    with Publisher([("a", torch.zeros(4))], url, files=folder, **options):
+        pass
+    with open_run(url) as run:
+        return run.info.run
+
+
+class Command:
+    """``delta-sync serve --dry-run`` in this process, with a cache folder for it alone."""
+
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+        self.home, self._capsys, self._caplog = home, capsys, caplog
+
+    def __call__(self, *arguments: str) -> list[str]:
+        """The command that it would become."""
+        self._caplog.clear()
+        code = cli.run(["serve", *arguments, "--dry-run", "--json"])
+        said = json.loads(self._capsys.readouterr().out)
+        assert code == 0, said
+        command: list[str] = said["command"]
+        return command[command.index("serve") + 1 :]
+
+    def refused(self, code: int, *arguments: str) -> str:
+        """What it says instead."""
+        assert cli.run(["serve", *arguments, "--dry-run"]) == code
+        return self._capsys.readouterr().err
+
+    @property
+    def warned(self) -> str:
+        return self._caplog.text
+
+
+@pytest.fixture
+def serve(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Command:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Command(tmp_path / "cache", capsys, caplog)
+
+
+def test_model_name_and_format_come_from_the_run(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "first-run")
+    run = publish(url, tmp_path / "files")
+    command = serve("--bucket", url, "--port", "8000")
+    folder = serve.home / "vllm-delta-sync" / "models" / run
+    assert command[0] == str(folder)
+    assert command[3:] == [
+        *("--load-format", "delta_sync", "--served-model-name", "first-run"),
+        *("--port", "8000"),
+    ]
+    assert {path.name: path.read_text() for path in folder.iterdir()} == FILES
+    # What was damaged meanwhile is written again.
+    (folder / "config.json").write_text("{}")
+    assert serve("--bucket", url, "--port", "8000") == command
+    assert (folder / "config.json").read_text() == FILES["config.json"]
+
+
+@pytest.mark.parametrize("name", ["--served-model-name", "--served_model_name"])
+def test_what_is_given_is_not_given_again(tmp_path: Path, serve: Command, name: str) -> None:
+    url = str(tmp_path / "run")
+    publish(url, tmp_path / "files")
+    given = [name, "policy", "--load_format=delta_sync"]
+    assert serve("--bucket", url, *given)[3:] == given
+    # A cache folder that is set is where everything goes.
+    command = serve("--bucket", url, "--cache-dir", str(tmp_path / "own"))
+    assert Path(command[0]).parent == tmp_path / "own" / "models"
+
+
+def test_a_model_that_is_given_is_used_as_it_is(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    publish(url, tmp_path / "files")
+    command = serve("base", "--bucket", url)
+    assert command[0] == "base"
+    assert "--load-format" not in command
+    assert not serve.home.exists()
+
+
+def test_refusals_name_what_to_give(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    publish(url, tmp_path / "files")
+    said = serve.refused(2, "--bucket", url, "--load-format", "safetensors")
+    assert "--load-format is 'safetensors', and there is no MODEL to load that from: give MODEL" in said
+    said = serve.refused(2, "--bucket", GOLDEN)
+    assert "keeps no config.json, so a server cannot start from it alone: give MODEL" in said
+    assert "no run at" in serve.refused(3, "--bucket", str(tmp_path / "none"))
+    assert not serve.home.exists()
+    blocked = tmp_path / "file"
+    blocked.touch()
+    said = serve.refused(4, "--bucket", url, "--cache-dir", str(blocked))
+    assert "cannot be made: Not a directory; set cache_dir to another one" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    run = publish(url, tmp_path / "files")
+    folder = tmp_path / "cache" / "models" / run
+    folder.mkdir(parents=True)
+    os.chown(folder, 65534, 65534)
+    said = serve.refused(4, "--bucket", url, "--cache-dir", str(tmp_path / "cache"))
+    assert "belongs to user 65534, and this process is user 0; set cache_dir to a folder of its own" in said
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_without_a_tokenizer_is_warned_of(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    publish(url, tmp_path / "files", ("config.json",))
+    serve("--bucket", url)
+    assert "the run keeps no tokenizer, so vLLM may not start: give --tokenizer" in serve.warned
+    for given in (["--skip-tokenizer-init"], ["--tokenizer", "elsewhere"]):
+        serve("--bucket", url, *given)
+        assert "tokenizer" not in serve.warned
+
+
+def test_files_of_a_run_that_is_not_trusted_are_not_written(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    for name in ("signer", "other"):
+        keys.generate(tmp_path / name)
+    publish(url, tmp_path / "files", signing_key=tmp_path / "signer", trusted_keys=[tmp_path / "signer.pub"])
+    state = ("--state-dir", str(tmp_path / "state"), "--cache-dir", str(tmp_path / "cache"))
+    said = serve.refused(1, "--bucket", url, "--trusted-keys", str(tmp_path / "other.pub"), *state)
+    assert said.startswith("delta-sync: signature: ")
+    assert not serve.home.exists()
+    serve("--bucket", url, "--trusted-keys", str(tmp_path / "signer.pub"), *state)

@@ -1,0 +1,203 @@
+"""Delta objects: what is encoded comes back bit by bit, whatever the dtype, codec, compression and pattern."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import reference_packed
+from tests.support.samples import (
+    CONTEXT,
+    changes_between,
+    every_dtype_table,
+    nudge,
+    patterns,
+    random_bits,
+    state_of,
+)
+from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.wire import packed
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.changes import Changes, Sparse
+from vllm_delta_sync.wire.compression import Compression
+from vllm_delta_sync.wire.container import Container
+from vllm_delta_sync.wire.delta import Codec, decode, encode, required_features
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+WAYS: list[tuple[Codec, Compression]] = [("packed", "zstd"), ("packed", "none"), ("raw", "none")]
+ways = pytest.mark.parametrize(("codec", "compression"), WAYS)
+
+
+def check_round_trip(
+    table: TensorTable, old: list[Bits], new: list[Bits], codec: Codec, compression: Compression, full: list[int]
+) -> bytes:
+    """Encode, decode, apply: the result must be ``new``; → the object."""
+    changes = changes_between(table, old, new, codec, full)
+    data = encode(changes, table, codec, compression, CONTEXT)
+    found = decode(data, table, CONTEXT)
+    assert found.changed == changes.changed
+    assert found.fingerprints == changes.fingerprints
+    assert found.fingerprint == changes.fingerprint
+    state = state_of(table, old)
+    state.apply(found)
+    for tensor in range(len(table)):
+        assert np.array_equal(state.bits[tensor], new[tensor]), table[tensor].name
+    assert state.fingerprints == state_of(table, new).fingerprints
+    assert encode(changes, table, codec, compression, CONTEXT) == data
+    return data
+
+
+@given(
+    st.sampled_from(sorted(DTYPES)),
+    st.sampled_from(WAYS),
+    st.data(),
+)
+@settings(max_examples=120, deadline=None)
+def test_any_patterns_of_any_dtype(dtype: str, way: tuple[Codec, Compression], data: st.DataObject) -> None:
+    table = TensorTable([TensorSpec("w", dtype, (2, 15)), TensorSpec("v", dtype, (30,)), TensorSpec("s", dtype, ())])
+    values = st.lists(patterns(dtype), min_size=30, max_size=30)
+    old = [np.array(data.draw(values)[: spec.numel], spec.element.uint) for spec in table]
+    new = []
+    for bits in old:
+        chosen = data.draw(st.lists(st.booleans(), min_size=bits.size, max_size=bits.size))
+        other = np.array(data.draw(values)[: bits.size], bits.dtype)
+        new.append(np.where(chosen, other, bits))
+    full = [tensor for tensor in range(3) if data.draw(st.booleans())]
+    check_round_trip(table, old, new, *way, full)
+
+
+@ways
+@pytest.mark.parametrize("share", [0.0, 0.005, 0.3, 1.0])
+def test_every_dtype_in_one_object(codec: Codec, compression: Compression, share: float) -> None:
+    table = every_dtype_table()
+    random = np.random.default_rng(5)
+    old = random_bits(table, random)
+    check_round_trip(table, old, nudge(old, random, share), codec, compression, full=[])
+    check_round_trip(table, old, nudge(old, random, share), codec, compression, full=list(range(len(table))))
+
+
+@ways
+@pytest.mark.parametrize(
+    "where",
+    [[0], [99_999], [0, 99_999], [254], [255], [256], [0, 256], [0, 257], [0, 255, 511, 766, 1022], [500, 99_998]],
+)
+def test_lonely_elements(codec: Codec, compression: Compression, where: list[int]) -> None:
+    table = TensorTable([TensorSpec("w", "BF16", (100_000,))])
+    old = [np.zeros(100_000, np.uint16)]
+    new = [old[0].copy()]
+    new[0][where] = 0x8000
+    check_round_trip(table, old, new, codec, compression, full=[])
+
+
+@ways
+def test_every_bf16_pattern_to_every_neighbour(codec: Codec, compression: Compression) -> None:
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    table = TensorTable([TensorSpec("w", "BF16", (every.size,))])
+    for new in (every[::-1], np.roll(every, 1), every ^ np.uint16(0x8000), np.full_like(every, 0x7FC1)):
+        check_round_trip(table, [every], [new.copy()], codec, compression, full=[])
+
+
+@ways
+def test_nothing_changed(codec: Codec, compression: Compression) -> None:
+    table = every_dtype_table(3)
+    bits = random_bits(table, np.random.default_rng(0))
+    data = check_round_trip(table, bits, bits, codec, compression, full=[])
+    assert decode(data, table, CONTEXT) == Changes()
+
+
+@ways
+def test_positions_beyond_32_bits(codec: Codec, compression: Compression) -> None:
+    numel = 2**40
+    table = TensorTable([TensorSpec("w", "BF16", (2**20, 2**20))])
+    positions = np.array([0, 254, 255, 600, 2**31 - 1, 2**31, 2**32 + 5, 2**39, numel - 1], np.int64)
+    values = np.arange(1, positions.size + 1).astype(np.uint16)
+    group = Sparse("BF16", np.array([0], np.uint32), np.array([positions.size]), positions, values, codec == "packed")
+    changes = Changes([group], fingerprints={0: changes_between(table_of_one(), *one_change()).fingerprint})
+    found = decode(encode(changes, table, codec, compression, CONTEXT), table, CONTEXT)
+    assert found.sparse[0].positions.tolist() == positions.tolist()
+    assert found.sparse[0].data.tolist() == values.tolist()
+
+
+def table_of_one() -> TensorTable:
+    return TensorTable([TensorSpec("w", "BF16", (4,))])
+
+
+def one_change() -> tuple[list[Bits], list[Bits]]:
+    return [np.zeros(4, np.uint16)], [np.array([0, 0x8000, 0, 5], np.uint16)]
+
+
+def test_a_tensor_never_spans_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "BLOCK_ELEMENTS", 500)
+    table = TensorTable([TensorSpec(f"w{i:02d}", "BF16", (300,)) for i in range(7)])
+    old = random_bits(table, np.random.default_rng(1))
+    new = [bits + np.uint16(1) for bits in old]
+    data = check_round_trip(table, old, new, "packed", "zstd", full=[])
+    groups = decode(data, table, CONTEXT).sparse
+    assert [group.ids.tolist() for group in groups] == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+def test_the_planes_of_packed_are_what_the_specification_says() -> None:
+    """The example of docs/FORMAT.md."""
+    table = TensorTable([TensorSpec("a", "BF16", (1000,)), TensorSpec("b", "BF16", (1000,))])
+    old = [np.zeros(1000, np.uint16), np.zeros(1000, np.uint16)]
+    new = [old[0].copy(), old[1].copy()]
+    new[0][[3, 300]] = [0x0001, 0x8000]  # +1 and −1 ULP from +0.0
+    new[1][[0, 1, 999]] = [0x0102, 0x8001, 0x0003]
+    new[1][2:15] = 1
+    changes = changes_between(table, old, new)
+    found = Container(encode(changes, table, "packed", "none", CONTEXT))
+    assert found.bits("@0.ids").tolist() == [0, 1]
+    assert found.bits("@0.counts").tolist() == [2, 16]
+    assert found.bits("@0.gaps").tolist() == [0, 37, *[0] * 15, 255]
+    assert found.bits("@0.low").tolist() == [0x03]
+    assert found.bits("@0.escapes").tolist() == [0xD9, 0x02, 0, 0, 0, 0, 0, 0]
+    assert found.bits("@0.codes").tolist() == [0x01, 0x5B, 0x55, 0x55, 0x95]
+    assert found.bits("@0.small").tolist() == [0, 3]
+    assert [found.bits(f"@0.wide.{byte}").tolist() for byte in (0, 1)] == [[0x04], [0x02]]
+    tensors = [(positions, data, 1000) for _, positions, data in changes.sparse[0].tensors()]
+    for part, plane in reference_packed.encode(tensors, 16, dense=False).items():
+        assert found.bits(f"@0.{part}").tolist() == plane.tolist()
+    new[1][3:] += 1
+    found = Container(encode(changes_between(table, old, new), table, "packed", "none", CONTEXT))
+    assert [found.bits(f"@{block}.ids").tolist() for block in (0, 1)] == [[0], [1]]
+    assert found.bits("@1.mask").tolist() == [255] * 125
+
+
+def test_anyone_reads_raw() -> None:
+    table = TensorTable([TensorSpec("model.w", "F32", (2, 3))])
+    old, new = [np.zeros(6, np.uint32)], [np.array([0, 0, 0x3F800000, 0, 0, 0xBF800000], np.uint32)]
+    data = encode(changes_between(table, old, new, "raw"), table, "raw", "none", CONTEXT)
+    found = safetensors.numpy.load(data)
+    assert found["model.w.indices"].dtype == np.int32
+    assert found["model.w.indices"].tolist() == [2, 5]
+    assert found["model.w.values"].tolist() == [1.0, -1.0]
+
+
+def test_raw_takes_wide_indices_where_a_tensor_needs_them() -> None:
+    for numel, dtype in ((2**31 - 1, "I32"), (2**31, "I64")):
+        table = TensorTable([TensorSpec("w", "U8", (numel,))])
+        one = np.array([numel - 1], np.int64)
+        group = Sparse("U8", np.array([0], np.uint32), np.array([1]), one, np.array([7], np.uint8), False)
+        fingerprints = changes_between(table_of_one(), *one_change()).fingerprints
+        found = Container(encode(Changes([group], [], fingerprints), table, "raw", "none", CONTEXT))
+        assert found.entries["w.indices"].dtype.name == dtype
+
+
+def test_misuse_of_the_codecs() -> None:
+    table = table_of_one()
+    old, new = one_change()
+    for codec in ("packed", "raw"):
+        other: Codec = "raw" if codec == "packed" else "packed"
+        with pytest.raises(UsageError, match=f"codec '{other}' takes"):
+            encode(changes_between(table, old, new, codec), table, other, "none", CONTEXT)
+    clash = TensorTable([TensorSpec("w", "BF16", (4,)), TensorSpec("w.values", "BF16", (4,))])
+    with pytest.raises(UsageError, match=r"a tensor named 'w\.values'; use codec='packed'"):
+        encode(Changes(), clash, "raw", "none", CONTEXT)
+
+
+def test_what_a_manifest_must_require() -> None:
+    assert required_features("packed", "zstd") == ["packed", "zstd"]
+    assert required_features("packed", "none") == ["packed"]
+    assert required_features("raw", "zstd") == ["raw"]

@@ -1,0 +1,330 @@
+"""Delta objects as an attacker or a broken disk would have them: one error of the right kind, and nothing else."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import rfc8785
+
+from tests.support.samples import CONTEXT, changes_between
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    FormatError,
+    LimitError,
+    TensorMismatchError,
+    UnsupportedError,
+)
+from vllm_delta_sync.wire.container import Container, write_container
+from vllm_delta_sync.wire.delta import Codec, DeltaContext, decode, encode
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+TABLE = TensorTable(
+    [
+        TensorSpec("a", "BF16", (1000,)),
+        TensorSpec("b", "BF16", (1000,)),
+        TensorSpec("c", "F32", (10,)),
+        TensorSpec("huge", "BF16", (2**24, 2**23)),
+    ]
+)
+SMALL = TensorTable([*TABLE][:3])
+Arrays = dict[str, tuple[str, np.ndarray]]
+Metadata = dict[str, Any]
+
+
+def parts(codec: Codec) -> tuple[Arrays, Metadata]:
+    """Entries and metadata of a good object: a (with low bits) and b (with an escape) sparse, c in full."""
+    old = [np.zeros(spec.numel, spec.element.uint) for spec in SMALL]
+    new = [bits.copy() for bits in old]
+    new[0][[3, 300, 999]] = [1, 0x8000, 0x7FC1]
+    new[1][[*range(16), 999]] = 5
+    new[2][:] = np.arange(10)
+    container = Container(encode(changes_between(SMALL, old, new, codec, [2]), SMALL, codec, "none", CONTEXT))
+    arrays = {
+        name: (entry.dtype.name, container.bits(name).copy().reshape(entry.shape))
+        for name, entry in container.entries.items()
+    }
+    return arrays, json.loads(container.metadata["delta_sync"])
+
+
+def build(arrays: Arrays, metadata: Metadata | str | bytes) -> bytes:
+    text = metadata if isinstance(metadata, str) else rfc8785.dumps(metadata).decode()  # type: ignore[arg-type]
+    return write_container(arrays, {"delta_sync": text})
+
+
+def refused(data: bytes, error: type[DeltaSyncError], match: str = "delta object of version 1") -> None:
+    with pytest.raises(error, match=match) as caught:
+        decode(data, TABLE, CONTEXT)
+    assert type(caught.value) is error
+
+
+def u8(*values: int) -> tuple[str, np.ndarray]:
+    return "U8", np.array(values, np.uint8)
+
+
+def u32(*values: int) -> tuple[str, np.ndarray]:
+    return "U32", np.array(values, np.uint32)
+
+
+def u64(*values: int) -> tuple[str, np.ndarray]:
+    return "U64", np.array(values, np.uint64)
+
+
+@pytest.mark.parametrize("codec", ["packed", "raw"])
+def test_the_starting_point_is_good(codec: Codec) -> None:
+    arrays, metadata = parts(codec)
+    assert decode(build(arrays, metadata), TABLE, CONTEXT).changed == 30
+
+
+METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [
+    ({"run": "0" * 32}, ChainError),
+    ({"run": 5}, FormatError),
+    ({"version": 2}, ChainError),
+    ({"version": True}, FormatError),
+    ({"version": "1"}, FormatError),
+    ({"base_version": 1}, ChainError),
+    ({"base_version": None}, FormatError),
+    ({"base_version": False}, FormatError),
+    ({"format_version": 2}, UnsupportedError),
+    ({"format_version": True}, FormatError),
+    ({"format_version": None}, FormatError),
+    ({"codec": "context", "blocks": [{"dtype": "BF16", "kind": "tiles"}]}, UnsupportedError),
+    ({"codec": ["packed"]}, FormatError),
+    ({"codec": "context", "blocks": [{"dtype": "BF16", "kind": "dense"}]}, LimitError),
+    ({"compression": "lz4"}, UnsupportedError),
+    ({"compression": None}, FormatError),
+    ({"blocks": None}, FormatError),
+    ({"blocks": {}}, FormatError),
+    ({"blocks": [5]}, FormatError),
+    ({"blocks": [{}]}, FormatError),
+    ({"blocks": [{"dtype": "BF16"}]}, FormatError),
+    ({"blocks": [{"kind": "sparse"}]}, FormatError),
+    ({"blocks": [{"dtype": "BF16", "kind": 0}]}, FormatError),
+    ({"blocks": [{"dtype": "BF16", "kind": "later"}]}, UnsupportedError),
+    ({"blocks": [{"dtype": "Q4", "kind": "sparse"}]}, FormatError),
+    ({"blocks": [{"dtype": "F16", "kind": "sparse"}]}, TensorMismatchError),
+    ({"blocks": [{"dtype": "F32", "kind": "sparse"}]}, TensorMismatchError),
+    ({"blocks": [{"dtype": "BF16", "kind": "sparse"}] * 2}, FormatError),
+    ({"blocks": [{"dtype": "BF16", "kind": "sparse"}] * 1_000_001}, LimitError),
+    ({"blocks": []}, TensorMismatchError),
+]
+
+
+@pytest.mark.parametrize(("change", "error"), METADATA)
+def test_metadata(change: dict[str, Any], error: type[DeltaSyncError]) -> None:
+    arrays, metadata = parts("packed")
+    refused(build(arrays, {**metadata, **change}), error)
+
+
+@pytest.mark.parametrize("name", ["run", "version", "base_version", "format_version", "codec", "compression", "blocks"])
+def test_metadata_without_a_field(name: str) -> None:
+    arrays, metadata = parts("packed")
+    refused(build(arrays, {key: value for key, value in metadata.items() if key != name}), FormatError)
+
+
+def test_tiles_are_of_codec_context_only() -> None:
+    arrays, metadata = parts("packed")
+    blocks = [{"dtype": "BF16", "kind": "tiles"}]
+    refused(
+        build(arrays, {**metadata, "blocks": blocks}), FormatError, match="codec 'packed' has no blocks of kind 'tiles'"
+    )
+
+
+def test_metadata_of_a_later_release_may_say_more() -> None:
+    arrays, metadata = parts("packed")
+    assert decode(build(arrays, {**metadata, "later": 1}), TABLE, CONTEXT).changed == 30
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "5", "{", '{"a":NaN}', '{"run": 1}', '{"a":1,"a":1}', "[" * 99, '"\\ud800"']
+)
+def test_metadata_that_is_not_canonical_json(text: str) -> None:
+    refused(build(parts("packed")[0], text), FormatError)
+
+
+def test_no_metadata_at_all() -> None:
+    refused(write_container(parts("packed")[0], {}), FormatError)
+    refused(write_container(parts("packed")[0], {"format": "pt"}), FormatError)
+
+
+PACKED: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
+    ("ids missing", lambda a: a.pop("@0.ids"), FormatError),
+    ("gaps missing", lambda a: a.pop("@0.gaps"), FormatError),
+    ("escapes missing", lambda a: a.pop("@0.escapes"), FormatError),
+    ("low bits missing", lambda a: a.pop("@0.low"), FormatError),
+    ("plane missing", lambda a: a.pop("@0.wide.1"), FormatError),
+    ("plane too many", lambda a: a.update({"@0.wide.2": a["@0.wide.1"]}), TensorMismatchError),
+    ("mask of a sparse block", lambda a: a.update({"@0.mask": u8(0)}), TensorMismatchError),
+    ("block too many", lambda a: a.update({"@1.ids": a["@0.ids"]}), TensorMismatchError),
+    ("unknown entry", lambda a: a.update({"@0.extra": u8(1)}), TensorMismatchError),
+    ("unknown tensor", lambda a: a.update({"d": ("F32", np.zeros(10, np.uint32))}), TensorMismatchError),
+    ("ids as U64", lambda a: a.update({"@0.ids": u64(0, 1)}), FormatError),
+    ("ids as F32", lambda a: a.update({"@0.ids": ("F32", np.array([0, 1], np.uint32))}), FormatError),
+    ("counts as I64", lambda a: a.update({"@0.counts": ("I64", np.array([3, 1], np.uint64))}), FormatError),
+    ("gaps as I8", lambda a: a.update({"@0.gaps": ("I8", a["@0.gaps"][1])}), FormatError),
+    ("ids descending", lambda a: a.update({"@0.ids": u32(1, 0)}), FormatError),
+    ("ids repeated", lambda a: a.update({"@0.ids": u32(0, 0)}), FormatError),
+    ("id not in the table", lambda a: a.update({"@0.ids": u32(0, 4)}), TensorMismatchError),
+    ("id of 2^32 - 1", lambda a: a.update({"@0.ids": u32(0, 2**32 - 1)}), TensorMismatchError),
+    ("id of another dtype", lambda a: a.update({"@0.ids": u32(0, 2)}), TensorMismatchError),
+    ("no ids", lambda a: a.update({"@0.ids": u32(), "@0.counts": u64()}), FormatError),
+    ("fewer counts", lambda a: a.update({"@0.counts": u64(3)}), FormatError),
+    ("count of 0", lambda a: a.update({"@0.counts": u64(20, 0)}), FormatError),
+    ("count above the tensor", lambda a: a.update({"@0.counts": u64(3, 1001)}), FormatError),
+    ("count of 2^40", lambda a: a.update({"@0.ids": u32(0, 3), "@0.counts": u64(3, 2**40)}), FormatError),
+    ("count of 2^63", lambda a: a.update({"@0.counts": u64(3, 2**63)}), FormatError),
+    ("count of 2^64 - 1", lambda a: a.update({"@0.counts": u64(3, 2**64 - 1)}), FormatError),
+    ("counts shifted", lambda a: a.update({"@0.counts": u64(2, 18)}), FormatError),
+    ("counts above the gaps", lambda a: a.update({"@0.counts": u64(4, 17)}), FormatError),
+    ("gap out of range", lambda a: a["@0.gaps"][1].__setitem__(4, 254), FormatError),
+    ("one escape fewer", lambda a: a["@0.gaps"][1].__setitem__(-1, 5), FormatError),
+    ("one escape more", lambda a: a["@0.gaps"][1].__setitem__(0, 255), FormatError),
+    ("escape far out", lambda a: a["@0.escapes"][1].__setitem__(-1, 255), FormatError),
+    ("escapes cut", lambda a: a.update({"@0.escapes": u8(*a["@0.escapes"][1][:-1])}), FormatError),
+    ("low bits cut", lambda a: a.update({"@0.low": u8()}), FormatError),
+    ("low bits behind the last", lambda a: a["@0.low"][1].__setitem__(-1, 2), FormatError),
+    ("codes cut", lambda a: a.update({"@0.codes": u8(1)}), FormatError),
+    ("codes behind the last", lambda a: a["@0.codes"][1].__setitem__(-1, 255), FormatError),
+    ("code without its byte", lambda a: a["@0.codes"][1].__setitem__(0, 57), FormatError),
+    ("byte without its code", lambda a: a["@0.codes"][1].__setitem__(-1, 0), FormatError),
+    ("small cut", lambda a: a.update({"@0.small": u8()}), FormatError),
+    ("small too long", lambda a: a.update({"@0.small": u8(*range(9))}), FormatError),
+    ("wide cut", lambda a: a.update({"@0.wide.0": u8()}), FormatError),
+    ("wide too long", lambda a: a.update({"@0.wide.1": u8(1, 2)}), FormatError),
+    ("full of another dtype", lambda a: a.update({"c": ("I32", a["c"][1])}), TensorMismatchError),
+    ("full of another shape", lambda a: a.update({"c": ("F32", a["c"][1].reshape(2, 5))}), TensorMismatchError),
+    ("full and sparse", lambda a: a.update({"b": ("BF16", np.zeros(1000, np.uint16))}), FormatError),
+    ("full missing", lambda a: a.pop("c"), FormatError),
+    ("fingerprints missing", lambda a: a.pop("@fingerprints"), FormatError),
+    ("fingerprint too few", lambda a: a.update({"@fingerprints": ("U64", np.zeros((2, 2), "<u8"))}), FormatError),
+    ("fingerprint too many", lambda a: a.update({"@fingerprints": ("U64", np.zeros((4, 2), "<u8"))}), FormatError),
+    ("fingerprints as F64", lambda a: a.update({"@fingerprints": ("F64", np.zeros((3, 2), "<u8"))}), FormatError),
+    ("fingerprints flat", lambda a: a.update({"@fingerprints": u64(1, 2, 3, 4, 5, 6)}), FormatError),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "error"), PACKED, ids=[case for case, _, _ in PACKED])
+def test_packed(case: str, change: Callable[[Arrays], object], error: type[DeltaSyncError]) -> None:
+    arrays, metadata = parts("packed")
+    change(arrays)
+    refused(build(arrays, metadata), error, match=".")
+
+
+def i32(*values: int) -> tuple[str, np.ndarray]:
+    return "I32", np.array(values, np.int32)
+
+
+RAW: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
+    ("values missing", lambda a: a.pop("a.values"), FormatError),
+    ("indices missing", lambda a: a.pop("a.indices"), TensorMismatchError),
+    ("indices of no tensor", lambda a: a.update({"d.indices": i32(1)}), TensorMismatchError),
+    ("values of no tensor", lambda a: a.update({"d.values": i32(1)}), TensorMismatchError),
+    ("entry of packed", lambda a: a.update({"@0.ids": u32(0)}), TensorMismatchError),
+    ("indices as U32", lambda a: a.update({"a.indices": u32(3, 300, 999)}), TensorMismatchError),
+    ("indices as F32", lambda a: a.update({"a.indices": ("F32", a["a.indices"][1])}), TensorMismatchError),
+    ("values of another dtype", lambda a: a.update({"a.values": ("F16", a["a.values"][1])}), TensorMismatchError),
+    ("one index fewer", lambda a: a.update({"a.indices": i32(3, 300)}), FormatError),
+    ("no index", lambda a: a.update({"a.indices": i32(), "a.values": ("BF16", np.zeros(0, np.uint16))}), FormatError),
+    ("index out of range", lambda a: a.update({"a.indices": i32(3, 300, 1000)}), FormatError),
+    ("index negative", lambda a: a.update({"a.indices": i32(-1, 300, 999)}), FormatError),
+    ("index of -2^63", lambda a: a.update({"a.indices": ("I64", np.array([-(2**63), 0, 1]))}), FormatError),
+    ("index of 2^63 - 1", lambda a: a.update({"a.indices": ("I64", np.array([0, 1, 2**63 - 1]))}), FormatError),
+    ("indices unsorted", lambda a: a.update({"a.indices": i32(300, 3, 999)}), FormatError),
+    ("index twice", lambda a: a.update({"a.indices": i32(3, 3, 999)}), FormatError),
+    ("full and sparse", lambda a: a.update({"b": ("BF16", np.zeros(1000, np.uint16))}), FormatError),
+    ("full of another shape", lambda a: a.update({"c": ("F32", a["c"][1].reshape(5, 2))}), TensorMismatchError),
+    ("fingerprints missing", lambda a: a.pop("@fingerprints"), FormatError),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "error"), RAW, ids=[case for case, _, _ in RAW])
+def test_raw(case: str, change: Callable[[Arrays], object], error: type[DeltaSyncError]) -> None:
+    arrays, metadata = parts("raw")
+    change(arrays)
+    refused(build(arrays, metadata), error, match=".")
+
+
+def test_raw_has_no_compression_and_no_blocks() -> None:
+    arrays, metadata = parts("raw")
+    refused(build(arrays, {**metadata, "compression": "zstd"}), FormatError)
+    refused(build(arrays, {**metadata, "blocks": [{"dtype": "BF16", "kind": "sparse"}]}), FormatError)
+
+
+def test_a_frame_that_declares_a_tebibyte_is_refused_before_allocation() -> None:
+    arrays, metadata = parts("packed")
+    count = 2**40
+    frame = b"\x28\xb5\x2f\xfd\xc0\x00" + (count + 3).to_bytes(8, "little") + b"\x01\x00\x00"
+    for name in ("@0.gaps", "@0.low", "@0.codes", "@0.small", "@0.wide.0", "@0.wide.1", "@0.escapes"):
+        arrays[name] = u8(*frame)
+    arrays["@0.ids"], arrays["@0.counts"] = u32(0, 3), u64(3, count)
+    refused(build(arrays, {**metadata, "compression": "zstd"}), LimitError, match="MAX_ZSTD_RATIO")
+
+
+@pytest.mark.parametrize("codec", ["packed", "context"])
+def test_a_full_block_that_declares_more_than_it_can_hold(codec: str) -> None:
+    metadata = parts("raw")[1]
+    frame = b"\x28\xb5\x2f\xfd\xc0\x00" + (2**47).to_bytes(8, "little") + b"\x01\x00\x00"
+    entries = {"@0.ids": u32(3), "@0.bits.0": u8(*frame), "@0.bits.1": u8(*frame)}
+    blocks = [{"dtype": "BF16", "kind": "full"}]
+    whole = {**metadata, "codec": codec, "compression": "zstd", "blocks": blocks}
+    entries["@fingerprints"] = ("U64", np.zeros((1, 2), np.uint64))
+    old = (lambda tensor: None) if codec == "context" else None
+    with pytest.raises(LimitError, match="MAX_ZSTD_RATIO"):
+        decode(build(entries, whole), TABLE, CONTEXT, old)  # type: ignore[arg-type]
+    told = DeltaContext(CONTEXT.run, CONTEXT.version, CONTEXT.base_version, 5)
+    with pytest.raises(FormatError, match=f"blocks carry {2**47} elements, the manifest says 5"):
+        decode(build(entries, whole), TABLE, told, old)  # type: ignore[arg-type]
+
+
+DENSE: list[tuple[str, Callable[[Arrays], object], type[DeltaSyncError]]] = [
+    ("as it was", lambda a: None, DeltaSyncError),
+    ("mask missing", lambda a: a.pop("@0.mask"), FormatError),
+    ("gaps of a dense block", lambda a: a.update({"@0.gaps": u8(0)}), TensorMismatchError),
+    ("mask cut", lambda a: a.update({"@0.mask": u8(*a["@0.mask"][1][:-1])}), FormatError),
+    ("mask too long", lambda a: a.update({"@0.mask": u8(*a["@0.mask"][1], 0)}), FormatError),
+    ("a bit more", lambda a: a["@0.mask"][1].__setitem__(9, 255), FormatError),
+    ("a bit fewer", lambda a: a["@0.mask"][1].__setitem__(9, 0), FormatError),
+    ("another bit", lambda a: a["@0.mask"][1].__setitem__(9, 0xAA), DeltaSyncError),
+    ("a bit behind the end", lambda a: a["@0.mask"][1].__setitem__(-1, 0x56), FormatError),
+    ("few of many", lambda a: a.update({"@0.ids": u32(0, 3), "@0.counts": u64(500, 2**42)}), LimitError),
+    ("few", lambda a: a.update({"@0.counts": u64(500, 61)}), LimitError),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "error"), DENSE, ids=[case for case, _, _ in DENSE])
+def test_dense(case: str, change: Callable[[Arrays], object], error: type[DeltaSyncError]) -> None:
+    old = [np.zeros(spec.numel, spec.element.uint) for spec in SMALL]
+    new = [bits.copy() for bits in old]
+    new[0][::2], new[1][3:997] = 5, 6
+    container = Container(encode(changes_between(SMALL, old, new), SMALL, "packed", "none", CONTEXT))
+    arrays = {
+        name: (entry.dtype.name, container.bits(name).copy().reshape(entry.shape))
+        for name, entry in container.entries.items()
+    }
+    metadata = json.loads(container.metadata["delta_sync"])
+    assert metadata["blocks"] == [{"dtype": "BF16", "kind": "dense"}]
+    change(arrays)
+    if error is DeltaSyncError:
+        assert decode(build(arrays, metadata), TABLE, CONTEXT).changed == 500 + 994
+    else:
+        refused(build(arrays, metadata), error, match=".")
+
+
+def test_a_table_whose_names_look_like_the_codecs_entries() -> None:
+    clash = TensorTable([TensorSpec("a", "BF16", (4,)), TensorSpec("a.indices", "I32", (1,))])
+    arrays: Arrays = {
+        "a.indices": i32(3),
+        "a.values": ("BF16", np.array([7], np.uint16)),
+        "@fingerprints": ("U64", np.zeros((2, 2), np.uint64)),
+    }
+    with pytest.raises(TensorMismatchError, match=r"'a\.values'"):
+        decode(build(arrays, parts("raw")[1]), clash, CONTEXT)
+
+
+def test_an_object_of_another_place_in_the_chain() -> None:
+    data = build(*parts("packed"))
+    for context in (DeltaContext(CONTEXT.run, 2, 1), DeltaContext("0" * 32, 1, 0), DeltaContext(CONTEXT.run, 1, 1)):
+        with pytest.raises(ChainError, match="the manifest says"):
+            decode(data, TABLE, context)

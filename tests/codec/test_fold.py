@@ -1,0 +1,291 @@
+"""Folding versions: one apply that does what many do, bit for bit."""
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
+from vllm_delta_sync.errors import ChainError, FingerprintError
+from vllm_delta_sync.wire import fold as folding
+from vllm_delta_sync.wire import fold_kernels
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.changes import Changes, Full, Sparse
+from vllm_delta_sync.wire.delta import Codec, decode, encode
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.fold import fold, warm_up
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+DTYPE_NAMES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I64", "I32", "I8", "U16", "BOOL"]
+KINDS = ["packed", "raw", "mixed", "full", "same"]
+
+
+def part_between(table: TensorTable, old: list[Bits], new: list[Bits], kinds: list[list[int]]) -> Changes:
+    """What leads from ``old`` to ``new``, as two ranks send it: first distances, then new bits and tensors in full.
+
+    ``kinds`` has per tensor and element 1 where it is sent as a distance, 0 where as new bits; [] for all in full.
+    """
+    middle = [bits.copy() for bits in old]
+    for tensor, kind in enumerate(kinds):
+        by_distance = np.array(kind, bool) if kind else np.zeros(old[tensor].size, bool)
+        middle[tensor][by_distance] = new[tensor][by_distance]
+    full = [tensor for tensor, kind in enumerate(kinds) if not kind]
+    one, two = changes_between(table, old, middle), changes_between(table, middle, new, "raw", full)
+    sums = dict(one.fingerprints)
+    for tensor, change in two.fingerprints.items():
+        sums[tensor] = sums.get(tensor, Fingerprint()) + change
+    return Changes(one.sparse + two.sparse, two.full, sums)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[TensorTable, list[list[Bits]], list[Changes]]:
+    """A table, the bits at each of 1 to 7 versions, and what lies between them.
+
+    Each tensor has few patterns to choose from, so elements go back and forth.
+    """
+    dtypes = draw(st.lists(st.sampled_from(DTYPE_NAMES), min_size=1, max_size=4))
+    shapes = st.sampled_from([(), (0,), (1,), (5,), (2, 4)])
+    table = TensorTable([TensorSpec(f"t{i}", dtype, draw(shapes)) for i, dtype in enumerate(dtypes)])
+    palettes = [draw(st.lists(patterns(dtype), min_size=2, max_size=4)) for dtype in dtypes]
+
+    def chosen(tensor: int) -> Bits:
+        numel, element = table[tensor].numel, table[tensor].element
+        values = draw(st.lists(st.sampled_from(palettes[tensor]), min_size=numel, max_size=numel))
+        return np.array(values, element.uint)
+
+    versions = [[chosen(tensor) for tensor in range(len(table))]]
+    parts = []
+    for _ in range(draw(st.integers(0, 6))):
+        new, kinds = [], []
+        for tensor, old in enumerate(versions[-1]):
+            kind = draw(st.sampled_from(KINDS))
+            new.append(old if kind == "same" else chosen(tensor))
+            by_distance = {"raw": [0] * old.size, "full": []}.get(kind, [1] * old.size)
+            if kind == "mixed":
+                by_distance = draw(st.lists(st.integers(0, 1), min_size=old.size, max_size=old.size))
+            kinds.append(by_distance)
+        parts.append(part_between(table, versions[-1], new, kinds))
+        versions.append(new)
+    return table, versions, parts
+
+
+def check_form(folded: Changes) -> None:
+    """What the docstring of ``fold`` says of the result, and Sparse of its arrays."""
+    kinds = [(group.dtype, group.relative) for group in folded.sparse]
+    assert len(set(kinds)) == len(kinds)
+    carried: dict[int, np.ndarray] = {}
+    for group in folded.sparse:
+        assert [str(array.dtype) for array in (group.ids, group.positions)] == ["uint32", "int64"]
+        assert group.data.dtype == group.element.uint
+        assert np.all(np.diff(group.ids.astype(np.int64)) > 0)
+        assert group.counts.min() >= 1
+        assert group.counts.sum() == group.positions.size == group.data.size
+        for tensor, positions, _ in group.tensors():
+            assert np.all(np.diff(positions) > 0)
+            assert not np.intersect1d(positions, carried.get(tensor, [])).size
+            carried[tensor] = np.concatenate([carried.get(tensor, positions[:0]), positions])
+        assert not group.relative or np.all(group.data)
+    full = [tensor.id for tensor in folded.full]
+    assert full == sorted(set(full))
+    assert not set(full) & set(carried)
+    assert list(folded.fingerprints) == sorted([*full, *carried])
+
+
+def check_fold(table: TensorTable, versions: list[list[Bits]], parts: list[Changes]) -> Changes:
+    """Fold, and hold it against applying the parts one by one; → the folded changes."""
+    before = deepcopy(parts)
+    folded = fold(parts, table)
+    assert_same(parts, before)
+    step, leap = state_of(table, versions[0]), state_of(table, versions[0])
+    for part in parts:
+        step.apply(part)
+    leap.apply(folded)
+    for found, followed, expected in zip(leap.bits, step.bits, versions[-1], strict=True):
+        assert found.tobytes() == followed.tobytes() == expected.tobytes()
+    assert leap.fingerprints == step.fingerprints == state_of(table, versions[-1]).fingerprints
+    check_form(folded)
+    return folded
+
+
+def assert_same(parts: list[Changes], others: list[Changes]) -> None:
+    for part, other in zip(parts, others, strict=True):
+        assert part.fingerprints == other.fingerprints
+        for group, copied in zip(part.sparse, other.sparse, strict=True):
+            assert (group.dtype, group.relative) == (copied.dtype, copied.relative)
+            for name in ("ids", "counts", "positions", "data"):
+                assert np.array_equal(getattr(group, name), getattr(copied, name))
+        for full, copy in zip(part.full, other.full, strict=True):
+            assert full.id == copy.id
+            assert np.array_equal(full.bits, copy.bits)
+
+
+@given(histories())
+@settings(max_examples=300, deadline=None)
+def test_one_apply_does_what_many_do(history: tuple[TensorTable, list[list[Bits]], list[Changes]]) -> None:
+    check_fold(*history)
+
+
+@given(histories())
+@settings(max_examples=60, deadline=None)
+def test_folding_in_stages_gives_the_same(history: tuple[TensorTable, list[list[Bits]], list[Changes]]) -> None:
+    table, _, parts = history
+    cut = len(parts) // 2
+    assert_same([fold([fold(parts[:cut], table), fold(parts[cut:], table)], table)], [fold(parts, table)])
+
+
+@given(histories())
+@settings(max_examples=60, deadline=None)
+def test_distances_there_and_back_fold_to_nothing(
+    history: tuple[TensorTable, list[list[Bits]], list[Changes]],
+) -> None:
+    table, versions, _ = history
+    walk = [*versions, *versions[-2::-1]]
+    folded = fold([changes_between(table, old, new) for old, new in pairwise(walk)], table)
+    assert (folded.sparse, folded.full, folded.fingerprints) == ([], [], {})
+
+
+def test_batches_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors larger than a tile, in several batches, dense and thin, from steps in every codec."""
+    monkeypatch.setattr(folding, "BATCH_ELEMENTS", 9_000)
+    tile = int(fold_kernels.TILE)
+    sizes = [1, tile - 1, tile, tile + 1, 3 * tile + 5, 40 * tile]
+    specs = [TensorSpec(f"{dtype}.{n}", dtype, (n,)) for dtype in ("BF16", "F32", "F8_E4M3", "F64") for n in sizes]
+    table = TensorTable(specs)
+    for seed, share in enumerate((0.5, 0.01, 0.0001)):
+        random = np.random.default_rng(seed)
+        versions = [random_bits(table, random)]
+        parts = []
+        codecs: list[Codec] = ["packed", "raw", "packed", "packed"]
+        for codec in codecs:
+            new = nudge(versions[-1], random, share)
+            # The ends of a tile, in each version.
+            for bits in new:
+                bits[[0, -1, bits.size // 2, min(tile, bits.size - 1)]] ^= bits.dtype.type(1)
+            parts.append(changes_between(table, versions[-1], new, codec, full=[seed] if codec == "raw" else []))
+            versions.append(new)
+        check_fold(table, versions, parts)
+        check_fold(table, versions[2:], parts[2:])
+
+
+def test_what_was_decoded_folds() -> None:
+    """Objects as they are read, every dtype, a scalar and an empty tensor; arrays may be views of read-only bytes."""
+    table = every_dtype_table(100)
+    random = np.random.default_rng(5)
+    versions = [random_bits(table, random)]
+    parts: list[Changes] = []
+    codecs: list[Codec] = ["packed", "raw", "raw", "packed"]
+    for codec in codecs:
+        new = nudge(versions[-1], random, 0.3)
+        changes = changes_between(table, versions[-1], new, codec, full=[len(parts), table.index("empty")])
+        parts.append(decode(encode(changes, table, codec, "zstd", CONTEXT), table, CONTEXT))
+        versions.append(new)
+    folded = check_fold(table, versions, parts)
+    assert {tensor.id for tensor in folded.full} == {0, 1, 2, 3, table.index("empty")}
+
+
+def test_each_rule_on_one_element() -> None:
+    """Written out by hand: U8 counts without a fold of the sign, so a distance of 3 adds 3."""
+    table = TensorTable([TensorSpec("w", "U8", (9,))])
+
+    def part(relative: bool, **elements: int) -> Changes:
+        positions = np.array([int(name[1:]) for name in elements], np.int64)
+        data = np.array(list(elements.values()), np.uint8)
+        ids, counts = np.array([0], np.uint32), np.array([positions.size])
+        return Changes([Sparse("U8", ids, counts, positions, data, relative)], [], {0: Fingerprint(1, 2)})
+
+    def found(*parts: Changes) -> dict[bool, dict[int, int]]:
+        groups = fold(parts, table).sparse
+        return {g.relative: dict(zip(g.positions.tolist(), g.data.tolist(), strict=True)) for g in groups}
+
+    assert found(part(True, p1=250, p3=3), part(True, p0=1, p1=10, p3=253)) == {True: {0: 1, 1: 4}}
+    assert found(part(True, p1=5, p2=5), part(False, p1=7)) == {True: {2: 5}, False: {1: 7}}
+    assert found(part(False, p1=5), part(False, p1=7, p8=0)) == {False: {1: 7, 8: 0}}
+    assert found(part(False, p1=255, p2=6), part(True, p1=2, p4=1)) == {True: {4: 1}, False: {1: 1, 2: 6}}
+    sparse = part(True, p1=5)
+    full = Changes([], [Full(0, np.arange(9, dtype=np.uint8))], {0: Fingerprint(2**64 - 1, 5)})
+    after = fold([sparse, full], table)
+    assert not after.sparse
+    assert after.full[0].bits.tolist() == list(range(9))
+    assert after.fingerprints == {0: Fingerprint(0, 7)}
+    after = fold([full, sparse, part(False, p8=77)], table)
+    assert after.full[0].bits.tolist() == [0, 6, 2, 3, 4, 5, 6, 7, 77]
+    assert full.full[0].bits.tolist() == list(range(9))
+    # ModelState applies tensors in full last.
+    both = Changes(sparse.sparse, full.full, full.fingerprints)
+    assert fold([both], table).full[0].bits.tolist() == list(range(9))
+
+
+def test_nothing_and_one_part() -> None:
+    table = every_dtype_table(20)
+    assert fold([], table) == Changes()
+    assert fold([Changes(), Changes()], table) == Changes()
+    random = np.random.default_rng(3)
+    old = random_bits(table, random)
+    new = nudge(old, random, 0.5)
+    for codec in ("packed", "raw"):
+        part = changes_between(table, old, new, codec, full=[3])
+        part.sparse.sort(key=lambda group: group.dtype)
+        part.fingerprints = dict(sorted(part.fingerprints.items()))
+        assert_same([fold([part], table)], [part])
+        assert_same([fold([Changes(), part, Changes()], table)], [part])
+
+
+def test_an_anchor_is_refused() -> None:
+    table = TensorTable([TensorSpec("a", "BF16", (2,)), TensorSpec("b", "BF16", (2,))])
+    bits = [np.zeros(2, np.uint16), np.zeros(2, np.uint16)]
+    delta = changes_between(table, bits, [bits[0], bits[1] + np.uint16(1)])
+    anchor = Changes(full=[Full(0, bits[0]), Full(1, bits[1])])
+    for parts in ([anchor], [delta, anchor], [anchor, delta]):
+        with pytest.raises(ChainError, match=r"part \d of \d to fold holds tensor 'a' in full .* it is an anchor"):
+            fold(parts, table)
+
+
+def test_a_change_of_fingerprint_without_elements_is_left_to_be_refused() -> None:
+    table = TensorTable([TensorSpec("a", "I8", (2,))])
+    old, new = [np.zeros(2, np.uint8)], [np.ones(2, np.uint8)]
+    there, back = changes_between(table, old, new), changes_between(table, new, old)
+    back.fingerprints[0] += Fingerprint(1, 0)
+    folded = fold([there, back], table)
+    assert folded == Changes(fingerprints={0: Fingerprint(1, 0)})
+    with pytest.raises(FingerprintError, match="'a'"):
+        state_of(table, old).apply(folded)
+
+
+COMPILED_AHEAD = """
+import json, sys
+import numpy as np
+from vllm_delta_sync.wire.fold import fold, warm_up
+assert "numba" not in sys.modules
+from tests.support.samples import changes_between, every_dtype_table, nudge, random_bits
+from vllm_delta_sync.wire.dtypes import DTYPES
+warm_up(DTYPES.values())
+from vllm_delta_sync.wire import fold_kernels, kernels
+loops = (fold_kernels.fold_layers, kernels.add_distances)
+before = [len(loop.signatures) for loop in loops]
+table, random = every_dtype_table(50), np.random.default_rng(1)
+versions = [random_bits(table, random)]
+for _ in range(3):
+    versions.append(nudge(versions[-1], random, 0.5))
+parts = [
+    changes_between(table, versions[0], versions[1], "packed", full=range(4)),
+    changes_between(table, versions[1], versions[2], "raw"),
+    changes_between(table, versions[2], versions[3], "packed"),
+]
+fold(parts, table)
+print(json.dumps([before, [len(loop.signatures) for loop in loops]]))
+"""
+
+
+def test_warming_up_compiles_all_that_a_fold_needs() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILED_AHEAD], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads(done.stdout)
+    assert before == after == [4, 4]
+    warm_up([DTYPES["BF16"]])

@@ -1,0 +1,30 @@
+"""The fuzzer's corpus, and some of its inputs; ``make fuzz`` tries many more, with checks of all bounds."""
+
+import random
+
+from tests.tools.fuzz.__main__ import CORPUS, run
+from tests.tools.fuzz.mutate import mutated
+from tests.tools.fuzz.targets import read_all, seeds
+
+
+def test_good_objects_of_the_corpus_are_those_that_are_written_today() -> None:
+    # If not: python -m tests.tools.fuzz --renew
+    assert {f"good-{name}.safetensors": data for name, data in seeds().items()} == {
+        path.name: path.read_bytes() for path in CORPUS.glob("good-*")
+    }
+
+
+def test_the_corpus_is_read_or_refused() -> None:
+    refusals = [read_all(path.read_bytes()) for path in sorted(CORPUS.glob("refused-*"))]
+    assert refusals
+    assert all(refusals)
+
+
+def test_inputs_are_read_or_refused() -> None:
+    assert run(800, seed=20, corpus=CORPUS, keep=False) > 50
+
+
+def test_inputs_differ() -> None:
+    chance = random.Random(1)
+    data = next(iter(seeds().values()))
+    assert len({mutated(data, data, chance) for _ in range(50)}) > 30

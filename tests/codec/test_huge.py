@@ -1,0 +1,141 @@
+"""Tensors of more than 2^31 elements: index arithmetic from the trainer's memory to the reader's, in files of holes."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.reference import fingerprint as reference_fingerprint
+from trainer_side.detection import _Room, _Share
+from trainer_side.detection_live import boxes, shares
+from trainer_side.tracing import View, trace
+from vllm_delta_sync.wire.bits import apply_distances, revert_distances
+from vllm_delta_sync.wire.changes import Changes, Sparse
+from vllm_delta_sync.wire.delta import DeltaContext, decode, encode
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
+from vllm_delta_sync.wire.fold import fold
+from vllm_delta_sync.wire.segments import Segment, joined
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+NUMEL = 2**33 + 4096
+EDGES = [2**31 - 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**33 - 1, 2**33, NUMEL - 1]
+SPEC = TensorSpec("w", "I8", (2**20 + 1, 2**13))
+CONTEXT = DeltaContext("a" * 32, 1, 0)
+
+
+def holes(path: Path) -> np.ndarray:
+    """(NUMEL,) bytes, all 0, that take no memory and no disk until they are written."""
+    with path.open("wb") as file:
+        file.truncate(NUMEL)
+    return np.memmap(path, np.uint8, mode="r+", shape=(NUMEL,))
+
+
+def test_changes_are_found_where_they_are_and_arrive_there(tmp_path: Path) -> None:
+    spec = TensorSpec("w", "I8", (NUMEL,))
+    table = TensorTable([spec])
+    holes(tmp_path / "live")
+    live = torch.from_file(str(tmp_path / "live"), shared=True, size=NUMEL, dtype=torch.int8)
+    baseline, served = holes(tmp_path / "baseline"), holes(tmp_path / "served")
+    for number, position in enumerate(EDGES, 1):
+        live[position] = number
+    notes: list[Segment] = []
+    share = _Share(spec, baseline, live, _Room(), notes)  # type: ignore[arg-type]
+    # What a thread is given: pieces of the tensor, only those here that something is in.
+    around = [(end - 64, end) for end in (2**31 + 1, 2**32 + 6, 2**33 + 1, NUMEL)]
+    change = share.collect([(start, (slice(start, stop),)) for start, stop in around])
+    positions, distances = joined(notes, spec.element)
+    assert positions.tolist() == EDGES
+    assert distances.tolist() == list(range(1, len(EDGES) + 1))
+    assert [int(baseline[position]) for position in EDGES] == distances.tolist()
+    zeros = np.zeros(len(EDGES), np.uint8)
+    assert change == fingerprint_change("w", positions, zeros, distances)
+    sparse = Sparse("I8", np.array([0], np.uint32), np.array([positions.size]), positions, distances, True)
+    data = encode(Changes([sparse], fingerprints={0: change}), table, "packed", "zstd", CONTEXT)
+    found = decode(data, table, CONTEXT)
+    for group in found.sparse:
+        apply_distances(spec.element, served, group.positions, group.data)
+    assert [int(served[position]) for position in EDGES] == distances.tolist()
+    revert_distances(spec.element, served, positions, distances)
+    assert not any(int(served[position]) for position in EDGES)
+
+
+def test_fingerprint_of_a_range_that_begins_far_inside() -> None:
+    bits = np.arange(1, 100, dtype=np.uint16)
+    for start in (2**31 - 50, 2**32 - 50, 2**33 - 50, 2**47):
+        found = fingerprint_tensor("w", bits, start)
+        low, high = reference_fingerprint("w", {start + i: int(value) for i, value in enumerate(bits)})
+        assert found == Fingerprint(low, high)
+        assert found == fingerprint_strided("w", bits, (11, 9), (0, (9, 1)), (start, (9, 1)))
+        transposed = fingerprint_strided("w", bits, (9, 11), (0, (1, 9)), (start, (2**31, 7)))
+        spread = {start + 2**31 * (i % 9) + 7 * (i // 9): int(value) for i, value in enumerate(bits)}
+        assert transposed == Fingerprint(*reference_fingerprint("w", spread))
+
+
+@pytest.mark.parametrize("codec", ["packed", "raw"])
+def test_folding_keeps_positions_beyond_32_bits(codec: str) -> None:
+    table = TensorTable([SPEC])
+    total = math.prod(SPEC.shape)
+    even = np.array([p for p in EDGES if p < total][::2])
+    everything = np.array([p for p in EDGES if p < total])
+    parts = [of(positions, codec == "packed") for positions in (even, everything)]
+    assert total > 2**33
+    folded = fold(parts, table)
+    assert [group.positions.tolist() for group in folded.sparse] == [everything.tolist()]
+    wanted = [1 + (codec == "packed" and position in even.tolist()) for position in everything.tolist()]
+    assert folded.sparse[0].data.tolist() == wanted
+
+
+def of(positions: np.ndarray, relative: bool) -> Changes:
+    ones = np.ones(positions.size, np.uint8)
+    return Changes([Sparse("I8", np.array([0], np.uint32), np.array([positions.size]), positions, ones, relative)])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(2**33,), (2**17, 2**17), (3, 2**16, 2**16), (2**31 + 1, 2)])
+def test_shares_of_threads_make_up_a_huge_tensor(shape: tuple[int, ...], turned: bool) -> None:
+    live = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+    if turned and len(shape) > 1:
+        live = live.transpose(-1, -2)
+    seen, every = shares(live, 3)
+    flat = [box for part in every for box in part]
+    starts = [start for start, _ in flat]
+    sizes = [measured(index, tuple(seen.shape)) for _, index in flat]
+    assert starts[0] == 0
+    assert all(
+        start + size == after for start, size, after in zip(starts, sizes, [*starts[1:], live.numel()], strict=True)
+    )
+    assert len(every) <= 3
+
+
+def measured(index: tuple[int | slice, ...], shape: tuple[int, ...]) -> int:
+    """Elements of a box."""
+    ranges = [1 if isinstance(at, int) else at.stop - at.start for at in index]
+    return math.prod(ranges) * math.prod(shape[len(index) :])
+
+
+def test_boxes_of_a_huge_shape_start_where_they_are() -> None:
+    found = list(boxes((2**17, 2**17), 2**24))
+    assert found[-1][0] == 2**34 - 2**24
+    assert len(found) == 2**10
+
+
+def test_experts_far_inside_a_stacked_weight_are_windows_of_it() -> None:
+    """What a model's conversion back to its checkpoint form is followed to: offsets beyond 2^32 elements."""
+    stacked = torch.empty(512, 4096, 8192, device="meta")
+    routes = trace({"experts": stacked}, lambda state: dict(enumerate_rows(state["experts"])))
+    last = routes["experts.511.up"]
+    assert isinstance(last, View)
+    assert last.offset == 511 * 4096 * 8192 + 2048 * 8192 > 2**33
+    seen = last.read({"experts": stacked})
+    assert (seen.storage_offset(), tuple(seen.shape)) == (last.offset, (2048, 8192))
+
+
+def enumerate_rows(stacked: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    halves = [(number, expert.chunk(2)) for number, expert in enumerate(stacked.unbind(0))]
+    return [
+        (f"experts.{number}.{name}", half)
+        for number, pair in halves
+        for name, half in zip(("gate", "up"), pair, strict=True)
+    ]

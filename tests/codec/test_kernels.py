@@ -1,0 +1,204 @@
+"""The compiled loops against the plain reference in tests/support/reference.py."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vllm_delta_sync
+from tests.support import reference
+from tests.support.samples import patterns
+from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.wire import bits as wire_bits
+from vllm_delta_sync.wire import kernels
+from vllm_delta_sync.wire.dtypes import DTYPES, DType
+from vllm_delta_sync.wire.fingerprint import tensor_seed
+
+DTYPE_NAMES = sorted(DTYPES)
+
+
+@st.composite
+def two_versions(draw: st.DrawFn) -> tuple[DType, list[int], list[int]]:
+    element = DTYPES[draw(st.sampled_from(DTYPE_NAMES))]
+    old = draw(st.lists(patterns(element.name), max_size=40))
+    new = [draw(patterns(element.name)) if draw(st.booleans()) else bits for bits in old]
+    return element, old, new
+
+
+@given(two_versions())
+@settings(max_examples=150, deadline=None)
+def test_diff_apply_revert_follow_the_reference(sample: tuple[DType, list[int], list[int]]) -> None:
+    element, old, new = sample
+    width = 8 * element.itemsize
+    baseline, current = np.array(old, element.uint), np.array(new, element.uint)
+    positions, distances, change = wire_bits.diff("w", element, baseline, current)
+    expected = reference.diff(old, new, width, element.is_float)
+    assert (positions.tolist(), distances.tolist()) == expected
+    assert baseline.tolist() == new
+    before = reference.fingerprint("w", dict(enumerate(old)))
+    after = reference.fingerprint("w", dict(enumerate(new)))
+    assert change.low == (after[0] - before[0]) & reference.U64
+    assert change.high == (after[1] - before[1]) & reference.U64
+
+    moved = np.array(old, element.uint)
+    wire_bits.apply_distances(element, moved, positions, distances)
+    assert moved.tolist() == new
+    wire_bits.revert_distances(element, moved, positions, distances)
+    assert moved.tolist() == old
+
+
+@given(two_versions())
+@settings(max_examples=60, deadline=None)
+def test_both_commits_change_bits_and_fingerprint_as_the_diff_says(
+    sample: tuple[DType, list[int], list[int]],
+) -> None:
+    element, old, new = sample
+    positions, distances, change = wire_bits.diff(
+        "w", element, np.array(old, element.uint), np.array(new, element.uint)
+    )
+    premix = np.empty(positions.size, np.uint64)
+    seeds = np.array([tensor_seed("w")], np.uint64)
+    kernels.premix_positions(positions, seeds, np.array([positions.size], np.int64), premix)
+
+    narrow = positions.astype(np.int32)
+    live = np.array(old, element.uint)
+    masks = wire_bits.order_masks(element)
+    sums = kernels.commit_relative(live, narrow, distances, premix, *masks, False)
+    assert live.tolist() == new
+    assert tuple(map(int, sums)) == (change.low, change.high)
+    back = kernels.commit_relative(live, narrow, distances, premix, *masks, True)
+    assert live.tolist() == old
+    assert [(int(there) + int(here)) % 2**64 for there, here in zip(sums, back, strict=True)] == [0, 0]
+
+    live = np.array(old, element.uint)
+    values = np.array(new, element.uint)[positions]
+    sums = kernels.exchange(live, positions, values, premix)
+    assert live.tolist() == new
+    assert values.tolist() == [old[position] for position in positions.tolist()]
+    assert tuple(map(int, sums)) == (change.low, change.high)
+
+
+@pytest.mark.parametrize("count", [kernels.PIECE - 1, kernels.PIECE, kernels.PIECE + 1, 3 * kernels.PIECE + 5])
+@pytest.mark.parametrize("name", ["BF16", "I8", "F64"])
+def test_loops_that_work_in_pieces_leave_nothing_out(name: str, count: int) -> None:
+    element = DTYPES[name]
+    random = np.random.default_rng(count)
+    old = random.integers(0, 256, (3 * count, element.itemsize), dtype=np.uint8).view(element.uint)[:, 0]
+    new = old.copy()
+    new[1::3] ^= 1
+    positions, distances, change = wire_bits.diff("w", element, old.copy(), new)
+    assert positions.size == count
+    premix = np.empty(count, np.uint64)
+    kernels.premix_positions(positions, np.array([tensor_seed("w")], np.uint64), np.array([count]), premix)
+    masks = wire_bits.order_masks(element)
+    live, forth, back = old.copy(), (change.low, change.high), (-change.low % 2**64, -change.high % 2**64)
+    for backwards, end, sums in ((False, new, forth), (True, old, back)):
+        found = kernels.commit_relative(live, positions.astype(np.int32), distances, premix, *masks, backwards)
+        assert tuple(map(int, found)) == sums
+        assert np.array_equal(live, end)
+        wire_bits.apply_distances(element, live, positions, distances)
+        wire_bits.revert_distances(element, live, positions, distances)
+        assert np.array_equal(live, end)
+    values = new[positions]
+    for end, held, sums in ((new, old, forth), (old, new, back)):
+        assert tuple(map(int, kernels.exchange(live, positions, values, premix))) == sums
+        assert np.array_equal(live, end)
+        assert np.array_equal(values, held[positions])
+
+
+@pytest.mark.parametrize("name", ["BF16", "F16", "I16", "U16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"])
+def test_order_is_a_bijection_of_every_pattern(name: str) -> None:
+    element = DTYPES[name]
+    width = 8 * element.itemsize
+    every = np.arange(1 << width, dtype=np.uint64)
+    all_bits = every.astype(element.uint)
+    lowest = reference.moved(0, -reference.order_key(0, width, element.is_float), width, element.is_float)
+    start = np.full(all_bits.size, lowest, element.uint)
+    positions, ranks, _ = wire_bits.diff("w", element, start, all_bits)
+    assert positions.size == all_bits.size - 1  # only the lowest itself stays
+    assert ranks.tolist() == [
+        reference.order_key(bits, width, element.is_float) for bits in all_bits[positions].tolist()
+    ]
+    walked = np.full(all_bits.size, lowest, element.uint)
+    wire_bits.apply_distances(element, walked, every.astype(np.int64), all_bits)
+    assert np.array_equal(np.sort(walked), all_bits)
+
+
+def test_order_of_bf16_is_the_order_of_its_numbers() -> None:
+    every = np.arange(1 << 16, dtype=np.uint32)
+    values = (every << 16).view(np.float32)
+    ranks = np.array([reference.order_key(int(bits), 16, True) for bits in every])
+    finite = np.isfinite(values)
+    in_order = values[finite][np.argsort(ranks[finite])]
+    assert np.all(np.diff(in_order) >= 0)
+    zeros = sorted(ranks[values == 0])
+    assert zeros[1] - zeros[0] == 1  # −0.0 comes directly before +0.0, and is not it
+
+
+@pytest.mark.parametrize(
+    ("positions", "bad"),
+    [([0, 1, 5], -1), ([0, 0, 5], 0), ([1, 0, 5], 0), ([-1, 0, 5], 0), ([0, 1, 9], 1), ([0, 9, 1], 0)],
+)
+def test_positions_must_ascend_inside_their_tensor(positions: list[int], bad: int) -> None:
+    counts, numels = np.array([2, 1], np.int64), np.array([9, 9], np.int64)
+    assert kernels.first_not_ascending(np.array(positions, np.int64), counts, numels) == bad
+
+
+def test_indices_beyond_32_bits_hash_as_themselves() -> None:
+    positions = np.array([5, 2**32 + 5, 2**47], np.int64)
+    old, new = np.array([1, 1, 1], np.uint16), np.array([2, 2, 2], np.uint16)
+    low, high = kernels.fingerprint_change(positions, old, new, np.uint64(reference.seed("big")))
+    before = reference.fingerprint("big", dict(zip(positions.tolist(), [1, 1, 1], strict=True)))
+    after = reference.fingerprint("big", dict(zip(positions.tolist(), [2, 2, 2], strict=True)))
+    assert int(low) == (after[0] - before[0]) & reference.U64
+    assert int(high) == (after[1] - before[1]) & reference.U64
+
+
+def test_arrays_that_do_not_fit_are_refused_before_any_loop_runs() -> None:
+    element = DTYPES["BF16"]
+    with pytest.raises(TensorMismatchError, match="3 elements of uint16 against 4"):
+        wire_bits.diff("w", element, np.zeros(4, np.uint16), np.zeros(3, np.uint16))
+    with pytest.raises(TensorMismatchError, match="uint16 expected"):
+        wire_bits.diff("w", element, np.zeros(4, np.uint32), np.zeros(4, np.uint32))
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_compiled_code_needs_no_place_to_be_kept(writable: bool, tmp_path: Path) -> None:
+    """A copy of the package where ``__pycache__`` cannot be made, run by a user without a usable home."""
+    copy = tmp_path / "packages" / "vllm_delta_sync"
+    original = Path(vllm_delta_sync.__file__).parent
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "wire" / "__pycache__").write_text("a file, so that no directory can be made here")
+    cache = tmp_path / "cache"
+    nowhere = "/proc/nope"
+    code = (
+        "import numpy as np\n"
+        "from vllm_delta_sync.wire import kernels\n"
+        "print(kernels.__file__, kernels.first_not_ascending(*np.arange(3)[:, None]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={
+            **os.environ,
+            "HOME": nowhere,
+            "XDG_CACHE_HOME": nowhere,
+            "NUMBA_CACHE_DIR": str(cache) if writable else nowhere,
+            "PYTHONPATH": str(copy.parent),
+        },
+    )
+    assert (done.returncode, done.stdout) == (0, f"{copy / 'wire' / 'kernels.py'} -1\n"), done.stderr
+    assert bool(list(cache.rglob("kernels.first_not_ascending*.nbc"))) == writable
+    lines = done.stderr.splitlines()
+    assert len(lines) == (0 if writable else 1), done.stderr
+    assert all("no locator available" in line and "set NUMBA_CACHE_DIR" in line for line in lines)

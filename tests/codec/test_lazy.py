@@ -1,0 +1,133 @@
+"""Delta objects read and written piece by piece: the same as whole, in memory of a few tensors."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.codec.test_fold import histories
+from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, random_bits, state_of
+from tests.support.written import TABLE
+from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
+from vllm_delta_sync.wire import lazy as reading
+from vllm_delta_sync.wire import spool as spooling
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.delta import DeltaContext, decode, encode
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.fold import fold
+from vllm_delta_sync.wire.lazy import LazyDelta, fold_lazily
+from vllm_delta_sync.wire.spool import DeltaSpool
+from vllm_delta_sync.wire.table import TensorTable
+
+
+def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Changes, bytes]:
+    lazy = [LazyDelta(encode(part, table, "packed", "zstd", CONTEXT), table, CONTEXT) for part in parts]
+    sums: dict[int, Fingerprint] = {}
+    for part in lazy:
+        for tensor, change in part.fingerprints.items():
+            sums[tensor] = sums.get(tensor, Fingerprint()) + change
+    spool = DeltaSpool(folder, table, CONTEXT, "zstd")
+    for piece in fold_lazily(lazy, table):
+        spool.add(piece)
+    ref = spool.finish(folder / "object", sums)
+    spool.close()
+    data = (folder / "object").read_bytes()
+    assert len(data) == ref.bytes
+    assert [file.name for file in folder.iterdir()] == ["object"]
+    return decode(data, table, CONTEXT), data
+
+
+@given(history=histories(), batch=st.sampled_from([1, 3, 1 << 20]), block=st.sampled_from([1, 4, 1 << 20]))
+@settings(max_examples=150, deadline=None)
+def test_folding_piece_by_piece_does_what_the_versions_do(
+    history: tuple[TensorTable, list[list[Bits]], list[Changes]], batch: int, block: int
+) -> None:
+    table, versions, parts = history
+    # What is no distance is sent in full instead, so that every history can be carried by codec packed.
+    packed = []
+    for number, part in enumerate(parts):
+        absolute = [int(tensor) for group in part.sparse if not group.relative for tensor in group.ids]
+        whole = {*absolute, *(full.id for full in part.full)}
+        packed.append(changes_between(table, versions[number], versions[number + 1], full=whole))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "LAZY_ELEMENTS", batch)
+        patch.setattr(spooling, "SPOOL_ELEMENTS", block)
+        found, _ = spooled(packed, table, Path(folder))
+    one_by_one, leap = state_of(table, versions[0]), state_of(table, versions[0])
+    for part in packed:
+        one_by_one.apply(part)
+    leap.apply(found)
+    for got, followed, expected in zip(leap.bits, one_by_one.bits, versions[-1], strict=True):
+        assert got.tobytes() == followed.tobytes() == expected.tobytes()
+    assert leap.fingerprints == one_by_one.fingerprints
+    # The same elements as the fold in memory, and none more.
+    assert found.changed == fold(packed, table).changed
+
+
+def test_one_block_gives_the_bytes_of_the_encoder(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    old = random_bits(TABLE, random)
+    changes = changes_between(TABLE, old, nudge(old, random, 0.3), full=[2])
+    changes.sparse.sort(key=lambda group: group.dtype)
+    _, data = spooled([changes], TABLE, tmp_path)
+    assert data == encode(changes, TABLE, "packed", "zstd", CONTEXT)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+def test_pieces_of_an_object_are_the_object(compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All dtypes, a scalar, an empty tensor in full, escapes of several widths."""
+    monkeypatch.setattr(reading, "LAZY_ELEMENTS", 50)
+    table = every_dtype_table(70_000)
+    random = np.random.default_rng(4)
+    old = random_bits(table, random)
+    new = nudge(old, random, 0.001)
+    changes = changes_between(table, old, new, full=[table.index("empty"), 1])
+    data = encode(changes, table, "packed", compression, CONTEXT)  # type: ignore[arg-type]
+    lazy = LazyDelta(np.frombuffer(data, np.uint8), table, CONTEXT)
+    assert (lazy.changed, lazy.fingerprints) == (changes.changed, changes.fingerprints)
+    state = state_of(table, old)
+    pieces = list(lazy.pieces())
+    assert len(pieces) > 10
+    for piece in pieces:
+        state.apply(piece)
+    assert [bits.tobytes() for bits in state.bits] == [bits.tobytes() for bits in new]
+
+
+def test_damaged_planes_are_refused() -> None:
+    """Whatever byte is off, a lazy reader raises, or gives what the other reader gives."""
+    table = every_dtype_table(60)
+    random = np.random.default_rng(5)
+    old = random_bits(table, random)
+    data = encode(changes_between(table, old, nudge(old, random, 0.4), full=[2]), table, "packed", "zstd", CONTEXT)
+    refused = 0
+    for place in range(8, len(data), 3):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << int(random.integers(8))
+        try:
+            pieces = list(LazyDelta(bytes(damaged), table, CONTEXT).pieces())
+        except (FormatError, ChainError, UnsupportedError, TensorMismatchError):
+            refused += 1
+            continue
+        whole = decode(bytes(damaged), table, CONTEXT)
+        assert sum(piece.changed for piece in pieces) == whole.changed
+        assert fold(pieces, table).changed == fold([whole], table).changed
+    assert refused > 100
+    for cut in (0, 7, 8, 100, len(data) - 1):
+        with pytest.raises(FormatError):
+            list(LazyDelta(data[:cut], table, CONTEXT).pieces())
+
+
+def test_codec_raw_and_other_versions_are_refused() -> None:
+    random = np.random.default_rng(6)
+    old = random_bits(TABLE, random)
+    new = nudge(old, random, 0.1)
+    raw = encode(changes_between(TABLE, old, new, "raw"), TABLE, "raw", "none", CONTEXT)
+    with pytest.raises(UnsupportedError, match="codec 'raw'"):
+        LazyDelta(raw, TABLE, CONTEXT)
+    packed = encode(changes_between(TABLE, old, new), TABLE, "packed", "zstd", CONTEXT)
+    with pytest.raises(ChainError, match="'version' is '1'"):
+        LazyDelta(packed, TABLE, DeltaContext(CONTEXT.run, 2, 0))

@@ -1,0 +1,185 @@
+"""Random damage to good bytes: the same content comes out, or exactly one DeltaSyncError. Nothing else may happen.
+
+Objects are damaged and read as if the attacker had also fixed every digest; whole runs are damaged with their digests
+left as they were.
+"""
+
+import random
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.golden.regenerate import DIRECTORY, versions
+from tests.support.samples import state_of
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain.checks import decode_objects
+from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.manifest import Document, Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.wire.state import ModelState
+from vllm_delta_sync.wire.table import TensorTable
+
+OBJECT_MUTATIONS = 300
+DOCUMENT_MUTATIONS = 250
+RUN_MUTATIONS = 500
+INTERESTING = [0, 1, 4, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**32, 2**40, 2**60, 2**63, 2**64 - 1]
+
+
+def mutate(data: bytes, dice: random.Random) -> bytes:
+    """One to three kinds of damage."""
+    damaged = bytearray(data)
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        where = dice.randrange(len(damaged) + 1)
+        length = dice.choice([1, 1, 2, 8, 40])
+        kind = dice.randrange(9)
+        if kind <= 2 and where < len(damaged):
+            damaged[where] ^= 1 << dice.randrange(8)
+        elif kind == 3 and where < len(damaged):
+            damaged[where] = dice.randrange(256)
+        elif kind == 4:
+            damaged[where : where + 8] = dice.choice(INTERESTING).to_bytes(8, "little")
+        elif kind == 5:
+            del damaged[where : where + length]
+        elif kind == 6:
+            damaged[where:where] = dice.randbytes(length)
+        elif kind == 7:
+            other = dice.randrange(len(damaged) + 1)
+            damaged[where : where + length] = damaged[other : other + length]
+        else:
+            del damaged[where:]
+    return bytes(damaged)
+
+
+class DictBucket(Bucket):
+    """A run held in a dictionary."""
+
+    url = "memory:"
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        self.objects = objects
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        if key not in self.objects:
+            raise NotFoundError(key)
+        if max_bytes is not None and len(self.objects[key]) > max_bytes:
+            raise LimitError(key)
+        return self.objects[key]
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        raise DeltaSyncError("read only")
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self.get(key)[start : start + length]
+
+    def get_file(self, key: str, path: Path) -> None:
+        path.write_bytes(self.get(key))
+
+    def stat(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key, len(self.get(key)), 0.0)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return (self.stat(key) for key in sorted(self.objects) if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        self.objects.pop(key, None)
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, bytes]:
+    bucket = open_bucket(str(DIRECTORY))
+    return {info.key: bucket.get(info.key) for info in bucket.list()}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[Bits]]:
+    return versions()
+
+
+def refitted(manifest: Manifest, data: bytes) -> Manifest:
+    """The manifest an attacker would write for other bytes."""
+    digest = sha256(data).hexdigest()
+    ref = ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest)
+    return manifest.model_copy(update={"objects": [ref], "payload_bytes": len(data)})
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 5])
+def test_damaged_objects(version: int, golden: dict[str, bytes], expected: list[list[Bits]]) -> None:
+    table = open_run(str(DIRECTORY)).table
+    manifest = Manifest.from_bytes(golden[keys.version_key(version)])
+    good = golden[manifest.objects[0].key]
+    dice = random.Random(version)
+    outcomes = {"same": 0, "refused": 0}
+    before = state_of(table, expected[max(0, version - 1)])
+    for _ in range(OBJECT_MUTATIONS):
+        data = mutate(good, dice)
+        state = ModelState.__new__(ModelState)
+        state.table, state.fingerprints = table, list(before.fingerprints)
+        state.bits = [bits.copy() for bits in before.bits]
+        try:
+            changes = decode_objects(refitted(manifest, data), table, [data])
+            if manifest.kind == "anchor":
+                state = ModelState(table, [(table[full.id].name, full.bits) for full in changes.full])
+            else:
+                state.apply(changes)
+            if state.fingerprint != manifest.model_fingerprint:
+                raise DeltaSyncError("the fingerprint differs")
+        except DeltaSyncError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["same"] += 1
+        assert all(np.array_equal(found, bits) for found, bits in zip(state.bits, expected[version], strict=True))
+    assert outcomes["refused"] > OBJECT_MUTATIONS // 2
+
+
+@pytest.mark.parametrize(
+    ("key", "cls"),
+    [
+        ("run.json", RunInfo),
+        ("HEAD.json", Head),
+        ("versions/0000000000.json", Manifest),
+        ("versions/0000000002.json", Manifest),
+        ("tensors.json", TensorTable),
+    ],
+)
+def test_damaged_documents(key: str, cls: type[Document] | type[TensorTable], golden: dict[str, bytes]) -> None:
+    dice = random.Random(key)
+    refused = 0
+    for _ in range(DOCUMENT_MUTATIONS):
+        data = mutate(golden[key], dice)
+        try:
+            assert cls.from_bytes(data).to_bytes() == data
+        except DeltaSyncError:
+            refused += 1
+    assert refused > DOCUMENT_MUTATIONS // 2
+
+
+def test_damaged_runs(golden: dict[str, bytes], expected: list[list[Bits]]) -> None:
+    dice = random.Random(99)
+    documents = [key for key in golden if key.endswith(".json")]
+    refused = 0
+    for _ in range(RUN_MUTATIONS):
+        objects = dict(golden)
+        key = dice.choice(documents if dice.random() < 0.7 else sorted(golden))
+        if dice.random() < 0.05:
+            del objects[key]
+        else:
+            objects[key] = mutate(objects[key], dice)
+        try:
+            run = Run(DictBucket(objects))
+            report = run.verify()
+            state = run.snapshot()
+        except DeltaSyncError:
+            refused += 1
+            continue
+        assert (report.head, report.replayed) == (5, True)
+        assert all(np.array_equal(found, bits) for found, bits in zip(state.bits, expected[5], strict=True))
+    assert refused > RUN_MUTATIONS // 2
+
+
+def test_the_undamaged_run_stands(golden: dict[str, bytes]) -> None:
+    assert Run(DictBucket(dict(golden))).verify().replayed

@@ -1,0 +1,268 @@
+"""The documentation is true: its code runs, and what it names exists."""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
+from tests.support.tiny import make_model, save_checkpoint
+from trainer_side import Publisher
+from trainer_side.result import Seconds
+from vllm_delta_sync import cli, open_run
+from vllm_delta_sync.config import NO_SETTINGS, ClientSettings, Settings, environment_name
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.errors import NotFoundError, error_kinds
+from vllm_delta_sync.trust.keys import generate
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+SHARED = "/mnt/shared"
+"""Where README.md puts its run."""
+# Arguments of vLLM, pip, hf, torchrun, slime and our scripts.
+FOREIGN_FLAGS = {
+    "--write",
+    "--check",
+    "--enforce-eager",
+    "--max-model-len",
+    "--port",
+    "--worker-extension-cls",
+    "--weight-transfer-config",
+    "--local-dir",
+    "--no-deps",
+    "--api-key",
+    "--include",
+    "--load-format",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--data-parallel-size",
+    "--enable-expert-parallel",
+    "--enable-eplb",
+    "--enable-elastic-ep",
+    "--api-server-count",
+    "--compilation-config",
+    "--size",
+    "--slow-start",
+    "--network",
+    "--ahead",
+    "--max-staleness",
+    "--nproc-per-node",
+    "--checkpoint",
+    "--steps",
+    "--hf-checkpoint",
+    "--update-weight-transport",
+    "--update-weight-mode",
+    "--custom-update-weight-post-write-path",
+    "--rollout-function-path",
+}
+SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
+"""Members of the status that an API server adds; tests/receiver/test_layout_leading.py sees them."""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Contents of the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def code_of(text: str) -> str:
+    """Everything that is set as code: inline, and in blocks."""
+    without = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", without)
+    return "\n".join([*re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL), *inline])
+
+
+def python_blocks(name: str) -> list[str]:
+    return blocks((ROOT / name).read_text(), "python")
+
+
+def run_python(code: str, folder: Path) -> str:
+    """Run a block as a user would, in a directory of its own."""
+    script = folder / "block.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=folder, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
+    """Those that need no vLLM, on a tiny model in place of the one downloaded."""
+    checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
+    trainer, reader, again, gate = (block for block in python_blocks("README.md") if "vllm import LLM" not in block)
+    for text in (SHARED, "tcp://*:5555"):
+        assert text in trainer + reader
+    trainer = trainer.replace(SHARED, str(tmp_path / "shared")).replace("tcp://*:5555", "tcp://127.0.0.1:*")
+    said = run_python(trainer, tmp_path)
+    steps = int(re.findall(r"range\(1, (\d+)\)", trainer)[0]) - 1
+    assert re.findall(r"^step (\d+): version (\d+), ", said, re.MULTILINE) == [
+        (str(step), str(step)) for step in range(1, steps + 1)
+    ]
+    run = open_run(str(tmp_path / "shared" / "first-run"))
+    assert run.manifest(0).kind == "reference"
+    assert run.verify(checkpoint).head == steps
+    report = run_python(reader.replace(SHARED, str(tmp_path / "shared")), tmp_path)
+    assert f"head={steps}" in report
+    # The other block goes on where a training of its own, of five steps, has ended.
+    shared = tmp_path / "again"
+    first = trainer.replace(str(tmp_path / "shared"), str(shared)).replace(f"range(1, {steps + 1})", "range(1, 19)")
+    run_python(f"{first}\n{again}", tmp_path)
+    run = open_run(str(shared / "first-run"))
+    assert [manifest.base_version for manifest in run.log()][-2:] == [18, 18]
+    assert [tag.version for tag in run.tags().values()] == [19]
+    gated = first.replace(str(shared), str(tmp_path / "gated")).replace("base=", "gate=gate, base=")
+    assert "version 18" in run_python(f"{gate}\n{gated}", tmp_path)
+    check_upkeep(shared, tmp_path)
+
+
+def check_upkeep(shared: Path, folder: Path) -> None:
+    """The commands that look after a run do as the README says."""
+    text = next(block for block in blocks((ROOT / "README.md").read_text(), "bash") if "delta-sync gc" in block)
+    shutil.copytree(shared / "first-run", folder / "mirror" / "first-run")
+    for line in text.replace(SHARED, str(shared)).replace("/mnt/mirror", str(folder / "mirror")).splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[0] == "delta-sync"
+        assert cli.run(words[1:]) == 0, line
+    assert open_run(str(shared / "second-run")).manifest(0).base is not None
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (shared / "checkpoint-18").iterdir()
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_compiles_and_imports_what_exists(path: Path) -> None:
+    for block in blocks(path.read_text(), "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("vllm_delta_sync", "trainer_side")):
+                module = importlib.import_module(str(node.module))
+                assert {alias.name for alias in node.names} <= set(module.__all__)
+
+
+def test_reference_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/generate_reference.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Our subcommands by name."""
+    actions = cli.build_parser()._actions
+    return next(dict(action.choices) for action in actions if isinstance(action, argparse._SubParsersAction))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_flags_and_variables_exist(path: Path) -> None:
+    code = code_of(path.read_text())
+    known = commands()
+    for line in re.findall(r"delta-sync ((?!\.)[a-z].*)", code):
+        name = line.split()[0].strip("`.,;)")
+        assert name in known, line
+        flags = {flag for action in known[name]._actions for flag in action.option_strings}
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= flags | FOREIGN_FLAGS, line
+    ours = {flag for parser in known.values() for action in parser._actions for flag in action.option_strings}
+    assert set(re.findall(r"(?<![\w/-])--[a-z][a-z-]+", code)) <= ours | FOREIGN_FLAGS
+    variables = {environment_name(field) for field in ClientSettings.model_fields} | set(NO_SETTINGS)
+    assert set(re.findall(r"\bDELTA_SYNC_[A-Z_]+[A-Z]\b", code)) <= variables
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", code)) <= targets
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a document's headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not re.match(r"\w+:", link):
+            file, _, anchor = link.partition("#")
+            target = path.parent / file if file else path
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text()), link
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_files_and_tests_that_are_named_exist(path: Path) -> None:
+    folders = "vllm_delta_sync|trainer_side|tests|docs|examples|benchmarks|docker|requirements|wire"
+    for named, test in re.findall(rf"(?<![\w./])((?:{folders})/[\w./-]*)(?:::(\w+))?", code_of(path.read_text())):
+        file = next((base / named for base in (ROOT, ROOT / "vllm_delta_sync") if (base / named).exists()), None)
+        assert file is not None, named
+        assert not test or f"def {test}(" in file.read_text(), f"{named}::{test}"
+
+
+def paths_of(document: Any, prefix: str = "") -> Iterator[str]:
+    """``a``, ``a.b`` and ``a[].b`` of a JSON document; timings stand for themselves."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield prefix + key
+            if key != "timings_ms":
+                yield from paths_of(value, f"{prefix}{key}.")
+    elif isinstance(document, list):
+        for value in document:
+            yield from paths_of(value, prefix.removesuffix(".") + "[].")
+
+
+def documented(title: str) -> set[str]:
+    """Names in the first column of the first table after a line of REFERENCE.md."""
+    text = (ROOT / "docs" / "REFERENCE.md").read_text()
+    table = text[text.index(title) :].split("\n\n| ", 1)[1].split("\n\n", 1)[0]
+    return set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE))
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Receiver:
+    """Two versions behind it."""
+    tensors = checkpoint_tensors()
+    url = str(tmp_path / "run")
+    model = FusedModel()
+    model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in tensors.items())
+    generate(tmp_path / "key")
+    base = save_base(tmp_path / "base", tensors)
+    with Publisher(tensors, bucket=url, base=base, signing_key=tmp_path / "key") as publisher:
+        tensors["q.weight"] += 0.01
+        publisher.publish(step=1)
+        publisher.flush()
+    settings = Settings(bucket=url, trusted_keys=str(tmp_path / "key.pub"), state_dir=tmp_path / "state")
+    receiver = Receiver(ModulePort(model), settings)
+    receiver.advance()
+    return receiver
+
+
+def test_members_of_answers(receiver: Receiver) -> None:
+    verified = receiver.verify()
+    assert documented("`POST /delta_sync/verify` answers with:") == set(verified)
+    assert documented("## Timings") == set(receiver.status()["timings_ms"])
+    (Path(receiver.settings.bucket) / "run.json").unlink()
+    with pytest.raises(NotFoundError):
+        receiver.advance()
+    assert receiver.status()["last_error"] is not None
+    found = set(paths_of(receiver.status()))
+    told = documented("`GET /delta_sync/status` (and")
+    assert told - SERVERS <= found
+    assert told >= SERVERS
+    explained_by_parent = ("head.", "ranks[].ms.", "recent[].version", "recent[].step")
+    assert {name for name in found - told if not name.startswith(explained_by_parent)} == set()
+
+
+def test_kinds_states_and_durations() -> None:
+    assert documented("## Errors") >= set(error_kinds()) - {"error"}
+    assert documented("`PublishResult.seconds` has the keys:") == set(Seconds.KEYS)

@@ -1,0 +1,138 @@
+"""docs/FORMAT.md says what the code does: names, numbers and keys that it prints are looked up."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.golden.regenerate import DIRECTORY, SIGNED, TREE
+from vllm_delta_sync.chain.checks import PLAUSIBLE_RANKS, document_limit, object_limit
+from vllm_delta_sync.chain.newest import BAD_DOCUMENTS, BAD_IN_A_ROW
+from vllm_delta_sync.errors import error_kinds
+from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.blocks import BLOCK_ELEMENTS
+from vllm_delta_sync.wire.delta import FEATURES
+from vllm_delta_sync.wire.documents import (
+    KEYS_KEY,
+    Anchor,
+    Claim,
+    Collection,
+    FoldedRange,
+    KeyEntry,
+    KeyFile,
+    Lease,
+    Retention,
+    Tag,
+    Turn,
+    anchor_key,
+    fold_key,
+)
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
+
+
+def section(title: str) -> str:
+    """Text from a heading to the next one."""
+    found = re.search(rf"^## \d+\. {re.escape(title)}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert found is not None, title
+    return found.group(1)
+
+
+def first_column(text: str) -> set[str]:
+    """Names in backticks in the first column of the tables of a section."""
+    rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def number(text: str) -> int:
+    base, _, exponent = text.replace(",", "").partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+def test_limits() -> None:
+    printed = re.findall(r"^\| `(MAX_\w+)` \| ([\d,^]+) \|", section("Limits"), re.MULTILINE)
+    known = {name: getattr(limits, name) for name in dir(limits) if name.startswith("MAX_")}
+    assert {name: number(value) for name, value in printed} == known
+
+
+def test_largest_object() -> None:
+    table = TensorTable([TensorSpec("a", "BF16", (1000,)), TensorSpec("b", "F32", (10,))])
+    assert object_limit(table) == 2 * table.full_bytes + 4096 * 2 + 1_048_576
+
+
+def test_largest_document() -> None:
+    table = TensorTable([TensorSpec("a", "BF16", (2**30,)), TensorSpec("é", "F32", (10,))])
+    assert document_limit(table) == 1_048_576 + (2 * 1 + 64) + (2 * 2 + 64) + 256 * (2 + 2 + 4096)
+    many = TensorTable([TensorSpec(f"{number:06d}", "U8", (1,)) for number in range(70_000)])
+    assert document_limit(many) == 1_048_576 + 70_000 * (2 * 6 + 64) + 256 * 65_536
+    for part in ("Σ (2 · bytes of the tensor's name + 64)", "256 · objects", f"+ {PLAUSIBLE_RANKS:,})"):
+        assert part in section("Limits")
+    assert f"more than {BAD_IN_A_ROW} that follow each other, or more than {BAD_DOCUMENTS} times" in section("Limits")
+
+
+def test_dtypes() -> None:
+    rows = re.findall(r"^\| (`[A-Z].*?) \| (\d) \| (float|integer) \|", section("tensors.json"), re.MULTILINE)
+    printed = {name: (int(width), order) for names, width, order in rows for name in re.findall(r"`(\w+)`", names)}
+    assert printed == {
+        dtype.name: (dtype.itemsize, "float" if dtype.is_float else "integer") for dtype in DTYPES.values()
+    }
+
+
+def test_members_of_documents() -> None:
+    assert first_column(section("run.json")) == set(RunInfo.model_fields)
+    assert first_column(section("Manifests")) == set(Manifest.model_fields)
+    for name in Head.model_fields:
+        assert f"`{name}`" in section("HEAD.json")
+
+
+@pytest.mark.parametrize("kind", [Anchor, FoldedRange, Tag, Claim, Lease, Turn, Collection, Retention])
+def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
+    titles = {Anchor: "Anchors", FoldedRange: "Folded ranges"}
+    title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
+    found = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", section("Beside the chain"), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    common = {"format_version", "requires", "run", "created_at", "signature"}
+    assert first_column(found[1]) | common == set(kind.model_fields)
+    assert all(f"`{name}`" in section("Beside the chain") for name in common)
+
+
+def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
+    text = section("Signatures")
+    assert first_column(text) | {"format_version", "requires", "run", "created_at", "signature"} == set(
+        KeyFile.model_fields
+    )
+    assert all(f"`{name}`" in text for name in KeyEntry.model_fields)
+    for kind in (Anchor, Claim, Collection, FoldedRange, Head, KeyFile, Lease, Manifest, Retention, RunInfo, Tag, Turn):
+        assert f"`{kind.KIND}`" in text
+
+
+def test_features_blocks_and_error_kinds() -> None:
+    for name in FEATURES:
+        assert f"`{name}`" in section("Extensions")
+    assert f"{BLOCK_ELEMENTS:,}" in section("Delta objects")
+    kinds = section("What a reader verifies, and in what order").rpartition("Errors fall into")[2]
+    assert set(re.findall(r"`(\w+)`", kinds)) <= set(error_kinds())
+
+
+def test_keys() -> None:
+    keys = first_column(section("Keys and commit order"))
+    assert version_key(7) == "versions/0000000007.json"
+    assert object_key("<sha256>") in keys
+    found = {path.relative_to(DIRECTORY).parts[0] for path in DIRECTORY.rglob("*")}
+    assert found == {"run.json", "tensors.json", "HEAD.json", "versions", "objects"}
+    beside = {path.relative_to(TREE).parts[0] for path in TREE.rglob("*")} - found
+    assert beside == {key.split("/")[0] for key in keys if "/" in key or key == "retention.json"} - {
+        "versions",
+        "objects",
+        "files",
+        "sidecars",
+        "keys",
+        "collections",
+    }
+    assert (SIGNED / KEYS_KEY).is_file()
+    assert f"`{CHANGES_PREFIX}<s>.json`" in section("Keys and commit order")
+    assert [anchor_key(5), fold_key(0, 4)] == ["anchors/0000000005.json", "folds/0000000000-0000000004.json"]

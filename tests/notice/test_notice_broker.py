@@ -1,0 +1,336 @@
+"""The broker as a process: it passes on, forgets nothing that is new, and lets nobody in at the wrong door."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.support.notices import (
+    DEADLINE_SECONDS,
+    DIGEST,
+    LOOPBACK,
+    RUN,
+    BrokerProcess,
+    Keys,
+    hear,
+    hears_nothing,
+    port_of,
+    process,
+    public,
+)
+from tests.support.proxy import TcpProxy
+from vllm_delta_sync.errors import NoticeError, SettingsError
+from vllm_delta_sync.notice import Broker, Notice, NoticePublisher, NoticeSubscriber, curve
+from vllm_delta_sync.notice.broker import MAX_TOPICS
+from vllm_delta_sync.notice.last import LastValues
+
+OTHER = "f" * 32
+
+
+@pytest.fixture
+def broker() -> Iterator[BrokerProcess]:
+    started = BrokerProcess()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def publisher(broker: BrokerProcess) -> Iterator[NoticePublisher]:
+    opened = NoticePublisher(f"connect:{broker.publishers}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def subscriber(broker: BrokerProcess) -> Iterator[NoticeSubscriber]:
+    opened = NoticeSubscriber(broker.subscribers, RUN)
+    yield opened
+    opened.close()
+
+
+def test_notices_pass_through(broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber) -> None:
+    publisher.send(Notice(OTHER, 9, DIGEST))
+    for version in range(1, 5):
+        publisher.send(Notice(RUN, version, DIGEST))
+        hear(subscriber, version)
+
+
+def test_whoever_comes_late_is_told_what_a_publisher_that_is_gone_said(
+    broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
+) -> None:
+    for run, version in ((RUN, 3), (OTHER, 8)):
+        publisher.send(Notice(run, version, DIGEST))
+    hear(subscriber, 3)
+    publisher.close()
+    for run, version in ((RUN, 3), (OTHER, 8), (RUN, 3)):
+        late = NoticeSubscriber(broker.subscribers, run)
+        hear(late, version)
+        late.close()
+
+
+def test_a_broker_that_was_killed_comes_back_on_the_same_ports(
+    broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
+) -> None:
+    publisher.send(Notice(RUN, 1, DIGEST))
+    hear(subscriber, 1)
+    broker.running.kill()
+    broker.running.wait(120)
+    publisher.send(Notice(RUN, 2, DIGEST))
+    hears_nothing(subscriber)
+    again = BrokerProcess(broker.publishers, broker.subscribers)
+    hear(subscriber, 2)
+    publisher.send(Notice(RUN, 3, DIGEST))
+    hear(subscriber, 3)
+    again.end()
+
+
+def test_a_broker_that_stands_still_delays_nobody(
+    broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
+) -> None:
+    publisher.send(Notice(RUN, 1, DIGEST))
+    hear(subscriber, 1)
+    broker.running.send_signal(signal.SIGSTOP)
+    for version in range(2, 10_000):
+        publisher.send(Notice(RUN, version, DIGEST))
+    hears_nothing(subscriber)
+    broker.running.send_signal(signal.SIGCONT)
+    hear(subscriber, 9999)
+
+
+def test_a_stalled_subscriber_does_not_delay_the_others(
+    broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
+) -> None:
+    with process("tests.support.notices", "listen", broker.subscribers, RUN) as stalled:
+        publisher.send(Notice(RUN, 1, DIGEST))
+        stalled.hear("1")
+        stalled.running.send_signal(signal.SIGSTOP)
+        for version in range(2, 4):
+            for number in range(5000):
+                publisher.send(Notice(RUN, version * 10_000 + number, DIGEST))
+            publisher.send(Notice(RUN, version, DIGEST))
+            hear(subscriber, version)
+        stalled.running.send_signal(signal.SIGCONT)
+        stalled.hear("3")
+
+
+def test_bad_networks_on_both_sides(broker: BrokerProcess) -> None:
+    with TcpProxy(port_of(broker.publishers)) as before, TcpProxy(port_of(broker.subscribers)) as behind:
+        publisher = NoticePublisher(f"connect:tcp://127.0.0.1:{before.port}")
+        subscriber = NoticeSubscriber(f"tcp://127.0.0.1:{behind.port}", RUN)
+        version = 0
+        for proxy in (before, behind):
+            for fault in (proxy.cut, proxy.stall, proxy.reset):
+                version += 1
+                publisher.send(Notice(RUN, version, DIGEST))
+                hear(subscriber, version)
+                fault()
+                version += 1
+                publisher.send(Notice(RUN, version, DIGEST))
+                proxy.resume()
+                hear(subscriber, version)
+        subscriber.close()
+        publisher.close()
+
+
+def test_what_is_no_notice_by_its_form_is_dropped(broker: BrokerProcess, subscriber: NoticeSubscriber) -> None:
+    with zmq.Context() as context, context.socket(zmq.XPUB) as stranger, context.socket(zmq.SUB) as witness:
+        witness.connect(broker.subscribers)
+        witness.setsockopt_string(zmq.SUBSCRIBE, "")
+        stranger.connect(broker.publishers)
+        assert stranger.poll(120_000)
+        for frames in ([b"one"], [b"a", b"b", b"c"], [b"", b"no topic"], [b"t" * 65, b"x"], [b"t", b"x" * 4097]):
+            stranger.send_multipart(frames)
+        stranger.send_multipart([RUN.encode(), b"nonsense of any kind"])
+        assert witness.poll(120_000)
+        assert witness.recv_multipart() == [RUN.encode(), b"nonsense of any kind"]
+        # Longer than ZeroMQ takes: the connection is cut, and nobody else's.
+        stranger.send_multipart([RUN.encode(), b"x" * 100_000])
+    publisher = NoticePublisher(f"connect:{broker.publishers}")
+    publisher.send(Notice(RUN, 2, DIGEST))
+    hear(subscriber, 2)
+    assert subscriber.malformed >= 1
+    publisher.close()
+
+
+def test_subscribers_can_say_nothing(broker: BrokerProcess, publisher: NoticePublisher) -> None:
+    """At their own door; at the other one they do not speak the language."""
+    with zmq.Context() as context, context.socket(zmq.XSUB) as stranger, context.socket(zmq.PUB) as announcer:
+        stranger.connect(broker.subscribers)
+        announcer.connect(broker.subscribers)
+        stranger.send(b"\x01" + RUN.encode())
+        for _ in range(100):
+            stranger.send_multipart([RUN.encode(), b'{"manifest":"","run":"%b","version":77}' % RUN.encode()])
+            announcer.send_multipart([RUN.encode(), b'{"manifest":"","run":"%b","version":78}' % RUN.encode()])
+        publisher.send(Notice(RUN, 5, DIGEST))
+        subscriber = NoticeSubscriber(broker.subscribers, RUN)
+        hear(subscriber, 5)
+        notice = subscriber.receive(120)
+        assert notice is not None
+        assert notice.version == 5
+        subscriber.close()
+
+
+def test_topics_are_bounded() -> None:
+    last = LastValues(MAX_TOPICS, 0.0)
+    for number in range(3 * MAX_TOPICS):
+        last.put([b"%d" % number, b"x"])
+        last.put([b"kept", b"%d" % number])
+    kept = [frames[0] for frames in last.due()]
+    assert len(kept) == MAX_TOPICS
+    assert b"kept" in kept
+
+
+def started(command: list[str]) -> "subprocess.Popen[str]":
+    """A broker that has bound its ports."""
+    # Whoever runs the tests in the background has interrupts ignored, which children inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert running.stdout is not None
+    assert running.stdout.readline().startswith("publishers tcp://127.0.0.1:")
+    return running
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_end_it_cleanly(number: signal.Signals, code: int) -> None:
+    module = [sys.executable, "-m", "vllm_delta_sync.cli"]
+    running = started([*module, "broker", "--publishers", LOOPBACK, "--subscribers", LOOPBACK])
+    running.send_signal(number)
+    out, errors = running.communicate(timeout=DEADLINE_SECONDS)
+    assert (running.returncode, out) == (code, "")
+    assert "passed 0 notices on, dropped 0 messages" in errors
+    assert "Traceback" not in errors
+
+
+UNINTERRUPTED = """
+import signal, sys, threading
+from vllm_delta_sync.cli import main
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+sys.exit(main())
+"""
+"""A broker whose poll no signal breaks off: the other thread gets them. So it is, by chance, for one that comes between
+the last step of Python and the poll."""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_that_do_not_break_off_the_poll_end_it_all_the_same(number: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-c", UNINTERRUPTED, "broker", "--publishers", LOOPBACK, "--subscribers", LOOPBACK]
+    running = started(command)
+    running.send_signal(number)
+    out, errors = running.communicate(timeout=DEADLINE_SECONDS)
+    assert (running.returncode, out, "Traceback" in errors) == (code, "", False)
+
+
+def test_as_json_it_prints_one_line() -> None:
+    broker = BrokerProcess()
+    broker.running.send_signal(signal.SIGTERM)
+    assert broker.running.wait(DEADLINE_SECONDS) == 0
+    broker._reader.join(DEADLINE_SECONDS)
+    assert broker._lines.empty()
+    broker.end()
+
+
+def test_command_lines_that_are_refused(broker: BrokerProcess, tmp_path: Path) -> None:
+    key = Keys(tmp_path).make("key")
+    free = ["--publishers", LOOPBACK, "--subscribers", LOOPBACK]
+    cases = (
+        (["--publishers", LOOPBACK], 2, "usage"),
+        (["--publishers", broker.publishers, "--subscribers", LOOPBACK], 4, "notice"),
+        (["--publishers", "tcp://*:70000", "--subscribers", LOOPBACK], 4, "notice"),
+        ([*free, "--key", str(key)], 2, "settings"),
+        ([*free, "--allowed-publishers", str(tmp_path)], 2, "settings"),
+    )
+    for arguments, code, kind in cases:
+        command = [sys.executable, "-m", "vllm_delta_sync.cli", "broker", *arguments, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert (done.returncode, json.loads(done.stdout)["error"]["kind"]) == (code, kind)
+
+
+def test_a_port_that_is_taken_frees_the_other(broker: BrokerProcess) -> None:
+    with pytest.raises(NoticeError, match="is taken"):
+        Broker(LOOPBACK, broker.subscribers)
+    with pytest.raises(SettingsError, match="--key is missing"):
+        Broker(LOOPBACK, LOOPBACK, None, Path("a"), Path("b"))
+
+
+# With keys
+
+
+class Site:
+    """A broker with a key, one publisher and one subscriber on its lists."""
+
+    def __init__(self, root: Path) -> None:
+        self.keys = Keys(root)
+        self.own, self.trainer, self.server = (self.keys.make(name) for name in ("broker", "trainer", "server"))
+        flags = ["--key", str(self.own)]
+        flags += ["--allowed-publishers", str(self.keys.allow("publishers", self.trainer))]
+        flags += ["--allowed-subscribers", str(self.keys.allow("subscribers", self.server))]
+        self.broker = BrokerProcess(flags=flags)
+        self.opened: list[NoticePublisher | NoticeSubscriber] = []
+
+    def publisher(self, key: Path | None, door: str = "publishers") -> NoticePublisher:
+        address = f"connect:{getattr(self.broker, door)}"
+        opened = NoticePublisher(address, key, None if key is None else public(self.own))
+        self.opened.append(opened)
+        return opened
+
+    def subscriber(self, key: Path | None, door: str = "subscribers") -> NoticeSubscriber:
+        keys = curve.client_keys(key, None if key is None else public(self.own))
+        opened = NoticeSubscriber(getattr(self.broker, door), RUN, keys)
+        self.opened.append(opened)
+        return opened
+
+    def close(self) -> None:
+        for each in self.opened:
+            each.close()
+        self.broker.end()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    opened = Site(tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_encrypted_from_end_to_end(site: Site) -> None:
+    publisher, subscriber = site.publisher(site.trainer), site.subscriber(site.server)
+    for version in (1, 2):
+        publisher.send(Notice(RUN, version, DIGEST))
+        hear(subscriber, version)
+
+
+@pytest.mark.parametrize("who", ["the subscriber's key", "a stranger's key", "no key"])
+def test_who_may_not_announce(site: Site, caplog: pytest.LogCaptureFixture, who: str) -> None:
+    key = {"the subscriber's key": site.server, "a stranger's key": site.keys.make("stranger"), "no key": None}[who]
+    subscriber = site.subscriber(site.server)
+    true = site.publisher(site.trainer)
+    true.send(Notice(RUN, 1, DIGEST))
+    hear(subscriber, 1)
+    with caplog.at_level(logging.WARNING):
+        forger = site.publisher(key)
+        for version in range(100, 150):
+            forger.send(Notice(RUN, version, DIGEST))
+        for _ in range(3):
+            assert subscriber.receive(120) == Notice(RUN, 1, DIGEST)
+    assert "no notices over tcp://127.0.0.1" in caplog.text
+    true.send(Notice(RUN, 2, DIGEST))
+    hear(subscriber, 2)
+
+
+def test_who_may_not_listen(site: Site) -> None:
+    site.publisher(site.trainer).send(Notice(RUN, 1, DIGEST))
+    hear(site.subscriber(site.server), 1)
+    for key, door in ((site.trainer, "subscribers"), (site.keys.make("x"), "subscribers"), (None, "subscribers")):
+        assert site.subscriber(key, door).receive(1.5) is None
+    assert site.subscriber(site.server, "publishers").receive(1.5) is None

@@ -1,0 +1,264 @@
+"""A storm of forged notices: how often a server looks into the bucket, and that it still follows."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from tests.run.machine.tensors import ServedModel, first_tensors, train
+from tests.support.hooks import hooked
+from tests.support.modules import ModulePort
+from tests.support.notices import DIGEST, LOOPBACK, BrokerProcess, Keys, public
+from tests.support.world import World
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.service import SHORTEST_LOOK_SECONDS, ReceiverService
+from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.notice import Notice, NoticePublisher
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keys import generate
+
+WAIT = 120.0
+POLL = 0.5
+
+
+class Site:
+    """A server that follows a run, a channel that anybody may write to, and a count of its looks."""
+
+    def __init__(self, root: Path) -> None:
+        self.world = World(root)
+        self.publisher = NoticePublisher(LOOPBACK, repeat_seconds=3600)
+        self.services: list[ReceiverService] = []
+        self.looks = 0
+
+    def serve(self, poll_seconds: float, **settings: object) -> ReceiverService:
+        values = {"bucket": self.world.url, "notice": self.publisher.address, "poll_seconds": poll_seconds, **settings}
+        service = ReceiverService(hooked(self.world), Settings.model_validate(values))
+        self.services.append(service)
+        advance = service.receiver.advance
+
+        def counted(version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
+            self.looks += 1
+            advance(version, until)
+
+        service.receiver.advance = counted  # type: ignore[method-assign]
+        service.start()
+        wait_until(lambda: service.receiver.served_version == 0)
+        return service
+
+    def tell(self, version: int, digest: str = DIGEST) -> None:
+        self.publisher.send(Notice(self.world.publisher.run, version, digest))
+
+    def close(self) -> None:
+        for service in self.services:
+            service.stop()
+            service.join(WAIT)
+        self.publisher.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    opened = Site(tmp_path)
+    yield opened
+    opened.close()
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = WAIT) -> None:
+    """Until something is shown that no event tells of."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.002)
+
+
+class Storm:
+    """Forged notices of versions that never were, each another, as fast as they go."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._rage)
+        self.sent = 0
+
+    def _rage(self) -> None:
+        while not self._over.is_set():
+            self._tell(10**9 + self.sent)
+            self.sent += 1
+            time.sleep(0.0005)
+
+    def __enter__(self) -> "Storm":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *outcome: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def heed(site: Site, service: ReceiverService, version: int) -> None:
+    """Announce it, truly, until somebody has come to look."""
+    digest = open_run(site.world.url).manifest(version).digest
+
+    def served() -> bool:
+        site.tell(version, digest)
+        return service.receiver.served_version == version
+
+    wait_until(served)
+
+
+def test_a_notice_gets_in_at_once(site: Site) -> None:
+    service = site.serve(3600)
+    for version in (1, 2, 3):
+        site.world.train(version)
+        heed(site, service, version)
+    # One for each, and the first; and whichever came while one was under way.
+    assert site.looks <= 12
+
+
+def test_a_storm_costs_about_as_much_as_polling(site: Site) -> None:
+    site.serve(POLL)
+    with Storm(site.tell) as storm:
+        wait_until(lambda: site.looks > 1)
+        before, began = site.looks, time.monotonic()
+        time.sleep(6)
+        looks, seconds = site.looks - before, time.monotonic() - began
+    assert storm.sent > 500
+    assert looks <= 2 * seconds / POLL
+
+
+def test_versions_get_in_during_a_storm_by_polling(site: Site) -> None:
+    service = site.serve(POLL)
+    with Storm(site.tell):
+        for version in (1, 2, 3):
+            site.world.train(version)
+            wait_until(lambda version=version: service.receiver.served_version == version)  # type: ignore[misc]
+    site.world.expect_exact()
+
+
+def test_after_a_storm_a_notice_counts_again(site: Site) -> None:
+    service = site.serve(3600)
+    with Storm(site.tell):
+        wait_until(lambda: site.looks >= 5)
+    site.world.train(1)
+    heed(site, service, 1)
+    # It told the truth, so the next ones are believed at once; else each would wait twice as long as the one before.
+    began = time.monotonic()
+    for version in range(2, 9):
+        site.world.train(version)
+        heed(site, service, version)
+    assert time.monotonic() - began < WAIT / 2
+
+
+def test_what_is_known_costs_no_look(site: Site) -> None:
+    service = site.serve(3600)
+    site.world.train(1)
+    heed(site, service, 1)
+    time.sleep(2 * SHORTEST_LOOK_SECONDS)
+    before, head = site.looks, service.receiver.board.head
+    digest = "" if head is None else head.digest
+    for _ in range(200):
+        site.tell(0)
+        site.tell(1, digest)
+        time.sleep(0.002)
+    assert site.looks == before
+
+
+def test_another_manifest_of_the_version_known_is_news(site: Site) -> None:
+    """What was found first may have been somebody else's, and be gone."""
+    service = site.serve(3600)
+    site.world.train(1)
+    heed(site, service, 1)
+    before = site.looks
+
+    def looked() -> bool:
+        site.tell(1)
+        return site.looks > before
+
+    wait_until(looked)
+
+
+def test_a_storm_while_held_or_told_to_wait(site: Site) -> None:
+    """Looking after what is served is all that such a server does, and that seldom too."""
+    service = site.serve(3600)
+    service.request("hold").result(WAIT)
+    checks = 0
+    check = service.receiver.check
+
+    def counted() -> None:
+        nonlocal checks
+        checks += 1
+        check()
+
+    service.receiver.check = counted  # type: ignore[method-assign]
+    with Storm(site.tell):
+        time.sleep(3)
+    # 0.02 s, doubled each time: 3 s are over at the eighth.
+    assert 0 < checks <= 9
+
+
+def test_requests_do_not_wait_behind_a_storm(site: Site) -> None:
+    service = site.serve(3600)
+    with Storm(site.tell):
+        wait_until(lambda: site.looks >= 5)
+        site.world.train(1)
+        assert service.request("sync").result(WAIT)["served"]["version"] == 1
+
+
+def test_keys_for_notices(site: Site, tmp_path: Path) -> None:
+    keys = Keys(tmp_path)
+    trainer, server = keys.make("trainer"), keys.make("server")
+    site.publisher.close()
+    site.publisher = NoticePublisher(LOOPBACK, trainer, public(server))
+    service = site.serve(3600, notice_key=server, notice_server_key=public(trainer))
+    site.world.train(1)
+    heed(site, service, 1)
+    server.chmod(0o644)
+    settings = Settings(bucket=site.world.url, notice_key=server, notice_server_key=public(trainer))
+    with pytest.raises(SettingsError, match="chmod 600"):
+        ReceiverService(hooked(site.world), settings)
+
+
+def test_forgeries_cost_no_look_where_notices_are_signed(tmp_path: Path) -> None:
+    """All meet at a broker without keys of its own, where anybody may announce."""
+    tensors = first_tensors(1)
+    model = ServedModel(0, 1)
+    model.load_weights(tensors.items())
+    generate(tmp_path / "key")
+    broker = BrokerProcess()
+    announced_at = f"connect:{broker.publishers}"
+    url = str(tmp_path / "run")
+    forger = NoticePublisher(announced_at, keyring=Keyring(signer=Ed25519PrivateKey.generate()))
+    with Publisher(list(tensors.items()), url, notice=announced_at, signing_key=tmp_path / "key") as publisher:
+        values = {"bucket": url, "notice": broker.subscribers, "poll_seconds": 3600, "state_dir": tmp_path / "state"}
+        settings = Settings.model_validate({**values, "trusted_keys": str(public(tmp_path / "key"))})
+        service = ReceiverService(ModulePort(model), settings)
+        looks = []
+        advance = service.receiver.advance
+
+        def counted(version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
+            looks.append(version)
+            advance(version, until)
+
+        service.receiver.advance = counted  # type: ignore[method-assign]
+        service.start()
+        wait_until(lambda: service.receiver.served_version == 0)
+        for step in (1, 2):
+            train(tensors, "sparse", step)
+            publisher.publish(step, wait=True)
+            wait_until(lambda step=step: service.receiver.served_version == step)  # type: ignore[misc]
+        before = len(looks)
+        with Storm(lambda version: forger.send(Notice(publisher.run, version, DIGEST))) as storm:
+            time.sleep(2)
+        assert storm.sent > 200
+        assert len(looks) == before
+        train(tensors, "sparse", 3)
+        publisher.publish(3, wait=True)
+        wait_until(lambda: service.receiver.served_version == 3)
+        service.stop()
+        service.join(WAIT)
+    forger.close()
+    broker.end()

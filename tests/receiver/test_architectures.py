@@ -1,0 +1,144 @@
+"""Named families of models: patched, each is bit for bit what vLLM's own loader makes of the same version."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tools.models.reachable import differences, reachable
+
+SECONDS = 400
+FAMILIES = [
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Phi3ForCausalLM",
+    "OPTForCausalLM",
+    "GPT2LMHeadModel",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "Mamba2ForCausalLM",
+    "JambaForCausalLM",
+    "AriaForConditionalGeneration",
+]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One process for all: importing vLLM takes longer than any family."""
+    found = tmp_path_factory.mktemp("models") / "rows.json"
+    command = [sys.executable, "-m", "tests.tools.models", "--only", *FAMILIES, "--json", str(found)]
+    done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
+    assert found.exists(), done.stderr[-3000:]
+    return {row["architecture"]: row for row in json.loads(found.read_text())}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_is_exact(rows: dict[str, dict[str, Any]], family: str) -> None:
+    row = rows[family]
+    assert row["outcome"] in ("exact", "exact through the fallback"), row["reason"]
+    assert row["compared"] >= row["tensors"] // 4
+
+
+class Holder(nn.Module):
+    """Weights in all the places where vLLM keeps some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.register_buffer("scale", torch.ones(2))
+        self.absorbed = torch.ones(3)
+        self.method = SimpleNamespace(packed=[torch.ones(2, dtype=torch.bfloat16)], nothing=None)
+        captured = torch.ones(2)
+        self.compute = lambda x: x * captured
+        with torch.no_grad():
+            self.linear.weight.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("linear.weight", lambda model: model.linear.weight.data),
+        ("scale", lambda model: model.scale),
+        ("absorbed", lambda model: model.absorbed),
+        ("method.packed.0", lambda model: model.method.packed[0]),
+        ("compute.captured", lambda model: model.compute.__closure__[0].cell_contents),
+    ],
+)
+def test_one_bit_anywhere_is_a_difference(path: str, place: Any) -> None:
+    mine, fresh = Holder(), Holder()
+    assert differences(mine, fresh) == []
+    bits = place(mine).view(-1)[:1].view(torch.uint8)
+    bits[0] ^= 1
+    size = place(mine).numel()
+    assert differences(mine, fresh) == [f"{path}: 1 of {size} elements"]
+
+
+def test_signs_of_zero_and_nans_are_differences() -> None:
+    mine, fresh = Holder(), Holder()
+    mine.absorbed[0], fresh.absorbed[0] = -0.0, 0.0
+    assert differences(mine, fresh) == ["absorbed: 1 of 3 elements"]
+    mine.absorbed[0] = fresh.absorbed[0] = float("nan")
+    assert differences(mine, fresh) == []
+
+
+def test_missing_and_other_tensors_are_differences() -> None:
+    mine, fresh = Holder(), Holder()
+    mine.extra = torch.ones(1)
+    del mine.absorbed
+    mine.scale = mine.scale.double()
+    found = differences(mine, fresh)
+    assert found[0] == "absorbed: only in a fresh load"
+    assert found[1] == "extra: only in the patched model"
+    assert found[2].startswith("scale: torch.float64")
+
+
+def test_caches_of_requests_are_left_out() -> None:
+    model = Holder()
+    model.kv_cache = torch.ones(2)
+    assert "kv_cache" not in reachable(model)
+
+
+SABOTAGE = """
+import os, sys
+import torch
+from tests.tools.models import __main__, sweep, trial
+
+attempt, call_rank = sweep.attempt, trial._Port.call_rank
+
+def crash(name, root):
+    return os.abort() if name == "Crash" else attempt(name, root)
+
+def flip_a_bit(self, rank, method, arguments):
+    answer = call_rank(self, rank, method, arguments)
+    if method == "commit":
+        rank.model.model.norm.weight.data.view(torch.int16)[0] ^= 1
+    return answer
+
+sweep.attempt, trial._Port.call_rank = crash, flip_a_bit
+sys.argv[1:] = ["--only", "Crash", "Qwen2ForCausalLM", "--json", sys.argv[1]]
+sys.exit(__main__.main())
+"""
+
+
+def test_a_crash_and_a_wrong_bit_are_rows(tmp_path: Path) -> None:
+    """Whatever ends the process of one architecture, the others are tried; and either makes the command fail."""
+    found = tmp_path / "rows.json"
+    done = subprocess.run([sys.executable, "-c", SABOTAGE, str(found)], timeout=SECONDS, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr[-3000:]
+    rows = {row["architecture"]: row for row in json.loads(found.read_text())}
+    assert {row["outcome"] for row in rows.values()} == {"WRONG"}
+    assert "ended with -6" in rows["Crash"]["reason"]
+    assert rows["Qwen2ForCausalLM"]["reason"] == "after the commit of version 1: model.norm.weight: 1 of 128 elements"

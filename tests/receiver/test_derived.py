@@ -1,0 +1,451 @@
+"""Weights that a model computes from its checkpoint, through the whole receiver: followed, taken back, found when they
+were changed from outside, replaced by an anchor; or refused by name where nothing shows what they are."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel, checkpoint_tensors, save_base
+from tests.support.world import World
+from vllm_delta_sync import open_run
+from vllm_delta_sync.engine import load_watch
+from vllm_delta_sync.engine.loader import Loaded
+from vllm_delta_sync.engine.loading import is_runtime_state
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.replica import walk
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
+
+DERIVED = ["model.norm.weight", "v.weight"]
+
+
+class Latent(nn.Module):
+    """Keeps no weight as it was loaded: a packed copy, and a product that no parameter shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = nn.Parameter(torch.zeros(WIDTH, 16, dtype=torch.bfloat16), False)
+
+    def finish(self) -> None:
+        assert self.weight is not None
+        self.packed = nn.Parameter(self.weight.data.t().contiguous().float() * 3, requires_grad=False)
+        self.absorbed = self.weight.data.float() @ self.weight.data.float().t()
+        self.weight = None
+
+
+class Worked(nn.Module):
+    """FusedModel, or a rank of it, that transforms its norm while loading and works on v afterwards."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.body = FusedModel() if ranks == 1 else ShardedModel(rank, ranks)
+        self.gain = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.latent = Latent()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "model.norm.weight":
+                self.gain.data.copy_(-torch.exp(tensor.float()))
+            elif name == "v.weight":
+                assert self.latent.weight is not None
+                self.latent.weight.data.copy_(tensor.t())
+            else:
+                self.body.load_weights([(name, tensor)])
+
+
+def finish(model: nn.Module, paths: Iterable[str] | None) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, Latent) and (paths is None or path in list(paths)):
+            module.finish()
+
+
+def load(tensors: dict[str, torch.Tensor], ranks: int = 1) -> list[Any]:
+    models = [Worked(rank, ranks) for rank in range(ranks)]
+    for model in models:
+        model.load_weights((name, tensor.bfloat16()) for name, tensor in tensors.items())
+        load_watch.watched(model, finish)
+    return models
+
+
+class WorkedWorld(World):
+    """A world whose model computes; its ranks know the folder that they were loaded from."""
+
+    def __init__(self, root: Path, ranks: int = 1, **rest: Any) -> None:
+        self.folder = str(root / "base")
+        super().__init__(root, ranks=ranks, **rest)
+
+    def fresh(self) -> list[Any]:
+        return load(self.tensors, self.ranks)
+
+    def use(self, port: ModulePort) -> None:
+        for rank in port.ranks:
+            rank.folder = self.folder
+        super().use(port)
+
+    def served(self, name: str) -> torch.Tensor:
+        return self.tensors[name].bfloat16()
+
+    def bits(self) -> list[torch.Tensor]:
+        return [every(model) for model in self.models]
+
+    def expect_exact(self) -> None:
+        for model, other in zip(self.models, self.fresh(), strict=True):
+            assert torch.equal(every(model), every(other))
+
+
+def every(model: nn.Module) -> torch.Tensor:
+    """All bytes of all tensors that hang on a model, in order of their places."""
+    found = {(path, name): tensor for path, name, tensor in walk(model)}
+    assert ("latent", "absorbed") in found
+    return torch.cat([found[at].detach().reshape(-1).contiguous().view(torch.uint8) for at in sorted(found)])
+
+
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_versions_are_followed_and_taken_back(tmp_path: Path, ranks: int, codec: str) -> None:
+    world = WorkedWorld(tmp_path, ranks, codec=codec)
+    seen = [world.bits()]
+    world.receiver.advance()
+    for step in range(1, 5):
+        world.train(step)
+        world.receiver.advance()
+        world.expect_exact()
+        assert world.receiver.verify()["verdict"]
+        seen.append(world.bits())
+    assert len({value.numpy().tobytes() for value, *_ in seen}) == 5
+    for version in (2, 1):
+        world.receiver.rollback(version)
+        world.expect_bits(seen[version])
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_bits(seen[4])
+    assert [entry["derived"] for entry in world.receiver.status()["ranks"]] == [DERIVED] * ranks
+
+
+def test_several_versions_in_one_commit(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.receiver.advance()
+    for step in range(1, 6):
+        world.train(step)
+    world.receiver.advance()
+    assert world.receiver.served_version == 5
+    world.expect_exact()
+
+
+@pytest.mark.parametrize("name", ["absorbed", "packed"])
+def test_what_was_changed_from_outside_is_found_and_made_good(tmp_path: Path, name: str) -> None:
+    world = WorkedWorld(tmp_path)
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    getattr(world.model.latent, name).data.view(-1)[3] += 1
+    report = world.receiver.verify()
+    assert not report["verdict"]
+    assert report["mismatched"] == ["v.weight"]
+    assert world.receiver.can_repair
+    world.receiver.advance()
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+
+
+def test_an_anchor_replaces_what_was_computed_from_other_weights(tmp_path: Path) -> None:
+    other = checkpoint_tensors(seed=9)
+    save_base(tmp_path / "base", other)
+    world = WorkedWorld(tmp_path, with_base=False)
+    world.models = load(other)
+    world.model = world.models[0]
+    world.use(ModulePort(*world.models))
+    world.receiver.advance()
+    world.expect_exact()
+    world.train(1)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_another_receiver_finds_what_the_ranks_hold(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    world.receiver = Receiver(world.port, world.receiver.settings)
+    world.train(2)
+    world.receiver.advance()
+    assert world.receiver.served_version == 2
+    world.expect_exact()
+
+
+def test_shadows_come_from_the_version_that_a_server_was_started_from(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    for step in (1, 2):
+        world.train(step)
+    run = open_run(world.url)
+    fingerprints = [fingerprint_tensor(spec.name, bits_of(world.served(spec.name))).hex() for spec in run.table]
+    loaded = Loaded(run.info.run, world.url, 2, run.manifest(2).digest, tuple(fingerprints))
+    world.models = world.fresh()
+    for model in world.models:
+        model.delta_sync_loaded = loaded
+    port = ModulePort(*world.models)
+    world.use(port)
+    world.receiver.advance()
+    assert world.receiver.served_version == 2
+    world.train(3)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_without_what_it_was_loaded_from_it_is_refused_by_name(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.port.ranks[0].folder = str(tmp_path / "nowhere")
+    error = world.expect_fails("model")
+    assert any(name in error.message for name in DERIVED)
+    assert "nowhere" in error.message
+
+
+def test_other_weights_than_those_of_the_folder_are_refused_by_name(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.models = load(checkpoint_tensors(seed=3))
+    world.use(ModulePort(*world.models))
+    error = world.expect_fails("model")
+    assert "other bits than the model has" in error.message
+
+
+def test_a_tensor_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    world.receiver.advance()
+    world.train(1)
+    world.model.latent.packed = nn.Parameter(world.model.latent.packed.data.clone(), False)
+    with pytest.raises(ModelError, match=r"latent\.packed"):
+        world.receiver.advance()
+    assert world.receiver.status()["served"] is None
+
+
+def test_a_copy_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
+    """As kernels keep it that pack weights into memory of their own and give out a handle."""
+    kept = []
+
+    @torch.library.custom_op("delta_sync_test::pack", mutates_args=())
+    def pack(weight: torch.Tensor) -> int:
+        kept.append(weight.clone())
+        return len(kept)
+
+    def packed(model: Any, paths: Iterable[str] | None) -> None:
+        finish(model, paths)
+        model.handle = pack(model.body.qkv.data)
+
+    world = WorkedWorld(tmp_path)
+    model = Worked(0, 1)
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    load_watch.watched(model, packed)
+    world.models = [model]
+    world.use(ModulePort(model))
+    assert "delta_sync_test.pack" in world.expect_fails("model").message
+
+
+def vllm_all_reduce(tensor: torch.Tensor) -> None:
+    import vllm.distributed.parallel_state  # noqa: F401  registers the operator
+
+    torch.ops.vllm.all_reduce(tensor, "tp:0")
+
+
+@pytest.mark.parametrize("all_reduce", [torch.distributed.all_reduce, vllm_all_reduce])
+def test_a_step_that_talks_to_other_ranks_is_refused(tmp_path: Path, all_reduce: Any) -> None:
+    """They would take it for a part of what they say to each other while they generate."""
+
+    def summed(model: Any, paths: Iterable[str] | None) -> None:
+        finish(model, paths)
+        if paths is not None and "latent" in list(paths):
+            all_reduce(model.latent.absorbed)
+
+    world = WorkedWorld(tmp_path)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = Worked(0, 1)
+        model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+        load_watch.watched(model, summed)
+        world.models = [model]
+        world.use(ModulePort(model))
+        assert "talk to other ranks" in world.expect_fails("model").message
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_step_that_changes_the_default_dtype_of_the_process_is_refused(tmp_path: Path) -> None:
+    """Generation goes on meanwhile, and would make tensors of that dtype."""
+
+    def casting(model: Any, paths: Iterable[str] | None) -> None:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            finish(model, paths)
+        finally:
+            torch.set_default_dtype(before)
+
+    world = WorkedWorld(tmp_path)
+    model = Worked(0, 1)
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    load_watch.watched(model, casting)
+    world.models = [model]
+    world.use(ModulePort(model))
+    assert "default dtype of the whole process to torch.float64" in world.expect_fails("model").message
+    assert torch.get_default_dtype() == torch.float32
+
+
+class Impl:
+    """As the kernels of a layer: an object that is no module."""
+
+    def __init__(self) -> None:
+        self.scale = 0.125
+
+
+def cached_product(model: Any) -> None:
+    model.latent.impl.scales = model.latent.packed.float() * 2
+
+
+def cached_concatenation(model: Any) -> None:
+    model.latent.combined = torch.cat([model.latent.packed, model.latent.packed])
+
+
+def cached_number(model: Any) -> None:
+    model.latent.impl.product_scale = float(model.latent.packed.abs().max()) + 0.3
+
+
+def changed_number(model: Any) -> None:
+    model.latent.impl.scale *= 0.7
+
+
+@pytest.mark.parametrize(
+    ("cache", "named"),
+    [
+        (cached_product, r"latent\.impl\.scales"),
+        (cached_concatenation, r"latent\.combined"),
+        (cached_number, r"latent\.impl\.product_scale \(now .*, absent after loading\)"),
+        (changed_number, r"latent\.impl\.scale \(now 0\.0875, 0\.125 after loading\)"),
+    ],
+)
+def test_what_a_kernel_keeps_since_loading_is_refused_by_name(tmp_path: Path, cache: Any, named: str) -> None:
+    """Made of weights at the first forward pass, it would not follow them; nothing but its appearance shows that."""
+    world = WorkedWorld(tmp_path)
+    model = Worked(0, 1)
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    model.latent.impl = Impl()  # type: ignore[assignment]
+    load_watch.watched(model, finish)
+    cache(model)
+    world.models = [model]
+    world.use(ModulePort(model))
+    error = world.expect_fails("model")
+    assert re.search(named + ".*did not exist after loading", error.message)
+
+
+def test_what_an_engine_fills_itself_is_not_taken_for_weights(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    model = Worked(0, 1)
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    model.latent.impl = Impl()  # type: ignore[assignment]
+    model.table = torch.ones(4, 4)
+    load_watch.watched(model, finish, is_runtime_state)
+    latent: Any = model.latent
+    latent.kv_cache = [torch.zeros(2, 3), torch.zeros(2, 3)]
+    latent.lora_a_stacked = (torch.zeros(1, 8),)
+    latent.workspace = torch.zeros(16, dtype=torch.uint8)
+    # Views of what was there, numbers that were there or are whole, and what takes the place of something.
+    latent.rows = latent.packed.data[:2]
+    latent.impl.softmax_scale, latent.impl.batch = latent.impl.scale, 64.0
+    model.table = model.table.bfloat16()
+    world.models = [model]
+    world.use(ModulePort(model))
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    assert world.receiver.verify()["verdict"]
+
+
+class Copies(TorchDispatchMode):
+    """Where copies of tensors are made: (operator, device it was told, device of the result)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.seen.append((str(func), (kwargs or {}).get("device"), found.device.type))
+        return found
+
+
+def test_copies_made_while_loading_are_in_host_memory(tmp_path: Path) -> None:
+    """On a device they would be in vLLM's memory pool, which sleep unmaps."""
+    world = WorkedWorld(tmp_path)
+    model = Worked(0, 1)
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    model.register_buffer("map", torch.arange(4), persistent=False)
+    with Copies() as copies:
+        record = load_watch.watched(model, lambda model, paths: None)
+    assert record.initial
+    assert {tensor.device.type for tensor in record.initial.values()} == {"cpu"}
+    # Asked for by name: a clone would stay where the weights are.
+    assert {(operator, str(device)) for operator, device, _ in copies.seen} == {("aten._to_copy.default", "cpu")}
+    assert record.skeleton.map.device.type == "cpu"
+
+
+def test_a_part_of_a_model_without_data_is_left_as_it_is(tmp_path: Path) -> None:
+    """As vLLM leaves what it does not serve of a multimodal model."""
+    world = WorkedWorld(tmp_path)
+    model = Worked(0, 1)
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+    model.tower = nn.Linear(2, 2, device="meta")
+    record = load_watch.watched(model, finish)
+    assert ("tower", "weight") not in record.initial
+    assert record.initial
+
+
+class Keeping(Worked):
+    """Keeps something of one of the tensors that it fuses."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            if name == "q.weight":
+                self.doubled = tensor.float() * 2
+
+
+def test_what_a_loader_keeps_is_loaded_again_with_all_that_is_fused(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+
+    def fresh() -> Any:
+        model = Keeping(0, 1)
+        model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+        load_watch.watched(model, finish)
+        return model
+
+    model = fresh()
+    world.models = [model]
+    world.use(ModulePort(model))
+    for version in range(1, 4):
+        world.train(version)
+        world.receiver.advance()
+        assert torch.equal(every(model), every(fresh()))
+    assert world.receiver.status()["ranks"][0]["derived"] == ["k.weight", "model.norm.weight", "q.weight", "v.weight"]
+
+
+def test_a_step_that_reaches_for_the_model_itself_is_refused(tmp_path: Path) -> None:
+    world = WorkedWorld(tmp_path)
+    (model,) = load(world.tensors)
+
+    def reaching(_: Any, paths: Iterable[str] | None) -> None:
+        if paths is not None:
+            model.latent.absorbed.mul_(2)
+
+    record = load_watch.record_of(model)
+    assert record is not None
+    record.process = reaching
+    world.models = [model]
+    world.use(ModulePort(model))
+    assert "write to the model itself" in world.expect_fails("model").message

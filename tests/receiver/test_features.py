@@ -1,0 +1,100 @@
+"""Which options are refused at start-up, on the configurations that vLLM itself makes of its flags."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.warm import ENVIRONMENT
+from tests.support.tiny import make_model, save_checkpoint
+from vllm_delta_sync.engine import features, launch
+from vllm_delta_sync.errors import DeltaSyncError, EngineError, UsageError
+
+# vLLM's configuration registers much in its process, so that is another one.
+ASK = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm_delta_sync.engine.features import check_features
+from vllm_delta_sync.errors import DeltaSyncError
+
+answers = []
+for options in json.loads(sys.argv[2]):
+    config = EngineArgs(model=sys.argv[1], enforce_eager=True, max_model_len=64, **options).create_engine_config()
+    try:
+        check_features(config)
+        answers.append("")
+    except DeltaSyncError as error:
+        answers.append(error.message)
+print("ANSWERS", json.dumps(answers))
+"""
+
+
+def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
+    base = str(save_checkpoint(make_model("llama"), tmp_path / "base"))
+    draft = str(save_checkpoint(make_model("llama", seed=3), tmp_path / "draft"))
+    link = tmp_path / "link"
+    link.symlink_to(base)
+
+    def drafts(method: str, **rest: object) -> dict[str, object]:
+        return {"speculative_config": {"method": method, "num_speculative_tokens": 2, **rest}}
+
+    cases: list[tuple[dict[str, object], str]] = [
+        ({}, ""),
+        ({"load_format": "safetensors"}, ""),
+        ({"enable_lora": True}, ""),
+        ({"kv_cache_dtype": "fp8"}, ""),
+        (drafts("ngram", prompt_lookup_max=2), ""),
+        (drafts("draft_model", model=draft), ""),
+        (drafts("draft_model", model=str(link)), "which is the served one"),
+        (drafts("eagle", model=draft), "--speculative-config has method 'eagle'"),
+        ({"load_format": "dummy"}, "--load-format is 'dummy'"),
+        ({"load_format": "ipc_cache"}, "--load-format is 'ipc_cache'"),
+        ({"cpu_offload_gb": 1.5}, "--cpu-offload-gb is 1.5"),
+        ({"offload_group_size": 2}, "--offload-group-size is 2"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, base, json.dumps([options for options, _ in cases])],
+        env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    line = next(line for line in done.stdout.decode().splitlines() if line.startswith("ANSWERS "))
+    for (options, words), answer in zip(cases, json.loads(line.removeprefix("ANSWERS ")), strict=True):
+        assert words in answer if words else answer == "", options
+
+
+@pytest.mark.parametrize("value", ["1", "2", " 1"])
+def test_rust_front_end_is_refused(value: str) -> None:
+    with pytest.raises(EngineError, match="unset it"):
+        features.check_front_end({features.RUST_FRONT_END: value})
+
+
+@pytest.mark.parametrize("environment", [{}, {features.RUST_FRONT_END: "0"}, {features.RUST_FRONT_END: ""}])
+def test_another_front_end_is_none_of_our_business(environment: dict[str, str]) -> None:
+    features.check_front_end(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "kind", "words"),
+    [
+        ({features.RUST_FRONT_END: "1"}, [], EngineError, "VLLM_USE_RUST_FRONTEND is '1'"),
+        ({}, ["--grpc"], UsageError, "--grpc starts a server that loads no plugins"),
+    ],
+)
+def test_serve_refuses_servers_without_plugins(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    flags: list[str],
+    kind: type[DeltaSyncError],
+    words: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(kind, match=words):
+        launch.serve_command("model", {"bucket": str(tmp_path)}, flags)

@@ -1,0 +1,279 @@
+"""Several engines behind one client: patched together or not at all, whichever of them fails, sleeps or goes on alone.
+
+Everything is real but vLLM: the receiver, its port and event loop, the guards, and ranks that are torch modules.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.modules import ModulePort
+from tests.support.world import World
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine import engines
+from vllm_delta_sync.engine.lease import Guard
+from vllm_delta_sync.engine.ports import ServerPort
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.errors import DeltaSyncError, EngineError
+
+ENGINES, RANKS = 2, 2
+
+
+class PauseState(Enum):
+    UNPAUSED = 0
+    PAUSED_ALL = 1
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.pause_state = PauseState.UNPAUSED
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+
+class Core:
+    """What a guard needs of an engine core, and the utilities that one has; its ranks are those of a ModulePort."""
+
+    def __init__(self, port: ModulePort) -> None:
+        self.guard = Guard(self)
+        self.scheduler = Scheduler()
+        self.model_executor = self
+        self.is_sleeping = False
+        self.labels: list[str] = []
+        self.log: list[str] = []
+        self.hook: Callable[[str, str], None] = lambda utility, method: None
+        self._idle_state_callbacks: list[Any] = []
+        self._port = port
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+    def resume_scheduler(self) -> None:
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def set_weight_version(self, label: str) -> None:
+        self.labels.append(label)
+
+    def collective_rpc(self, name: str, timeout: float | None, args: tuple[str, Any, int]) -> list[Any]:
+        method, arguments, number = args
+        return [{**self._port.call_rank(rank, method, arguments), "call": number} for rank in self._port.ranks]
+
+    def utility(self, name: str, *args: Any) -> Any:
+        method = args[0] if args else ""
+        self.log.append(f"{name} {method}")
+        self.hook(name, method)
+        if name == "is_sleeping":
+            return self.is_sleeping
+        calls: dict[str, Callable[..., Any]] = {
+            "delta_sync_pause": self.guard.pause,
+            "delta_sync_resume": self.guard.resume,
+            "delta_sync_renew": self.guard.renew,
+            "delta_sync_ask": self.guard.ask,
+            "delta_sync_paused_call": self.guard.call,
+            "delta_sync_paused_label": self.guard.label,
+            "set_weight_version": self.set_weight_version,
+        }
+        return calls[name](*args)
+
+
+class Client:
+    """The client of several engine cores."""
+
+    def __init__(self, cores: list[Core]) -> None:
+        self.cores = cores
+        self.core_engines = [bytes([index]) for index in range(len(cores))]
+        self.engine_core = self
+        self.renderer = self
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=RANKS))
+
+    async def clear_mm_cache_async(self) -> None: ...
+
+    async def set_weight_version_async(self, label: str) -> None:
+        for core in self.cores:
+            core.utility("set_weight_version", label)
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        return self.cores[engine[0]].utility(method, *args)
+
+
+class Site:
+    """A world whose ranks are there twice: two engines, each with all of the model."""
+
+    def __init__(self, root: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.world = World(root, ranks=RANKS)
+        self.models = [self.world.models, self.world.fresh()]
+        self.cores = [Core(ModulePort(*models)) for models in self.models]
+        settings = Settings(bucket=self.world.url)
+        self.receiver = Receiver(ServerPort(Client(self.cores), loop, settings), settings)
+
+    def expect(self, version: int) -> None:
+        """Every rank of every engine holds the version, is labelled with it, and generates."""
+        assert self.receiver.served_version == version
+        assert [core.labels[-1] for core in self.cores] == [str(version)] * ENGINES
+        assert [core.scheduler.pause_state.name for core in self.cores] == ["UNPAUSED"] * ENGINES
+        held = [rank.describe() for core in self.cores for rank in core._port.ranks]
+        assert [rank["version"] for rank in held] == [version] * ENGINES * RANKS
+        assert all(rank["intact"] for rank in held)
+
+    def expect_exact(self) -> None:
+        for models in self.models:
+            self.world.models = models
+            self.world.expect_exact()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    # Both would load vLLM: what its engine core lacks, and how its loop is woken up when a lease runs out.
+    monkeypatch.setattr(engines, "missing_names", list)
+    monkeypatch.setattr(Guard, "_watch", lambda guard, lease: None)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield Site(tmp_path, loop)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_every_rank_of_every_engine_follows(site: Site) -> None:
+    for step in range(1, 5):
+        site.receiver.advance()
+        site.expect(step - 1)
+        site.expect_exact()
+        assert site.receiver.verify()["verdict"]
+        site.world.train(step)
+    assert [rank["rank"] for rank in site.receiver.status()["ranks"]] == list(range(ENGINES * RANKS))
+    site.receiver.rollback(2)
+    site.expect(2)
+
+
+def test_touch_of_one_engine_is_looked_into(site: Site) -> None:
+    """Each engine's ranks are told of their own touches, not of those of the first."""
+    site.receiver.advance()
+    site.cores[1]._port.ranks[1].touch("somebody")
+    site.receiver.check()
+    assert [rank.touched for core in site.cores for rank in core._port.ranks] == [None] * ENGINES * RANKS
+    site.world.train(1)
+    site.receiver.advance()
+    site.expect(1)
+
+
+def test_drift_of_one_engine_is_found(site: Site) -> None:
+    site.receiver.advance()
+    site.models[1][0].norm.data.mul_(2.0)
+    assert site.receiver.verify()["mismatched"] == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize("engine", range(ENGINES))
+def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
+    site.receiver.advance()
+    site.world.train(1)
+    site.cores[engine].is_sleeping = True
+    with pytest.raises(EngineError, match="sleeps"):
+        site.receiver.advance()
+    assert not any(line.startswith("delta_sync_pause ") for core in site.cores for line in core.log)
+    site.cores[engine].is_sleeping = False
+    site.receiver.advance()
+    site.expect(1)
+    site.expect_exact()
+
+
+@pytest.mark.parametrize("engine", range(ENGINES))
+@pytest.mark.parametrize("when", ["delta_sync_pause", "delta_sync_paused_label"])
+def test_one_engine_that_fails_is_taken_back_on_all(site: Site, engine: int, when: str) -> None:
+    site.receiver.advance()
+    site.world.train(1)
+
+    def fail(utility: str, method: str) -> None:
+        if utility == when:
+            raise RuntimeError("injected")
+
+    site.cores[engine].hook = fail
+    with pytest.raises(DeltaSyncError, match="injected"):
+        site.receiver.advance()
+    site.expect(0)
+    site.cores[engine].hook = lambda utility, method: None
+    site.receiver.advance()
+    site.expect(1)
+    site.expect_exact()
+
+
+def expire(core: Core) -> None:
+    """As if the pause had lasted too long: the watchdog settles the engine, which goes on."""
+    lease = core.guard._lease
+    assert lease is not None
+    lease.deadline = 0.0
+    core.guard.check()
+
+
+@pytest.mark.parametrize("engine", range(ENGINES))
+def test_no_engine_commits_where_one_has_gone_on(site: Site, engine: int) -> None:
+    site.receiver.advance()
+    site.world.train(1)
+
+    def lose(utility: str, method: str) -> None:
+        if utility == "delta_sync_renew":
+            expire(site.cores[engine])
+
+    site.cores[engine].hook = lose
+    with pytest.raises(EngineError, match="expired"):
+        site.receiver.advance()
+    assert not any(line == "delta_sync_paused_call commit" for core in site.cores for line in core.log)
+    site.expect(0)
+
+
+@pytest.mark.parametrize("engine", range(ENGINES))
+def test_engine_that_goes_on_in_the_middle_is_followed_back(site: Site, engine: int) -> None:
+    """One commits, the other's pause has run out just then: the first one is taken back to where the other is."""
+    site.receiver.advance()
+    site.world.train(1)
+
+    def lose(utility: str, method: str) -> None:
+        if (utility, method) == ("delta_sync_paused_call", "commit"):
+            expire(site.cores[engine])
+
+    site.cores[engine].hook = lose
+    with pytest.raises(EngineError, match="expired"):
+        site.receiver.advance()
+    assert "delta_sync_paused_call commit" in site.cores[1 - engine].log
+    site.expect(0)
+    site.cores[engine].hook = lambda utility, method: None
+    site.receiver.advance()
+    site.expect(1)
+    site.expect_exact()
+
+
+class InStep(Core):
+    """An engine that has stopped only when all that run in step with it were asked to, as vLLM's are."""
+
+    pending_pause = False
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Any:
+        super().pause_scheduler(mode, clear_cache)
+        self.pending_pause = True
+        self._idle_state_callbacks.append(lambda core: None)
+        return Future()
+
+    def resume_scheduler(self) -> None:
+        if self.pending_pause:
+            raise RuntimeError("pause is still in flight")
+        super().resume_scheduler()
+
+
+def test_pause_that_the_others_never_join_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guard, "_watch", lambda guard, lease: None)
+    core = InStep(ModulePort())
+    pending = core.guard.pause("keep", True, 60.0)
+    assert pending is not None
+    assert core.guard.resume() == {"expired": False, "outcome": None}
+    assert (core.pending_pause, core.scheduler.pause_state) == (False, PauseState.UNPAUSED)
+    assert core._idle_state_callbacks == []
+    assert isinstance(pending.exception(0), RuntimeError)

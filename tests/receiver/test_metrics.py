@@ -1,0 +1,180 @@
+"""What Prometheus is told: of each move, by one process of several, and nothing where nobody can be told."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from tests.support.world import World
+from vllm_delta_sync.engine import metrics
+from vllm_delta_sync.engine.status import STATES
+from vllm_delta_sync.errors import NotFoundError, error_kinds
+
+ROOT = Path(__file__).parents[2]
+
+
+def sample(name: str, **labels: str) -> float:
+    """What is shown now; zero if it is not."""
+    return REGISTRY.get_sample_value(metrics.PREFIX + name, labels) or 0.0
+
+
+def grown(name: str, **labels: str) -> Callable[[], float]:
+    """By how much it has grown since."""
+    before = sample(name, **labels)
+    return lambda: sample(name, **labels) - before
+
+
+def test_each_move_is_counted_once_with_what_it_took(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.receiver.advance()
+    moves = {move: grown("commits_total", move=move) for move in metrics.MOVES}
+    versions, size = grown("versions_total"), grown("payload_bytes_total")
+    changed, pauses = grown("changed_elements_total"), grown("pause_seconds_count")
+    phases = {phase: grown("phase_seconds_sum", phase=phase) for phase in metrics.PHASES}
+    world.train(1)
+    world.train(2)
+    world.receiver.advance()
+    (commit,) = world.receiver.status()["recent"]
+    assert (versions(), pauses()) == (2, 1)
+    assert (size(), changed()) == (commit["payload_bytes"], commit["changed"])
+    for phase, took in phases.items():
+        assert took() == pytest.approx(commit["timings_ms"][phase] / 1e3, abs=1e-6), phase
+    world.receiver.rollback(0)
+    world.model.norm.data.mul_(2)
+    world.receiver.verify()
+    world.receiver.mend()
+    assert {move: took() for move, took in moves.items()} == {"forward": 1, "rollback": 1, "repair": 1}
+    assert (versions(), pauses()) == (2, 3)
+
+
+def test_turns_are_counted_where_they_are_waited_for() -> None:
+    turns, commits = grown("phase_seconds_sum", phase="turn"), grown("commits_total", move="forward")
+    metrics.observe_turn(2.0)
+    metrics.count_move("forward", {"turn": 2000.0, "pause": 5.0})
+    assert (turns(), commits()) == (2.0, 1)
+
+
+def test_gauges_follow_the_status(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.receiver.board.export()
+    assert sample("served_version") != sample("served_version"), "NaN before a version is proven"
+    assert (sample("state", state="waiting_for_run"), sample("ready")) == (1, 0)
+    world.receiver.advance()
+    world.train(7)
+    world.receiver.advance()
+    shown = {name: sample(name) for name in ("served_version", "served_step", "head_version", "lag_versions", "ready")}
+    assert shown == {"served_version": 1, "served_step": 7, "head_version": 1, "lag_versions": 0, "ready": 1}
+    assert sample("undo_versions") == 1
+    assert sample("served_timestamp_seconds") <= sample("look_timestamp_seconds") + 60
+    world.receiver.rollback(0)
+    assert {state: sample("state", state=state) for state in STATES} == {s: float(s == "held") for s in STATES}
+    assert (sample("lag_versions"), sample("served_version"), sample("ready")) == (1, 0, 0)
+
+
+def test_failures_are_counted_by_kind_and_nothing_names_a_place(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.receiver.advance()
+    failures = grown("failures_total", kind="not_found")
+    run = world.receiver.run_id
+    for name in ("run.json", "HEAD.json"):
+        (Path(world.url) / name).rename(tmp_path / name)
+    for _ in range(2):
+        with pytest.raises(NotFoundError):
+            world.receiver.advance()
+    assert failures() == 2
+    shown = generate_latest().decode()
+    ours = "".join(line for line in shown.splitlines(True) if "delta_sync" in line)
+    assert world.url not in ours
+    assert str(run) not in ours
+    kinds = set(re.findall(r'delta_sync_failures_total\{kind="(\w+)"\}', ours))
+    assert kinds == set(error_kinds())
+
+
+def test_vllm_keeps_them_and_names_are_as_prometheus_wants_them() -> None:
+    metrics.register()
+    metrics.show(dict.fromkeys(metrics.GAUGES.keys() - {"state"}), "idle", STATES)
+    unregister_vllm_metrics()
+    shown = generate_latest().decode()
+    kinds = dict(re.findall(r"^# TYPE (delta_sync_\w+) (\w+)$", shown, re.MULTILINE))
+    made = {name: kind for name, kind in kinds.items() if not name.endswith("_created")}
+    expected = {"histogram": metrics.HISTOGRAMS, "counter": metrics.COUNTERS, "gauge": metrics.GAUGES}
+    assert made == {metrics.PREFIX + name: kind for kind, names in expected.items() for name in names}
+    assert all(name.endswith("_seconds") for name in metrics.HISTOGRAMS)
+    assert all(name.endswith("_total") for name in metrics.COUNTERS)
+
+
+def test_every_metric_is_documented() -> None:
+    table = (ROOT / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| `delta_sync_(\w+?)(?:\{(\w+)\})?` \| (\w+) \| (.*) \|$", table, re.MULTILINE)
+    known = {"histogram": metrics.HISTOGRAMS, "counter": metrics.COUNTERS, "gauge": metrics.GAUGES}
+    expected = {
+        (name, metrics.LABELS.get(name, ("",))[0], kind, text)
+        for kind, names in known.items()
+        for name, text in names.items()
+    }
+    assert set(rows) == expected
+
+
+SERVER = """
+import sys
+from vllm_delta_sync.engine import metrics
+from vllm_delta_sync.engine.status import Board
+metrics.observe_gap(0.01)
+if sys.argv[1] != "follower":
+    metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=int(sys.argv[2]))
+    board = Board("follow")
+    board.export()
+    board.set(undo=list(range(int(sys.argv[2]))), state=sys.argv[3])
+"""
+SHOWN = """
+from prometheus_client import generate_latest
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+print(generate_latest(get_prometheus_registry()).decode())
+"""
+
+
+def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Path) -> None:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+
+    def run(code: str, *arguments: str) -> str:
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    run(SERVER, "leader", "3", "committing")
+    run(SERVER, "follower")
+    run(SERVER, "successor", "2", "idle")
+    shown = dict(re.findall(r"^(delta_sync_\S+) (\S+)$", run(SHOWN), re.MULTILINE))
+    assert shown["delta_sync_output_gap_seconds_count"] == "3.0"
+    assert shown["delta_sync_versions_total"] == "5.0"
+    assert shown['delta_sync_phase_seconds_count{phase="fetch"}'] == "2.0"
+    assert shown["delta_sync_undo_versions"] == "2.0"
+    assert shown["delta_sync_served_version"] == "NaN"
+    assert (shown['delta_sync_state{state="idle"}'], shown['delta_sync_state{state="committing"}']) == ("1.0", "0.0")
+    assert not [name for name in shown if "pid=" in name]
+
+
+ALONE = """
+import sys
+sys.modules["prometheus_client"] = None
+from pathlib import Path
+from tests.support.world import World
+world = World(Path(sys.argv[1]))
+world.receiver.board.export()
+world.receiver.advance()
+world.train(1)
+world.receiver.advance()
+world.expect_exact()
+print("served", world.receiver.served_version)
+"""
+
+
+def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ALONE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.strip() == "served 1"

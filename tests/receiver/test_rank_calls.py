@@ -1,0 +1,74 @@
+"""Answers of ranks through vLLM's own queues: those of other calls are dropped, a failure is no endless wait."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_delta_sync.engine import rank_calls
+from vllm_delta_sync.errors import EngineError
+
+NUMBER = 17
+
+
+class Rank:
+    """The two ends of one rank's answers: shared memory, as between a worker and its executor."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+        from vllm.v1.executor.multiproc_executor import WorkerProc
+
+        self.status = WorkerProc.ResponseStatus
+        self._worker = MessageQueue(1, 1)
+        self.queue = MessageQueue.create_from_handle(self._worker.export_handle(), 0)
+        ready = threading.Thread(target=self._worker.wait_until_ready)
+        ready.start()
+        self.queue.wait_until_ready()
+        ready.join()
+
+    def answers(self, call: int, **values: Any) -> None:
+        self._worker.enqueue((self.status.SUCCESS, {"call": call, **values}))
+
+    def fails(self, message: str) -> None:
+        self._worker.enqueue((self.status.FAILURE, message))
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def read(rank: Rank, seconds: float | None) -> Any:
+    deadline = None if seconds is None else time.monotonic() + seconds
+    return rank_calls._read_own(rank.queue, 0, NUMBER, deadline)
+
+
+def test_what_was_left_of_earlier_calls_is_dropped(rank: Rank) -> None:
+    rank.answers(NUMBER - 2, version=1)
+    rank.fails("an earlier call")
+    rank.answers(NUMBER - 1, version=2)
+    rank.answers(NUMBER, version=3)
+    assert read(rank, None) == {"call": NUMBER, "version": 3}
+
+
+def test_a_failure_of_the_call_itself_ends_the_wait(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it was dropped as an earlier call's, and the answer waited for without an end."""
+    monkeypatch.setattr(rank_calls, "FAILURE_SECONDS", 0.05)
+    rank.fails("AttributeError: no delta_sync_call")
+    with pytest.raises(EngineError, match="rank 0 failed outside of its receiver: AttributeError: no delta_sync_call"):
+        read(rank, 30)
+
+
+def test_no_answer_at_all_is_a_timeout(rank: Rank) -> None:
+    with pytest.raises(TimeoutError):
+        read(rank, 0.05)
+
+
+def test_an_executor_of_another_kind_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [{"call": NUMBER}, {"call": NUMBER - 1}]
+    executor = SimpleNamespace(collective_rpc=lambda *_, **__: answers)
+    monkeypatch.setattr(rank_calls, "next_number", lambda: NUMBER)
+    with pytest.raises(EngineError, match="rank 1 answers another call than it was asked"):
+        rank_calls.ask(executor, "describe", {}, None)

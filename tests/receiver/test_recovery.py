@@ -1,0 +1,407 @@
+"""What the receiver makes of faults: it serves a version and says so, or says that it does not."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.forge import BAD_VERSIONS
+from tests.support.hooks import HookedPort, failing, hooked, nothing, watch_commits
+from tests.support.world import World
+from trainer_side import Publisher
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.lease import common_version, is_settled
+from vllm_delta_sync.engine.mover import REPAIRS
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.errors import (
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    FormatError,
+    MemoryLimitError,
+    StoreError,
+)
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    return World(tmp_path, ranks=request.param)
+
+
+def expect_serves(world: World, version: int, bits: list[torch.Tensor], state: str = "idle") -> None:
+    status = world.receiver.status()
+    assert (status["served"]["version"], status["state"]) == (version, state)
+    world.expect_bits(bits)
+    assert [rank.version for rank in world.port.ranks] == [version] * world.ranks
+    assert world.receiver.verify()["verdict"]
+    assert world.port.ended == []
+
+
+def test_drift_found_beside_several_staged_versions_stops_them_all(world: World) -> None:
+    """The weights are wrong, not the versions: fewer of them at once would not be looked at again, and be served."""
+    world.follow(rescan_bytes=1)
+    world.receiver.advance()
+    first = world.receiver.history.run.table[0].name
+    assert first == "embedding.weight"
+    world.models[0].embedding.data.view(torch.int16)[0, 0] ^= 1
+    for step in (1, 2, 3, 4):
+        world.train(step)
+    with pytest.raises(FingerprintError, match=r"embedding\.weight"):
+        world.receiver.advance()
+    assert "pause" not in world.port.log
+    assert world.port.log[-1] == "label None"
+    status = world.receiver.status()
+    assert (status["served"], status["state"]) == (None, "refused")
+    world.receiver.advance()
+    assert world.receiver.served_version == 4
+    world.expect_exact()
+
+
+class Memory:
+    """Runs out, with torch's own error, at the chosen passes of a commit."""
+
+    def __init__(self, *full_at: int) -> None:
+        self.passes = 0
+        self.full_at = full_at
+
+    def take(self) -> None:
+        self.passes += 1
+        if self.passes in self.full_at:
+            torch.empty(1 << 60, dtype=torch.int16)
+
+
+@pytest.mark.parametrize("full_at", [(1,), (2,), (3,), (2, 3)])
+def test_rollback_that_fails_midway_keeps_the_version(world: World, full_at: tuple[int, ...]) -> None:
+    seen = world.follow_each(4)
+    watch_commits(world.port.ranks[-1], "norm", Memory(*full_at).take)
+    with pytest.raises(MemoryLimitError, match="out of memory"):
+        world.receiver.rollback(1)
+    expect_serves(world, 4, seen[4])
+    assert world.receiver.status()["undo"] == [3, 2, 1, 0]
+    assert world.receiver.status()["last_error"]["kind"] == "memory"
+    world.receiver.rollback(1)
+    expect_serves(world, 1, seen[1], "held")
+
+
+def test_rank_that_cannot_undo_a_wrong_step_back_says_so(world: World) -> None:
+    """Changed from outside, found midway, and no memory to return: neither version is held."""
+    world.follow_each(3)
+    world.models[-1].norm.data.mul_(3.0)
+    watch_commits(world.port.ranks[-1], "norm", Memory(2, 3, 4, 5, 6).take)
+    with pytest.raises(MemoryLimitError):
+        world.port.ranks[-1].revert(1)
+    assert not world.port.ranks[-1].intact
+
+
+def expire(port: HookedPort, version: int) -> None:
+    """What the watchdog in the engine core does once the pause of a commit has expired."""
+    for rank in port.ranks:
+        rank.revert(version)
+    port.log.append(f"label {version}")
+
+
+@pytest.mark.parametrize("lost", ["describe", "resume"])
+def test_expired_pause_is_understood_though_a_call_fails(world: World, lost: str) -> None:
+    port = hooked(world)
+    seen = world.follow_each(1)
+    world.train(2)
+    calls = [0]
+
+    def resume() -> bool:
+        calls[0] += 1
+        if calls[0] > 1:
+            return False  # the outcome is handed out once
+        # Nobody may be told of a version that the engine then turns out to have left.
+        assert world.receiver.served_version == 1
+        expire(port, 1)
+        if lost == "resume":
+            raise EngineError("the engine did not answer in time")
+        port.before = failing("describe")
+        return True
+
+    port.on_resume = resume
+    with pytest.raises(EngineError) as caught:
+        world.receiver.advance()
+    assert caught.value.kind == "pause_expired"
+    expect_serves(world, 1, seen[1])
+    world.receiver.advance()
+    assert world.receiver.served_version == 2
+    world.expect_exact()
+
+
+def test_repair_gives_no_label_before_it_is_proven_and_ends(world: World) -> None:
+    port = hooked(world)
+    world.follow_each(2)
+    world.models[0].norm.data.mul_(2.0)
+    assert not world.receiver.verify()["verdict"]
+    port.log.clear()
+
+    def write_on(method: str, arguments: dict[str, Any]) -> None:
+        if method == "start" and arguments["operation"] == "scan":
+            world.models[0].qkv.data[0].fill_(3.0)
+
+    port.before = write_on
+    for attempt in range(REPAIRS):
+        assert world.receiver.can_repair, attempt
+        with pytest.raises(FingerprintError):
+            world.receiver.advance()
+        status = world.receiver.status()
+        assert (status["served"], status["state"]) == (None, "refused")
+    assert not world.receiver.can_repair
+    assert {entry for entry in port.log if entry.startswith("label")} == {"label None"}
+    assert port.log.count("pause") == port.log.count("resume") == REPAIRS
+
+
+def test_label_that_fails_when_the_run_was_replaced(world: World, tmp_path: Path) -> None:
+    port = hooked(world)
+    world.follow_each(3)
+    old = world.receiver.run_id
+    world.publisher.close()
+    shutil.rmtree(world.url)
+    world.publisher = Publisher(world.pairs, bucket=world.url, base=tmp_path / "base")
+    world.train(1)
+    left = [1]
+
+    def label(version: int | None) -> None:
+        if version is None and left:
+            left.pop()
+            raise EngineError("the engine did not answer in time")
+
+    port.on_label = label
+    with pytest.raises(EngineError):
+        world.receiver.advance()
+    status = world.receiver.status()
+    assert status["run"] == world.receiver.history.run.info.run != old
+    assert (status["served"], status["head"], status["lag"], status["undo"]) == (None, None, None, [])
+    world.receiver.advance()
+    assert world.receiver.served_version == 1
+    world.expect_exact()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_label_that_could_not_be_set_is_set_at_a_later_poll(world: World, times: int) -> None:
+    """Outputs must not carry the version that was served before for longer than the engine refuses to be labelled."""
+    port = hooked(world)
+    world.follow_each(2)
+    world.models[0].norm.data.mul_(2.0)
+    left = [times]
+
+    def label(version: int | None) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise EngineError("the engine did not answer in time")
+
+    port.on_label = label
+    port.log.clear()
+    assert not world.receiver.verify()["verdict"]
+    assert world.receiver.status()["served"] is None
+    assert port.log == []
+    for _ in range(times - 1):
+        with pytest.raises(EngineError, match="did not answer"):
+            world.receiver.advance()
+        assert world.receiver.status()["served"] is None
+    world.receiver.advance()
+    labels = [entry for entry in port.log if entry.startswith("label")]
+    assert (labels[0], labels[-1]) == ("label None", "label 2")
+    expect_serves(world, 2, world.bits())
+    port.log.clear()
+    world.receiver.check()
+    assert port.log == []
+
+
+def test_a_lost_pause_before_the_commit_of_a_repair_leaves_something_to_settle_on(world: World) -> None:
+    """Even where the commit before was never confirmed: what is held is no version, and the watchdog must know that."""
+    port = hooked(world)
+    world.follow_each(1)
+    port.before = failing("trim", times=2)
+    world.train(2)
+    world.receiver.advance()
+    assert not any(rank.confirmed for rank in port.ranks)
+    world.models[0].norm.data.mul_(2.0)
+    assert not world.receiver.verify()["verdict"]
+    settled: list[int | None] = []
+
+    def lost(method: str, arguments: dict[str, Any]) -> None:
+        if method == "commit":
+            # As the watchdog settles the engine when it finds the pause expired.
+            version = common_version([rank.describe() for rank in port.ranks])
+            assert is_settled([rank.describe() for rank in port.ranks], version)
+            settled.append(version)
+            raise EngineError("the pause expired before commit")
+
+    port.before = lost
+    with pytest.raises(EngineError, match="the pause expired"):
+        world.receiver.advance()
+    assert settled == [None]
+    port.before = nothing
+    world.receiver.advance()
+    assert world.receiver.served_version == 2
+    world.expect_exact()
+    assert port.ended == []
+
+
+def test_commit_whose_trim_fails_is_confirmed_at_the_next_look(world: World) -> None:
+    port = hooked(world)
+    seen = world.follow_each(1)
+    port.before = failing("trim")
+    world.train(2)
+    world.receiver.advance()
+    assert world.receiver.served_version == 2
+    assert not any(rank.confirmed for rank in port.ranks)
+    world.receiver.advance()
+    answers = port.call("describe", {})
+    assert is_settled(answers, 2)
+    assert common_version(answers) == 2
+    assert world.receiver.status()["undo"] == [1, 0]
+    world.receiver.rollback(1)
+    expect_serves(world, 1, seen[1], "held")
+
+
+def test_no_version_follows_one_that_is_not_confirmed(world: World) -> None:
+    """A pause that is lost would take the commit before it back too, and nobody would know."""
+    port = hooked(world)
+    seen = world.follow_each(1)
+    world.follow(stage_bytes=0)
+    world.receiver.advance()
+    for step in (2, 3):
+        world.train(step)
+    port.before = failing("trim", times=2)
+    with pytest.raises(EngineError, match="version 2 is served, but could not be confirmed"):
+        world.receiver.advance()
+    status = world.receiver.status()
+    assert (status["served"]["version"], status["state"], port.log.count("pause")) == (2, "idle", 2)
+    world.receiver.advance()
+    world.receiver.rollback(1)
+    expect_serves(world, 1, seen[1], "held")
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_pause_that_expires_while_a_failed_one_is_ended(world: World, went_back: bool) -> None:
+    port = hooked(world)
+    seen = world.follow_each(2)
+    world.train(3)
+    port.before = failing("commit")
+
+    def resume() -> bool:
+        port.on_resume = lambda: False
+        if went_back:
+            expire(port, 1)
+        return True
+
+    port.on_resume = resume
+    with pytest.raises(DeltaSyncError) as caught:
+        world.receiver.advance()
+    if went_back:
+        assert caught.value.kind == "weights_lost"
+        assert world.receiver.status()["state"] == "lost"
+        return
+    expect_serves(world, 2, seen[2])
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_rollback_whose_trim_fails_is_held(world: World) -> None:
+    port = hooked(world)
+    seen = world.follow_each(3)
+    port.before = failing("trim")
+    world.receiver.rollback(2)
+    expect_serves(world, 2, seen[2], "held")
+    status = world.receiver.status()
+    assert (status["holding"], status["last_error"], status["undo"]) == (True, None, [1, 0])
+    world.receiver.rollback(0)
+    expect_serves(world, 0, seen[0], "held")
+
+
+def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
+    """The watchdog finds them agreed on a proven version, and keeps it; so does the controller."""
+    port = hooked(world)
+    seen = world.follow_each(3)
+
+    def expired(method: str, arguments: dict[str, Any]) -> None:
+        if method in ("commit", "revert"):
+            raise EngineError(f"the pause expired before {method}, so nothing was done")
+
+    left = [1]
+
+    def label(version: int | None) -> None:
+        if left:
+            left.pop()
+            port.before = expired
+            raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
+
+    port.on_label = label
+    world.receiver.rollback(1)
+    assert is_settled(port.call("describe", {}), 1)
+    port.before = nothing
+    assert port.log[-4:] == ["label 1", "resume", "resume", "trim"]
+    expect_serves(world, 1, seen[1], "held")
+
+
+def test_rollback_whose_answer_is_lost_and_that_cannot_be_undone(world: World) -> None:
+    """All ranks went back, and hold a proven version: that is served."""
+    port = hooked(world)
+    seen = world.follow_each(2)
+
+    def lose(method: str, arguments: dict[str, Any]) -> None:
+        if method == "revert":
+            port.before = failing("revert", times=9)
+            raise EngineError("the engine's answer was lost")
+
+    port.after = lose
+    world.receiver.rollback(0)
+    expect_serves(world, 0, seen[0], "held")
+
+
+def test_store_that_fails_while_weights_are_recognized_loses_no_note(world: World) -> None:
+    """Between asking the ranks and telling them what they hold, nothing they know may be forgotten."""
+    world.follow_each(3)
+    second = Receiver(world.port, Settings(bucket=world.url))
+    base, left = second.history.base, [1]
+
+    def read() -> Any:
+        if left:
+            left.pop()
+            raise StoreError("the network is gone")
+        return base()
+
+    second.history.base = read  # type: ignore[method-assign]
+    with pytest.raises(StoreError):
+        second.advance()
+    world.receiver = second
+    second.advance()
+    assert (second.served_version, second.status()["state"]) == (3, "idle")
+    world.expect_exact()
+
+
+def test_damaged_manifest_of_the_served_version_only_shows(world: World) -> None:
+    seen = world.follow_each(3)
+    manifest = Path(world.url) / "versions" / "0000000003.json"
+    good = manifest.read_bytes()
+    manifest.write_bytes(b"{}")
+    for _ in range(2):
+        with pytest.raises(FormatError, match=r"0000000003\.json"):
+            world.receiver.advance()
+        assert world.receiver.status()["last_error"]["kind"] == "format"
+        expect_serves(world, 3, seen[3])
+    manifest.write_bytes(good)
+    world.receiver.advance()
+    assert world.receiver.status()["last_error"] is None
+    world.train(4)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_one_bad_version_behind_many_good_ones_costs_few_pauses(world: World) -> None:
+    world.receiver.advance()
+    for step in range(1, 17):
+        world.train(step)
+    next(bad for bad in BAD_VERSIONS if bad.name == "made against other weights").write(Path(world.url))
+    with pytest.raises(FingerprintError, match="other weights than version 16"):
+        world.receiver.advance()
+    assert world.receiver.served_version == 16
+    world.expect_exact()
+    # Logarithmic; one by one it would be a pause and a rescan per version.
+    assert world.port.log.count("pause") <= 6
+    assert world.port.log.count("revert") <= 2

@@ -1,0 +1,369 @@
+"""Folding, the undo log, hold and release."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.forge import BAD_VERSIONS
+from tests.support.world import World
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.lease import common_version
+from vllm_delta_sync.engine.patch import StagedPatch
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.undo_log import ENTRIES, FINGERPRINT_BYTES, Applied, UndoLog
+from vllm_delta_sync.errors import BusyError, ChainError, DeltaSyncError, FingerprintError, NotFoundError
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+
+
+@pytest.fixture(params=[("packed", 1), ("raw", 1), ("packed", 2), ("raw", 2)], ids=str)
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    codec, ranks = request.param
+    return World(tmp_path, codec=codec, ranks=ranks)
+
+
+def test_versions_that_came_meanwhile_are_one_commit(world: World) -> None:
+    world.receiver.advance()
+    for step in range(1, 8):
+        world.train(step)
+    world.receiver.advance()
+    assert world.receiver.served_version == 7
+    assert world.port.log.count("pause") == 1
+    assert world.receiver.status()["recent"][-1]["versions"] == 7
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+
+
+def test_whole_tensors_fold_with_what_comes_after(world: World) -> None:
+    world.receiver.advance()
+    for step in range(1, 6):
+        if step in (2, 4):
+            for name in ("q.weight", "k.weight", "out.weight"):
+                world.tensors[name].mul_(-3.0)
+        world.train(step)
+    world.receiver.advance()
+    # Two where the publisher has made an anchor by then, which is less to read than whole tensors again and again.
+    assert world.port.log.count("pause") <= 2
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+
+
+def test_fold_keeps_within_its_memory(world: World) -> None:
+    world.follow(stage_bytes=0)
+    world.receiver.advance()
+    for step in range(1, 4):
+        world.train(step)
+    world.receiver.advance()
+    assert world.port.log.count("pause") == 3
+    world.expect_exact()
+
+
+def test_good_versions_before_a_bad_one_are_served(world: World) -> None:
+    world.receiver.advance()
+    for step in range(1, 5):
+        world.train(step)
+    bad = next(bad for bad in BAD_VERSIONS if bad.name == "truncated object")
+    forgery = bad.write(Path(world.url))
+    with pytest.raises(DeltaSyncError):
+        world.receiver.advance()
+    assert world.receiver.served_version == 4
+    forgery.remove()
+    world.train(5)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_any_version_of_the_log_can_be_gone_back_to(world: World) -> None:
+    seen = world.follow_each(5)
+    assert world.receiver.status()["undo"] == [4, 3, 2, 1, 0]
+    shutil.rmtree(world.url)  # without the network
+    for version in (4, 2, 0):
+        pauses = world.port.log.count("pause")
+        world.receiver.rollback(version)
+        assert world.port.log.count("pause") == pauses + 1
+        assert world.receiver.served_version == version
+        assert world.port.log[-3:] == [f"label {version}", "resume", "trim"]
+        world.expect_bits(seen[version])
+        assert world.receiver.verify()["verdict"]
+    assert world.receiver.status()["undo"] == []
+
+
+def test_rollback_holds_until_release(world: World) -> None:
+    world.follow_each(3)
+    world.receiver.rollback(1)
+    status = world.receiver.status()
+    assert (status["state"], status["holding"], status["lag"]) == ("held", True, 2)
+    with pytest.raises(BusyError, match="release"):
+        world.receiver.advance()
+    world.train(4)
+    world.receiver.release()
+    world.receiver.advance()
+    assert world.receiver.status()["state"] == "idle"
+    assert world.receiver.served_version == 4
+    world.expect_exact()
+    # The commits that were taken back are gone; the new one, of three versions, can be.
+    assert world.receiver.status()["undo"] == [1, 0]
+
+
+def test_hold_keeps_what_is_served(world: World) -> None:
+    seen = world.follow_each(1)
+    world.receiver.hold()
+    world.train(2)
+    with pytest.raises(BusyError):
+        world.receiver.advance()
+    world.expect_bits(seen[1])
+    world.receiver.advance(2)
+    assert world.receiver.status()["state"] == "held"
+    world.expect_exact()
+
+
+def test_versions_that_cannot_be_gone_back_to_are_refused_by_name(world: World) -> None:
+    seen = world.follow_each(2)
+    world.train(3)
+    with pytest.raises(NotFoundError, match="version 9 is not published; the head is 3"):
+        world.receiver.rollback(9)
+    with pytest.raises(ChainError, match="version 3 follows version 2, which is served"):
+        world.receiver.rollback(3)
+    world.expect_bits(seen[2])
+    assert (world.receiver.status()["holding"], world.receiver.status()["last_error"]) == (False, None)
+
+
+@pytest.mark.parametrize("undo_bytes", [0, 10**9])
+def test_version_outside_the_log_is_gone_back_to_through_the_chain(world: World, undo_bytes: int) -> None:
+    seen = world.follow_each(5)
+    world.follow(undo_bytes=undo_bytes)
+    world.receiver.advance()
+    for version in (3, 1, 0):
+        pauses = world.port.log.count("pause")
+        world.receiver.rollback(version)
+        assert world.port.log.count("pause") == pauses + 1
+        status = world.receiver.status()
+        assert (status["served"]["version"], status["state"], status["undo"]) == (version, "held", [])
+        world.expect_bits(seen[version])
+        assert world.receiver.verify()["verdict"]
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_bits(seen[5])
+    # The log begins anew, with the way forward.
+    assert world.receiver.status()["undo"] == ([] if undo_bytes == 0 else [0])
+
+
+def test_pause_that_runs_out_on_the_way_back_through_the_chain(world: World) -> None:
+    """What is taken back then is what was just left, not what the log holds of before."""
+    world.follow(undo_bytes=10**9)
+    seen = world.follow_each(3)
+    world.receiver.rollback(2)
+    for step in (4, 5):
+        world.train(step)
+    world.receiver.release()
+    world.receiver.advance()
+    describe = world.port.call
+    at: list[int | None] = []
+
+    def call(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        answers = describe(method, arguments)
+        if method == "commit":
+            at.append(common_version(describe("describe", {})))
+        return answers
+
+    world.port.call = call  # type: ignore[method-assign]
+    world.receiver.rollback(4)
+    assert at == [5]
+    world.receiver.rollback(3)
+    assert at == [5, 4]
+    world.expect_bits(seen[3])
+
+
+def test_log_keeps_within_its_memory(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    one = max(answer["undo_bytes"] for answer in world.port.call("describe", {}))
+    world.follow(undo_bytes=int(2.5 * one))
+    world.follow_each(6)
+    assert 1 <= len(world.receiver.status()["undo"]) <= 3
+    assert all(answer["undo_bytes"] <= 2.5 * one for answer in world.port.call("describe", {}))
+    world.follow(undo_bytes=0)
+    world.receiver.advance()
+    world.train(7)
+    world.receiver.advance()
+    assert world.receiver.status()["undo"] == []
+    world.expect_exact()
+
+
+def test_commits_that_change_nothing_take_room_too(world: World) -> None:
+    """Each keeps the fingerprint of every tensor."""
+    world.follow(undo_bytes=1000)
+    world.receiver.advance()
+    for step in range(1, 4):
+        world.train(step, scale=0.0)
+        world.receiver.advance()
+    assert world.receiver.status()["undo"] == []
+    assert world.receiver.history.behind == {}
+    world.follow(undo_bytes=3 * FINGERPRINT_BYTES * len(world.tensors))
+    world.receiver.advance()
+    for step in range(4, 9):
+        world.train(step, scale=0.0)
+        world.receiver.advance()
+    assert world.receiver.status()["undo"] == [7, 6, 5]
+
+
+def test_log_keeps_so_many_commits_and_no_more() -> None:
+    log = UndoLog()
+    for version in range(1, ENTRIES + 50):
+        log.push(Applied(StagedPatch(version, [], Fingerprint(), [], []), {}, [], version - 1))
+        log.trim(10**12)
+    assert len(log.versions) == ENTRIES
+    assert log.versions[0] == ENTRIES + 48
+
+
+def test_memory_of_the_log_is_a_running_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``describe`` is asked for it in every pause: what each patch takes is added up once."""
+    asked = [0]
+    size = StagedPatch.nbytes.fget  # type: ignore[attr-defined]
+
+    def counted(patch: StagedPatch) -> int:
+        asked[0] += 1
+        return int(size(patch))
+
+    monkeypatch.setattr(StagedPatch, "nbytes", property(counted))
+    log = UndoLog()
+    values = [Fingerprint()] * 3
+    for version in range(1, 101):
+        log.push(Applied(StagedPatch(version, [], Fingerprint(), [], []), {}, values, version - 1))
+        assert log.nbytes == version * 3 * FINGERPRINT_BYTES
+    for _ in range(40):
+        log.walk(backwards=True)
+    for _ in range(10):
+        log.walk(backwards=False)
+    assert log.nbytes == 100 * 3 * FINGERPRINT_BYTES
+    log.trim(50 * 3 * FINGERPRINT_BYTES)
+    assert (len(log.versions), log.nbytes) == (50, 50 * 3 * FINGERPRINT_BYTES)
+    assert asked[0] == 100
+    log.clear()
+    assert log.nbytes == 0
+
+
+def test_weights_changed_from_outside_are_not_gone_back_from(world: World) -> None:
+    world.follow_each(2)
+    world.models[0].qkv.data.mul_(3.0)
+    before = world.bits()
+    with pytest.raises(FingerprintError):
+        world.receiver.rollback(1)
+    world.expect_bits(before)
+    assert world.receiver.status()["served"] is None
+    assert world.receiver.status()["state"] == "refused"
+
+
+def test_whole_tensors_are_gone_back_from(world: World) -> None:
+    seen = world.follow_each(1)
+    for tensor in world.tensors.values():
+        tensor.mul_(-3.0)
+    world.train(2)
+    world.receiver.advance()
+    world.expect_exact()
+    world.receiver.rollback(1)
+    world.expect_bits(seen[1])
+    assert world.receiver.verify()["verdict"]
+
+
+def test_second_receiver_finds_what_the_ranks_hold(world: World) -> None:
+    """A controller that starts again beside living ranks takes over at the version they hold."""
+    world.follow_each(3)
+    world.train(4)
+    second = Receiver(world.port, Settings(bucket=world.url))
+    second.advance(3)
+    assert second.status()["commits"] == 0
+    second.advance()
+    assert second.served_version == 4
+    world.expect_exact()
+
+
+def test_whoever_touched_the_weights_is_checked(world: World) -> None:
+    world.follow_each(1)
+    for rank in world.port.ranks:
+        rank.touch("update_weights")
+    world.train(2)
+    world.receiver.advance()
+    world.expect_exact()
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.models[0].norm.data.view(torch.int16)[0] ^= 1
+    world.port.ranks[0].touch("update_weights")
+    with pytest.raises(FingerprintError, match="changed from outside \\(update_weights\\)"):
+        world.receiver.advance()
+    assert world.receiver.status()["served"] is None
+
+
+def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
+    world.follow_each(3)
+    for model in world.models:
+        model.norm.data.mul_(2.0)
+        model.qkv.data[3:5].fill_(7.0)
+    world.train(4)
+    with pytest.raises(FingerprintError):
+        world.receiver.advance()
+    assert (world.receiver.status()["served"], world.receiver.status()["state"]) == (None, "refused")
+    world.receiver.advance()
+    status = world.receiver.status()
+    assert (status["served"]["version"], status["state"], status["last_error"]) == (4, "idle", None)
+    world.expect_exact()
+    assert world.receiver.verify()["verdict"]
+    assert status["undo"] == [3]
+    world.receiver.rollback(3)
+    world.train(5)
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_held_version_is_repaired_and_stays_held(world: World) -> None:
+    seen = world.follow_each(2)
+    world.receiver.rollback(1)
+    world.models[0].norm.data.mul_(2.0)
+    assert not world.receiver.verify()["verdict"]
+    world.receiver.mend()
+    assert (world.receiver.served_version, world.receiver.status()["state"]) == (1, "held")
+    world.expect_bits(seen[1])
+
+
+def test_repair_that_cannot_be_made_leaves_the_weights_and_is_tried_again(world: World, tmp_path: Path) -> None:
+    world.follow_each(1)
+    world.models[-1].norm.data.mul_(2.0)
+    assert not world.receiver.verify()["verdict"]
+    hidden = (tmp_path / "base").rename(tmp_path / "hidden")
+    world.expect_fails("not_found")
+    assert world.receiver.status()["served"] is None
+    hidden.rename(tmp_path / "base")
+    world.receiver.advance()
+    assert world.receiver.served_version == 1
+    world.expect_exact()
+
+
+def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    pause = world.port.pause
+
+    def touch() -> None:
+        pause()
+        world.port.ranks[-1].touch("update_weights")
+
+    world.port.pause = touch  # type: ignore[method-assign]
+    world.expect_fails("engine")
+    world.port.pause = pause  # type: ignore[method-assign]
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_sleeping_engine_is_left_alone(world: World) -> None:
+    world.receiver.advance()
+    world.train(1)
+    for rank in world.port.ranks:
+        rank.memory.asleep = True
+    world.expect_fails("busy")
+    for rank in world.port.ranks:
+        rank.memory.asleep = False
+    world.receiver.advance()
+    world.expect_exact()

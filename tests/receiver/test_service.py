@@ -1,0 +1,250 @@
+"""The thread that follows: how often it tries what fails, and what it does for a server that follows nothing."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hooks import HookedPort, hooked
+from tests.support.world import World
+from trainer_side import Publisher
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine import service as service_module
+from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.errors import BusyError
+from vllm_delta_sync.notice import NoticeSubscriber
+
+POLL = 0.05
+WAIT = 120
+
+
+class Site:
+    """A world, and a service in front of it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.port: HookedPort = hooked(world)
+        self.services: list[ReceiverService] = []
+
+    def serve(self, **settings: Any) -> ReceiverService:
+        service = ReceiverService(self.port, Settings(**{"bucket": self.world.url, "poll_seconds": POLL, **settings}))
+        self.services.append(service)
+        return service
+
+    def end(self) -> None:
+        for service in self.services:
+            service.stop()
+            service.join(WAIT)
+
+
+@pytest.fixture(params=[True], ids=["with a base"])
+def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A run with a base; without one if the test says so."""
+    site = Site(World(tmp_path, with_base=request.param))
+    yield site
+    site.end()
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    """Until something is shown that no event tells of."""
+    deadline = time.monotonic() + WAIT
+    while not reached():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.005)
+
+
+class Attempts:
+    """When operations of a kind were started; ``enough`` is set after so many."""
+
+    def __init__(self, operation: str, enough: int) -> None:
+        self.operation = operation
+        self.wanted = enough
+        self.at: list[float] = []
+        self.enough = threading.Event()
+
+    def hook(self, method: str, arguments: dict[str, Any]) -> None:
+        if method == "start" and arguments["operation"] == self.operation:
+            self.at.append(time.monotonic())
+            if len(self.at) == self.wanted:
+                self.enough.set()
+
+    def expect_backoff(self) -> None:
+        """Each waits twice as long as the one before."""
+        assert self.enough.wait(WAIT)
+        gaps = [late - early for early, late in zip(self.at, self.at[1:], strict=False)]
+        for number, gap in enumerate(gaps[: self.wanted - 1]):
+            assert gap >= POLL * 2**number * 0.99
+
+
+@pytest.mark.parametrize("site", [False], indirect=True, ids=["without a base"])
+def test_object_that_is_missing_is_not_asked_for_at_full_pace(site: Site, tmp_path: Path) -> None:
+    """Each attempt traces and hashes the whole model."""
+    site.world.model.norm.data[:] = 0
+    (anchor,) = (tmp_path / "run" / "objects").iterdir()
+    hidden = anchor.rename(tmp_path / "hidden")
+    attempts = Attempts("prove", 5)
+    site.port.before = attempts.hook
+    service = site.serve()
+    service.start()
+    attempts.expect_backoff()
+    assert service.receiver.status()["last_error"]["kind"] == "not_found"
+    hidden.rename(anchor)
+    wait_until(lambda: service.receiver.served_version == 0)
+
+
+def test_run_that_is_not_there_yet_is_looked_for_at_the_usual_pace(site: Site, tmp_path: Path) -> None:
+    there = Path(site.world.url)
+    hidden = there.rename(tmp_path / "hidden")
+    service = site.serve()
+    looks: list[float] = []
+    is_replaced = service.receiver.is_replaced
+
+    def counted() -> bool:
+        looks.append(time.monotonic())
+        return is_replaced()
+
+    service.receiver.is_replaced = counted  # type: ignore[method-assign]
+    service.start()
+    # Doubling each time, every wait from the seventh on would take longer.
+    wait_until(lambda: any(late - early < 1 for early, late in pairwise(looks[6:])))
+    hidden.rename(there)
+    wait_until(lambda: service.receiver.served_version == 0)
+
+
+def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Path) -> None:
+    world = site.world
+    service = site.serve()
+    receiver = service.receiver
+    receiver.advance()
+    world.train(1)
+    receiver.advance()
+    hidden = (tmp_path / "base").rename(tmp_path / "hidden")
+    world.model.norm.data.mul_(2.0)
+    assert not receiver.verify()["verdict"]
+    attempts = Attempts("repair", 5)
+    states: list[str] = []
+
+    def hook(method: str, arguments: dict[str, Any]) -> None:
+        if method == "start" and arguments["operation"] == "repair":
+            states.append(before[0])
+        attempts.hook(method, arguments)
+
+    before = [receiver.board.state]
+    rest = receiver.board.rest
+
+    def rested(**values: Any) -> None:
+        rest(**values)
+        before[0] = receiver.board.state
+
+    receiver.board.rest = rested  # type: ignore[method-assign]
+    site.port.before = hook
+    service.start()
+    attempts.expect_backoff()
+    assert set(states) == {"refused"}
+    assert receiver.status()["last_error"]["kind"] == "not_found"
+    assert receiver.status()["served"] is None
+    hidden.rename(tmp_path / "base")
+    wait_until(lambda: receiver.served_version == 1)
+    world.expect_exact()
+
+
+@pytest.mark.parametrize(("action", "argument", "reached"), [("hold", None, (1, 2)), ("rollback", 0, (0,))])
+def test_request_does_not_wait_for_a_whole_catch_up(
+    site: Site, action: str, argument: int | None, reached: tuple[int, ...]
+) -> None:
+    for step in range(1, 9):
+        site.world.train(step)
+    # One version per commit.
+    service = site.serve(stage_bytes=0)
+    asked: list[Future[Any]] = []
+    came = threading.Event()
+
+    def ask(method: str, arguments: dict[str, Any]) -> None:
+        if method == "trim" and not asked:
+            asked.append(service.request(action, argument))
+            came.set()
+
+    site.port.after = ask
+    service.start()
+    assert came.wait(WAIT)
+    status = asked[0].result(WAIT)
+    assert status["served"]["version"] in reached
+    assert (status["state"], status["holding"]) == ("held", True)
+    service.request("release").result(WAIT)
+    wait_until(lambda: service.receiver.served_version == 8)
+    site.world.expect_exact()
+
+
+def test_hold_that_comes_first_of_all_still_proves(site: Site) -> None:
+    service = site.serve()
+    held = service.request("hold")
+    service.start()
+    assert held.result(WAIT)["holding"]
+    wait_until(lambda: service.receiver.served_version == 0)
+    wait_until(lambda: service.receiver.status()["state"] == "held")
+    site.world.train(1)
+    with pytest.raises(BusyError, match="held at version 0"):
+        service.request("sync").result(WAIT)
+    service.request("release").result(WAIT)
+    wait_until(lambda: service.receiver.served_version == 1)
+
+
+@pytest.mark.parametrize("policy", ["follow", "manual"])
+def test_server_that_follows_nothing_still_looks_for_other_writers(site: Site, policy: str) -> None:
+    world = site.world
+    service = site.serve(policy=policy)
+    receiver = service.receiver
+    receiver.advance()
+    world.train(1)
+    receiver.advance()
+    if policy == "follow":
+        receiver.hold()
+    refused = threading.Event()
+    site.port.on_label = lambda version: refused.set() if version is None else None
+    service.start()
+    world.model.norm.data.mul_(2.0)
+    site.port.ranks[0].touch("update_weights")
+    assert refused.wait(WAIT)
+    if policy == "manual":
+        wait_until(lambda: receiver.status()["state"] == "refused")
+        assert receiver.status()["served"] is None
+    else:
+        wait_until(lambda: receiver.status()["state"] == "held")
+        assert receiver.served_version == 1
+        world.expect_exact()
+
+
+def test_listening_outlives_an_unexpected_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug while a notice is read costs one retry; the next notice is heard by the same thread."""
+    world = World(tmp_path)
+    world.publisher.close()
+    world.publisher = Publisher(world.pairs, bucket=world.url, base=tmp_path / "base", notice="tcp://127.0.0.1:*")
+    monkeypatch.setattr(service_module, "LONGEST_RETRY_SECONDS", 0.01)
+    receive, left = NoticeSubscriber.receive, [2]
+
+    def broken(subscriber: NoticeSubscriber, timeout_s: float) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise KeyError("a bug")
+        return receive(subscriber, timeout_s)
+
+    monkeypatch.setattr(NoticeSubscriber, "receive", broken)
+    settings = Settings(bucket=world.url, poll_seconds=3600, notice=world.publisher.notice_address)
+    service = ReceiverService(hooked(world), settings)
+    service.start()
+    try:
+        wait_until(lambda: service.receiver.served_version == 0 and not left[0])
+        assert any("listening for notices failed unexpectedly" in record.getMessage() for record in caplog.records)
+        world.train(1)
+        wait_until(lambda: service.receiver.served_version == 1)
+        assert service.receiver.status()["notice"]["heard_seconds"] is not None
+    finally:
+        service.stop()
+        service.join(WAIT)

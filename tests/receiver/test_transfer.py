@@ -1,0 +1,353 @@
+"""vLLM's weight transfer calls on its own classes, with a real receiver on plain modules behind them."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.receiver.test_service import WAIT, Site
+from tests.support.world import World
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine import foreign_writers, transfer
+from vllm_delta_sync.engine.offline import OfflineSync, attach
+from vllm_delta_sync.engine.ports import ServerPort
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.engine.transaction import DrainError
+from vllm_delta_sync.engine.transfer import OverdueError, TransferError
+from vllm_delta_sync.engine.weight_memory import WeightMemory
+from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError
+
+
+class Reached(Exception):
+    """A call went on to where vLLM sends it."""
+
+
+class Core:
+    async def set_weight_version_async(self, label: str) -> None:
+        raise Reached(label)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Called when the client is collected."""
+
+
+def make_client(backend: str | None = transfer.BACKEND) -> Any:
+    """VLLM's own client, without an engine behind it."""
+    client = object.__new__(AsyncLLM)
+    chosen = None if backend is None else SimpleNamespace(backend=backend)
+    client.vllm_config = SimpleNamespace(weight_transfer_config=chosen)  # type: ignore[assignment]
+    client.engine_core = Core()  # type: ignore[assignment]
+
+    async def collective_rpc(method: str, *args: Any, **kwargs: Any) -> Any:
+        raise Reached(method)
+
+    client.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    return client
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A run with a base, and a service that moves only when told to."""
+    site = Site(World(tmp_path))
+    yield site
+    site.end()
+
+
+def run(*calls: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """One after the other, each with a bound; what it raised, where it did."""
+
+    async def all_of_them() -> list[Any]:
+        outcomes: list[Any] = []
+        for call in calls:
+            outcomes += await asyncio.gather(asyncio.wait_for(call(), WAIT), return_exceptions=True)
+        return outcomes
+
+    return asyncio.run(all_of_them())
+
+
+def update(client: Any, **info: Any) -> Callable[[], Awaitable[None]]:
+    return lambda: client.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+
+def forwarding(site: Site, shown: Any = None) -> tuple[Any, ReceiverService]:
+    service = site.serve(policy="manual")
+    service.start()
+    service.request("sync", 0).result(WAIT)
+    client = make_client()
+
+    async def ask(action: str, argument: Any) -> Any:
+        return await asyncio.wrap_future(service.request(action, argument))
+
+    checks = transfer.Checks(site.world.url, service.receiver.status)
+    transfer.AsyncTransfer(checks, ask, *([] if shown is None else [shown])).install(client)
+    return client, service
+
+
+def test_whole_update_moves_the_model(site: Site) -> None:
+    client, service = forwarding(site)
+    site.world.train(1)
+    site.world.train(2)
+    done = run(
+        lambda: client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"bucket": site.world.url})),
+        client.start_weight_update,
+        update(client, version=1),
+        lambda: client.finish_weight_update("1"),
+    )
+    assert done == [None] * 4
+    assert service.receiver.served_version == 1
+    assert run(update(client), lambda: client.finish_weight_update("2"), client.finish_weight_update) == [None] * 3
+    assert service.receiver.served_version == 2
+    # What the last update led to may be named after a newer one was taken.
+    site.world.train(3)
+    service.request("sync").result(WAIT)
+    assert run(lambda: client.finish_weight_update("2"), lambda: client.update_weight_version("3")) == [None, None]
+    site.world.expect_exact()
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"version": -1}, "update_info.version: .*greater than or equal to 0"),
+        ({"version": True, "timeout_s": "soon"}, "update_info"),
+        ({"timeout_s": -1}, "update_info.timeout_s"),
+        ({"names": ["a"]}, "update_info.names: .*knows version, timeout_s"),
+    ],
+)
+def test_update_info_that_is_not_understood_is_refused(site: Site, info: dict[str, Any], words: str) -> None:
+    client, service = forwarding(site)
+    site.world.train(1)
+    before = site.world.bits()
+    (error,) = run(update(client, **info))
+    with pytest.raises(TransferError, match=words):
+        raise error
+    assert service.receiver.served_version == 0
+    site.world.expect_bits(before)
+
+
+def test_refusals_change_nothing(site: Site) -> None:
+    client, service = forwarding(site)
+    site.world.train(1)
+    before = site.world.bits()
+    ranks = WeightTransferUpdateRequest(update_info=[{"version": 1}, {"version": 1}])
+    elsewhere = WeightTransferInitRequest(init_info={"bucket": "s3://AKIA:geheim@elsewhere/run"})
+    outcomes = run(
+        lambda: client.init_weight_transfer_engine(elsewhere),
+        lambda: client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"master_port": 1})),
+        client.start_draft_weight_update,
+        update(client, version=2),
+        lambda: client.update_weights(ranks),
+        lambda: client.finish_weight_update("7"),
+        lambda: client.update_weight_version("step-7"),
+    )
+    kinds = ["transfer", "transfer", "transfer", "not_found", "transfer", "transfer", "transfer"]
+    assert [error.kind for error in outcomes] == kinds
+    assert "geheim" not in outcomes[0].message
+    # vLLM's routes answer ValueErrors with 400.
+    assert all(isinstance(error, ValueError) for error in outcomes if error.kind == "transfer")
+    assert service.receiver.status()["last_error"] is None
+    site.world.expect_bits(before)
+
+
+def test_update_waits_until_a_version_is_published(site: Site) -> None:
+    client, service = forwarding(site)
+    soon = threading.Timer(0.3, site.world.train, (1,))
+    soon.start()
+    assert run(update(client, version=1, timeout_s=WAIT)) == [None]
+    soon.join()
+    site.world.expect_exact()
+    (error,) = run(update(client, version=2, timeout_s=0.2))
+    assert isinstance(error, NotFoundError)
+    assert service.receiver.served_version == 1
+
+
+def test_update_that_takes_too_long_says_that_it_goes_on(site: Site) -> None:
+    client, service = forwarding(site)
+    site.world.train(1)
+    release = threading.Event()
+
+    def stall(method: str, arguments: dict[str, Any]) -> None:
+        if method == "commit":
+            release.wait(WAIT)
+
+    site.port.before = stall
+    (error,) = run(update(client, version=1, timeout_s=0.2))
+    release.set()
+    assert isinstance(error, OverdueError)
+    assert "version 1 was not served within timeout_s = 0.2" in error.message
+    assert service.request("sync").result(WAIT)["served"]["version"] == 1
+
+
+def test_labels_of_others_are_refused_without_a_backend_and_left_alone_with_another(site: Site) -> None:
+    service = site.serve(policy="manual")
+    service.start()
+    service.request("sync", 0).result(WAIT)
+    plain, other = make_client(None), make_client("nccl")
+    for client in (plain, other):
+        transfer.install_on_server(client, service, site.world.url)
+    (refused, passed) = run(lambda: plain.update_weight_version("7"), plain.start_weight_update)
+    assert (type(refused).__name__, "version 0 is served" in str(refused)) == ("GracefulHTTPError", True)
+    assert (type(passed), str(passed)) == (Reached, "start_weight_update")
+    outcomes = run(lambda: other.update_weight_version("7"), other.start_weight_update)
+    assert [(type(each), str(each)) for each in outcomes] == [(Reached, "7"), (Reached, "start_weight_update")]
+
+
+def test_server_shows_errors_with_the_status_of_our_own_routes(site: Site) -> None:
+    service = site.serve(policy="manual")
+    service.start()
+    service.request("sync", 0).result(WAIT)
+    client = make_client()
+    transfer.install_on_server(client, service, site.world.url)
+    service.request("hold").result(WAIT)
+    outcomes = run(update(client, version=3), update(client), update(client, names=[]))
+    assert [int(error.http_status) for error in outcomes] == [404, 409, 400]
+    assert str(outcomes[0]).startswith("not_found: version 3 is not published")
+
+
+def test_nothing_is_finished_before_a_version_is_served(site: Site) -> None:
+    checks = transfer.Checks(site.world.url, Receiver(site.port, Settings(bucket=site.world.url)).status)
+    with pytest.raises(EngineError, match="no version is served yet"):
+        checks.label(None)
+    checks.start()
+
+
+class Llm:
+    """The part of vLLM's ``LLM`` that is replaced."""
+
+    def __init__(self, backend: str | None) -> None:
+        chosen = None if backend is None else SimpleNamespace(backend=backend)
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(weight_transfer_config=chosen))
+
+    def update_weights(self, request: Any) -> None:
+        raise Reached("update_weights")
+
+    def update_weight_version(self, new_version: str) -> None:
+        raise Reached(new_version)
+
+    finish_weight_update: Any = update_weight_version
+    start_weight_update: Any = update_weights
+
+
+def test_offline_calls_move_between_two_generate_calls(site: Site) -> None:
+    world, llm = site.world, Llm(transfer.BACKEND)
+    sync = OfflineSync(world.receiver)
+    transfer.install_offline(llm, transfer.Checks(world.url, sync.status), sync.to)
+    world.train(1)
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"version": 1}})
+    llm.finish_weight_update("1")
+    world.expect_exact()
+    for call in (
+        lambda: llm.update_weights({"update_info": {"version": 2, "timeout_s": 0.2}}),
+        lambda: llm.update_weight_version("2"),
+    ):
+        with pytest.raises(DeltaSyncError, match=r"version 2 is not published|weight_version is '2'"):
+            call()
+    plain = Llm(None)
+    transfer.install_offline(plain, transfer.Checks(world.url, sync.status), sync.to)
+    with pytest.raises(Reached, match="update_weights"):
+        plain.update_weights({"update_info": {}})
+
+
+def test_worker_refuses_what_nobody_forwarded() -> None:
+    transfer.register()
+    transfer.register()
+    config = SimpleNamespace(backend=transfer.BACKEND)
+    vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
+    engine = WeightTransferEngineFactory.create_engine(config, vllm_config, None, None)  # type: ignore[arg-type]
+    for name, call in {
+        "init_weight_transfer_engine": lambda: engine.init_transfer_engine(engine.parse_init_info({"a": 1})),
+        "start_weight_update": engine.start_weight_update,
+        "update_weights": lambda: engine.update_weights({"version": 1}),
+        "finish_weight_update": engine.finish_weight_update,
+    }.items():
+        with pytest.raises(EngineError, match=f"^{name} reached a worker"):
+            call()
+    with pytest.raises(EngineError, match=r"^update_weights reached a worker"):
+        engine.receive_weights({})
+    engine.shutdown()
+    assert not engine.supports_draft_weight_update
+
+
+class Worker:
+    """The doors of vLLM's worker."""
+
+    def __init__(self, backend: str) -> None:
+        self.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=backend))
+
+    def update_weights(self, update_info: Any) -> None:
+        raise Reached("update_weights")
+
+    def reload_weights(self) -> None:
+        """Another door."""
+
+
+@pytest.mark.parametrize(("backend", "told"), [(transfer.BACKEND, 0), ("nccl", 2)])
+def test_calls_of_our_own_backend_are_nobody_elses_writing(backend: str, told: int) -> None:
+    said: list[str] = []
+    watched = SimpleNamespace(memory=WeightMemory(), touch=said.append)
+    worker = Worker(backend)
+    foreign_writers.watch(worker, SimpleNamespace(), watched)
+    with pytest.raises(Reached):
+        worker.update_weights({})
+    assert said == ["update_weights"] * told
+    worker.reload_weights()
+    assert said[told:] == ["reload_weights"] * 2
+
+
+def test_each_attach_names_the_other() -> None:
+    from vllm_delta_sync.engine import attach_async
+
+    with pytest.raises(EngineError, match=r"attach is for a vllm\.LLM, this is AsyncLLM; .* await attach_async"):
+        attach(make_client(), bucket="/x")
+    with pytest.raises(EngineError, match=r"attach_async is for a vllm\.AsyncLLM, this is Llm; .* attach\(llm"):
+        asyncio.run(attach_async(Llm(None), bucket="/x"))
+
+
+@pytest.mark.parametrize("allowed", ["", "other", "delta_sync_too"])
+def test_async_engine_must_load_our_part(monkeypatch: pytest.MonkeyPatch, allowed: str) -> None:
+    from vllm_delta_sync.engine import attach_async
+
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    with pytest.raises(EngineError, match=r"VLLM_PLUGINS is .* does not name delta_sync"):
+        asyncio.run(attach_async(make_client(), bucket="/x"))
+
+
+class Waiting:
+    """Engines whose requests in flight do not finish."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    async def pause(self, mode: str, clear_cache: bool, lease_s: float) -> None:
+        try:
+            await asyncio.sleep(WAIT)
+        finally:
+            self.cancelled.set()
+
+
+def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        port = object.__new__(ServerPort)
+        engines = Waiting()
+        values = {"_engines": engines, "_loop": loop, "_mode": "wait", "_clear": True, "_seconds": 9, "_patience": 0.05}
+        vars(port).update(values)
+        with pytest.raises(DrainError, match=r"did not finish within wait_seconds = 0\.05"):
+            port.pause()
+        assert engines.cancelled.wait(WAIT)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    assert caplog.records == []

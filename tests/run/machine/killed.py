@@ -1,0 +1,108 @@
+"""Publishers and collectors to be killed: a warm process that forks one for each line it reads.
+
+``python -m tests.run.machine.killed URL LOG`` begins a run, says ``ready``, and for each line ``publish SEED`` or
+``collect`` forks a process that does so for ever, and says its id. ``reap`` waits until it is gone and says its exit
+status. Each publisher claims the run as on any machine; only the seconds that importing torch takes are spared.
+
+A publisher writes to LOG, line by line: ``will SHA`` before it publishes weights, ``done VERSION SHA`` once they are
+durable.
+"""
+
+import os
+import sys
+import traceback
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from tests.run.machine.tensors import SHAPES, TRAININGS, copy_bits, first_tensors, train
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.upkeep.compaction import compact
+from vllm_delta_sync.upkeep.retention import Policy, collect
+
+MIN_AGE_SECONDS = 3.0
+"""Longer than anything here takes between putting an object and listing it."""
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over all bits."""
+    state = sha256()
+    for part in copy_bits({name: tensors[name] for name in SHAPES}):
+        state.update(part.tobytes())
+    return state.hexdigest()
+
+
+class Log:
+    """What a publisher meant to do, and did; each line is written at once."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def write(self, *words: object) -> None:
+        os.write(self._file, (" ".join(map(str, words)) + "\n").encode())
+
+
+def publish(url: str, log: Log, seed: int, times: int = 1_000_000) -> None:
+    """Take the run over and publish as fast as it goes, from the head's weights on (even seeds) or others."""
+    tensors = first_tensors(seed)
+    if seed % 2 == 0:
+        open_run(url).load_into(tensors)
+    log.write("will", digest(tensors))
+    with Publisher(list(tensors.items()), url, anchor_every=20 if seed % 3 == 0 else None) as publisher:
+        before: tuple[int, str] | None = None
+        for step in range(times):
+            train(tensors, TRAININGS[step % len(TRAININGS)], seed + step)
+            now = digest(tensors)
+            log.write("will", now)
+            version = publisher.publish(step, wait=True).version
+            if before is not None:
+                log.write("done", *before)
+            before = None if version is None else (version, now)
+
+
+def tidy_up(url: str) -> None:
+    """Compact and collect, again and again."""
+    while True:
+        run = open_run(url)
+        compact(run)
+        collect(run, Policy(keep_last=10, keep_every=25, min_age=MIN_AGE_SECONDS))
+
+
+def forked(task: str, url: str, log: str, seed: int) -> int:
+    """Process id of a child that does a task until it is killed."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        if task == "publish":
+            publish(url, Log(log), seed)
+        else:
+            tidy_up(url)
+    finally:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main(url: str, path: str) -> None:
+    torch.set_num_threads(1)
+    tensors = first_tensors(0)
+    log = Log(path)
+    log.write("will", digest(tensors))
+    Publisher(list(tensors.items()), url).close()
+    # Loads and compiles what children need.
+    publish(url, log, 2, times=5)
+    compact(open_run(url))
+    collect(open_run(url), Policy(min_age=MIN_AGE_SECONDS))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        task, *rest = line.split()
+        if task == "reap":
+            print(os.waitstatus_to_exitcode(os.waitpid(int(rest[0]), 0)[1]), flush=True)
+        else:
+            print(forked(task, url, path, int(rest[0]) if rest else 0), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], str(Path(sys.argv[2])))

@@ -1,0 +1,220 @@
+"""Branches: they begin at the very bits of a version, copy nothing, and keep what they need."""
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.support.collecting import TABLE
+from tests.support.samples import RunWriter, nudge, random_bits
+from vllm_delta_sync.bucket import creation, open_bucket
+from vllm_delta_sync.bucket.local import LocalBucket
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.upkeep.branching import branch, branch_tag, tensor_fingerprints
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
+from vllm_delta_sync.wire.manifest import Document, Manifest, RunInfo
+
+VERSIONS = 10
+
+
+def written(folder: Path) -> tuple[Run, list[list[Bits]]]:
+    """A run whose base is nowhere, with a version in full, one that builds on an older one, folds and an anchor."""
+    random = np.random.default_rng(5)
+    writer = RunWriter(open_bucket(str(folder / "source")), TABLE)
+    writer.reference(random_bits(TABLE, random), "/nowhere")
+    for version in range(1, VERSIONS + 1):
+        base = 4 if version == 6 else version - 1
+        writer.delta(nudge(writer.bits[base], random, 0.2), full=[1] if version == 3 else [], base=base)
+    writer.fold(0, 4)
+    writer.beside(8, folder)
+    return Run(writer.bucket), writer.bits
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> tuple[Run, list[list[Bits]]]:
+    return written(tmp_path)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("version", [0, 3, 5, 7, 8, 10])
+def test_fingerprints_come_from_what_is_declared(source: tuple[Run, list[list[Bits]]], version: int) -> None:
+    run, bits = source
+    found = tensor_fingerprints(run, run.manifest(version))
+    measured = {spec.name: fingerprint_tensor(spec.name, bits[version][n]).hex() for n, spec in enumerate(TABLE)}
+    assert found == measured
+
+
+@pytest.mark.parametrize(("version", "number"), [(9, 9), (None, 10), ("tag:best", 8)])
+def test_a_branch_is_the_version(
+    source: tuple[Run, list[list[Bits]]], tmp_path: Path, version: int | str | None, number: int
+) -> None:
+    run, bits = source
+    set_tag(run, "best", 8)
+    made = branch(run, version, str(tmp_path / "branch"))
+    assert made.info.run != run.info.run
+    assert files(tmp_path / "branch") == ["HEAD.json", "run.json", "tensors.json", "versions/0000000000.json"]
+    first = open_run(str(tmp_path / "branch")).head()
+    assert (first.kind, first.version, first.step) == ("reference", 0, run.manifest(number).step)
+    assert first.base is not None
+    assert (first.base.location, first.base.run, first.base.version) == (run.bucket.url, run.info.run, number)
+    tag = run.tag(branch_tag(made.info.run))
+    assert (tag.version, tag.branch) == (number, made.bucket.url)
+    for n, found in enumerate(made.snapshot(0).bits):
+        assert np.array_equal(found, bits[number][n])
+
+
+def test_a_branch_keeps_its_version(source: tuple[Run, list[list[Bits]]], tmp_path: Path) -> None:
+    run, bits = source
+    made = branch(run, 9, str(tmp_path / "branch"))
+    other = branch(made, 0, str(tmp_path / "other"))
+    policy = Policy(keep_last=1, keep_tagged=False, min_age=0.0)
+    for each in (run, made):
+        collect(each, policy)
+    for found in (made.snapshot(), other.snapshot()):
+        assert all(np.array_equal(a, b) for a, b in zip(found.bits, bits[9], strict=True))
+    delete_tag(run, branch_tag(made.info.run))
+    assert 9 not in collect(run, policy).kept
+
+
+def test_urls_that_are_refused(source: tuple[Run, list[list[Bits]]], tmp_path: Path) -> None:
+    run, _ = source
+    before = files(tmp_path)
+    for url in (run.bucket.url, str(tmp_path / "source" / "." / "")):
+        with pytest.raises(UsageError):
+            branch(run, 9, url)
+    branch(run, 9, str(tmp_path / "branch"))
+    taken = files(tmp_path)
+    with pytest.raises(ConflictError, match=r"run\.json"):
+        branch(run, 9, str(tmp_path / "branch"))
+    (tmp_path / "part" / "versions").mkdir(parents=True)
+    (tmp_path / "part" / "versions" / "0000000000.json").write_bytes(b"{}")
+    with pytest.raises(ConflictError, match="versions/"):
+        branch(run, 9, str(tmp_path / "part"))
+    with pytest.raises(NotFoundError):
+        branch(run, 11, str(tmp_path / "never"))
+    assert files(tmp_path) == sorted([*taken, "part/versions/0000000000.json"])
+    assert set(before) < set(taken)
+
+
+def test_an_object_that_is_damaged_makes_no_branch(source: tuple[Run, list[list[Bits]]], tmp_path: Path) -> None:
+    run, _ = source
+    key = run.manifest(9).objects[0].key
+    data = bytearray(run.bucket.get(key))
+    data[-1] ^= 1
+    run.bucket.put(key, bytes(data))
+    with pytest.raises(DigestError):
+        branch(run, 9, str(tmp_path / "branch"))
+    assert run.tags() == {}
+    assert not (tmp_path / "branch").exists()
+
+
+class Failing:
+    """Fails the put of one key: before it happens, or after."""
+
+    def __init__(self, key: str, late: bool, error: BaseException) -> None:
+        self.key, self.late, self.error = key, late, error
+        self.put = LocalBucket.put
+
+    def __call__(self, bucket: LocalBucket, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        if key != self.key:
+            return self.put(bucket, key, data, if_absent=if_absent)
+        if self.late:
+            self.put(bucket, key, data, if_absent=if_absent)
+        raise self.error
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("error", [StoreError("full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("key", [keys.RUN_KEY, keys.TABLE_KEY, keys.version_key(0)])
+def test_a_branch_that_fails_is_taken_back(
+    source: tuple[Run, list[list[Bits]]], tmp_path: Path, key: str, error: BaseException, late: bool
+) -> None:
+    run, _ = source
+    failing = Failing(key, late, error)
+    with mock.patch.object(LocalBucket, "put", lambda *args, **options: failing(*args, **options)):
+        with pytest.raises(type(error)):
+            branch(run, 9, str(tmp_path / "branch"))
+    assert files(tmp_path / "branch") == []
+    assert run.tags() == {}
+    assert branch(run, 9, str(tmp_path / "branch")).head().version == 0
+
+
+def test_a_branch_without_a_head_file_stands(source: tuple[Run, list[list[Bits]]], tmp_path: Path) -> None:
+    run, _ = source
+    failing = Failing(keys.HEAD_KEY, False, StoreError("full"))
+    with mock.patch.object(LocalBucket, "put", lambda *args, **options: failing(*args, **options)):
+        made = branch(run, 9, str(tmp_path / "branch"))
+    assert made.head().version == 0
+    assert len(run.tags()) == 1
+
+
+def test_where_nobody_knows_whether_the_branch_stands_its_tag_stays(
+    source: tuple[Run, list[list[Bits]]], tmp_path: Path
+) -> None:
+    run, _ = source
+    failing = Failing(keys.version_key(0), True, StoreError("timed out"))
+    with (
+        mock.patch.object(LocalBucket, "put", lambda *args, **options: failing(*args, **options)),
+        mock.patch.object(LocalBucket, "delete", side_effect=StoreError("gone")),
+        pytest.raises(StoreError),
+    ):
+        branch(run, 9, str(tmp_path / "branch"))
+    assert len(run.tags()) == 1
+    assert open_run(str(tmp_path / "branch")).head().version == 0
+
+
+class Late:
+    """Another writer's object comes right after ours under the same key, as where create-if-absent does not hold."""
+
+    def __init__(self, folder: Path, after: str, key: str) -> None:
+        self.folder, self.after, self.key = str(folder), after, key
+        self.put = LocalBucket.put
+        self.theirs: bytes | None = None
+
+    def __call__(self, bucket: LocalBucket, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self.put(bucket, key, data, if_absent=if_absent)
+        if key == self.after and bucket.url.endswith(self.folder):
+            kind: type[Document] = RunInfo if self.key == keys.RUN_KEY else Manifest
+            ours = kind.from_bytes(bucket.get(self.key))
+            self.theirs = kind.model_validate({**ours.model_dump(), "run": "e" * 32}).to_bytes()
+            self.put(bucket, self.key, self.theirs)
+
+
+@pytest.mark.parametrize(
+    ("after", "key", "exclusive"),
+    [
+        (keys.RUN_KEY, keys.RUN_KEY, False),
+        (keys.TABLE_KEY, keys.RUN_KEY, False),
+        (keys.version_key(0), keys.version_key(0), False),
+        # As of a publisher that took the branch for a start that was cut short.
+        (keys.TABLE_KEY, keys.RUN_KEY, True),
+    ],
+)
+def test_the_run_whose_documents_stay_counts(
+    source: tuple[Run, list[list[Bits]]],
+    tmp_path: Path,
+    after: str,
+    key: str,
+    exclusive: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, _ = source
+    late = Late(tmp_path / "branch", after, key)
+    monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(LocalBucket, "exclusive", exclusive)
+    with mock.patch.object(LocalBucket, "put", lambda *args, **options: late(*args, **options)):
+        with pytest.raises(ConflictError, match=f"holds {key} of another writer; branch to a new URL"):
+            branch(run, 9, str(tmp_path / "branch"))
+    with open_bucket(str(tmp_path / "branch")) as bucket:
+        assert late.theirs is not None
+        assert bucket.get(key) == late.theirs, "it was removed or written over"
+    assert run.tags() == {}

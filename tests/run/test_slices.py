@@ -1,0 +1,366 @@
+"""Boxes of versions: those of a snapshot, proven as far as is said, without a whole model in memory."""
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.running import counted
+from tests.support.samples import RunWriter, changes_between, nudge, random_bits
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain import read as chain_read
+from vllm_delta_sync.chain.plan import FOLD_WIDTH
+from vllm_delta_sync.chain.slices import fingerprint_box, restore_boxes
+from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, TensorMismatchError
+from vllm_delta_sync.wire.anchor import write_anchor
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.boxes import Box, boxes_of_range
+from vllm_delta_sync.wire.delta import DeltaContext, encode, required_features
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.wire.manifest import version_key
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+TABLE = TensorTable(
+    [
+        TensorSpec("a", "BF16", (40, 3)),
+        TensorSpec("b", "F32", (6, 5, 4)),
+        TensorSpec("c", "I8", ()),
+        TensorSpec("d", "BF16", (0, 4)),
+        TensorSpec("e", "F8_E4M3", (3, 2, 4, 5)),
+        TensorSpec("f", "F64", (11,)),
+    ]
+)
+Boxes = dict[str, list[Box]]
+
+
+class Grove:
+    """Runs in a folder: ``run``, and what it branches from, if it does.
+
+    Attributes:
+        writer: writes the run. run: reads it.
+    """
+
+    def __init__(self, folder: Path, start: str = "anchor", seed: int = 0, table: TensorTable = TABLE) -> None:
+        self.folder, self.table, self.random = folder, table, np.random.default_rng(seed)
+        bits = random_bits(table, self.random)
+        if start == "branch":
+            source: RunWriter = self._source(seed + 1)
+            at = source.manifests[2]
+            location: dict[str, Any] = {"run": at.run, "version": 2, "manifest": at.digest}
+            bits = source.bits[2]
+        self.writer = RunWriter(open_bucket(str(folder / "run")), table, run=f"{seed:032x}")
+        if start == "anchor":
+            self.writer.anchor(bits, self._file(bits).read_bytes())
+        elif start == "branch":
+            location["location"] = source.bucket.url
+            self.writer._commit(bits, [], "reference", 0, requires=[], base=location)
+        else:
+            checkpoint = folder / "checkpoint"
+            checkpoint.mkdir()
+            self._file(bits).rename(checkpoint / "model.safetensors")
+            self.writer.reference(bits, str(checkpoint))
+        self.run: Run = open_run(str(folder / "run"))
+
+    def _source(self, seed: int) -> RunWriter:
+        made = Grove(self.folder / "source", seed=seed, table=self.table)
+        made.grow("delta", "delta", "full")
+        return made.writer
+
+    def _file(self, bits: list[Bits]) -> Path:
+        path = self.folder / "whole.safetensors"
+        write_anchor(path, self.table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)))
+        return path
+
+    def grow(self, *kinds: str) -> None:
+        """Versions, and what lies beside the newest one."""
+        for kind in kinds:
+            newest = len(self.writer.bits) - 1
+            base = newest // 2 if kind == "break" else newest
+            bits = nudge(self.writer.bits[base], self.random, 0.1)
+            if kind == "beside":
+                self.writer.beside(newest, self.folder)
+            elif kind == "shards":
+                self._shards(bits)
+            elif kind in ("raw", "context"):
+                self.writer.delta(bits, codec=kind)  # type: ignore[arg-type]
+            else:
+                self.writer.delta(bits, base=base, full=(1, 4) if kind == "full" else ())
+
+    def _shards(self, bits: list[Bits]) -> None:
+        """A version of three objects, each with elements of any tensor, as the ranks of a trainer write them."""
+        old, version = self.writer.bits[-1], len(self.writer.manifests)
+        owners = [self.random.integers(0, 3, array.size) for array in old]
+        objects, changed = [], 0
+        for rank in range(3):
+            own = [np.where(owner == rank, new, was) for owner, new, was in zip(owners, bits, old, strict=True)]
+            changes = changes_between(self.table, old, own)
+            if changes.changed:
+                context = DeltaContext(self.writer.run, version, version - 1)
+                objects.append(encode(changes, self.table, "packed", "zstd", context))
+                changed += changes.changed
+        self.writer._commit(
+            bits, objects, "delta", changed, requires=required_features("packed", "zstd"),
+            base_version=version - 1, codec="packed", compression="zstd", reversible=True,
+        )  # fmt: skip
+
+    def fold(self) -> None:
+        """The shortest folded ranges that a run of this length may have."""
+        breaks = {item.version for item in self.writer.breaks}
+        for first in range(0, len(self.writer.manifests) - FOLD_WIDTH, FOLD_WIDTH):
+            if not breaks & set(range(first + 1, first + FOLD_WIDTH + 1)):
+                self.writer.fold(first, first + FOLD_WIDTH)
+
+    def expect(self, version: int, boxes: Boxes, run: Run | None = None) -> None:
+        """Boxes of a version are those of its snapshot."""
+        reader = self.run if run is None else run
+        whole = reader.snapshot(version)
+        found = restore_boxes(reader, reader.manifest(version), boxes)
+        assert list(found) == list(boxes)
+        for name, wanted in boxes.items():
+            right = whole.bits[self.table.index(name)]
+            assert len(found[name]) == len(wanted)
+            for box, bits in zip(wanted, found[name], strict=True):
+                assert bits.dtype == right.dtype
+                assert bits.flags.writeable
+                assert np.array_equal(bits, box.view(right).reshape(-1))
+
+    def damage(self, key: str) -> None:
+        data = bytearray(self.writer.bucket.get(key))
+        data[-1] ^= 1
+        self.writer.bucket.put(key, bytes(data))
+
+
+def some_box(shape: tuple[int, ...], random: np.random.Generator) -> Box:
+    sides = [sorted(random.integers(0, size + 1, 2).tolist()) for size in shape]
+    return Box(tuple(first for first, _ in sides), tuple(last - first for first, last in sides), shape)
+
+
+def ranges(shape: tuple[int, ...], cuts: list[int]) -> list[Box]:
+    """The whole tensor, cut at flat indices."""
+    ends = [*sorted(cuts), int(np.prod(shape, dtype=np.int64))]
+    return [
+        box for first, last in zip([0, *sorted(cuts)], ends, strict=True) for box in boxes_of_range(first, last, shape)
+    ]
+
+
+def random_boxes(random: np.random.Generator) -> Boxes:
+    """Of each tensor nothing, some boxes, all of it, or all of it in pieces."""
+    boxes: Boxes = {}
+    for spec in TABLE:
+        match random.integers(4):
+            case 1:
+                boxes[spec.name] = [some_box(spec.shape, random) for _ in range(random.integers(1, 4))]
+            case 2:
+                boxes[spec.name] = [Box.all_of(spec.shape)]
+            case 3:
+                boxes[spec.name] = ranges(spec.shape, random.integers(0, spec.numel + 1, 2).tolist())
+    return boxes
+
+
+def row_boxes(table: TensorTable, rank: int, size: int) -> Boxes:
+    """What a rank of so many holds of each tensor: rows, as FSDP2 cuts them; the first one has what has no rows."""
+    boxes: Boxes = {}
+    for spec in table:
+        if not spec.shape:
+            boxes[spec.name] = [Box.all_of(())] if rank == 0 else []
+            continue
+        height = -(-spec.shape[0] // size)
+        first = min(rank * height, spec.shape[0])
+        last = min(first + height, spec.shape[0])
+        rest = spec.shape[1:]
+        boxes[spec.name] = [Box((first, *(0 for _ in rest)), (last - first, *rest), spec.shape)]
+    return boxes
+
+
+@pytest.fixture
+def grove(tmp_path: Path) -> Grove:
+    made = Grove(tmp_path)
+    made.grow(*["delta", "shards"] * 4, "delta")
+    made.fold()
+    return made
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    start=st.sampled_from(["anchor", "checkpoint", "branch"]),
+    kinds=st.lists(st.sampled_from(["delta", "shards", "raw", "full", "break", "beside", "context"]), max_size=9),
+    seed=st.integers(0, 2**16),
+    pieces=st.booleans(),
+)
+def test_random_boxes_of_random_runs(start: str, kinds: list[str], seed: int, pieces: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if pieces:
+            for bound in ("DECODED_ELEMENTS", "MAPPED_BYTES"):
+                patch.setattr(chain_read, bound, 0)
+        made = Grove(Path(folder), start, seed)
+        made.grow(*kinds)
+        made.fold()
+        for version in {0, len(made.writer.manifests) - 1, int(made.random.integers(len(made.writer.manifests)))}:
+            made.expect(version, random_boxes(made.random))
+
+
+def test_all_ranks_together_hold_the_model_and_prove_it(grove: Grove) -> None:
+    manifest = grove.run.manifest(9)
+    for size in (1, 2, 3, 7):
+        total = Fingerprint()
+        for rank in range(size):
+            boxes = row_boxes(TABLE, rank, size)
+            for name, found in restore_boxes(grove.run, manifest, boxes).items():
+                for box, bits in zip(boxes[name], found, strict=True):
+                    total += fingerprint_box(name, box, bits)
+        assert total.hex() == manifest.fingerprint
+
+
+def test_fingerprints_of_boxes_add_up_to_that_of_the_tensor() -> None:
+    shape = (6, 5, 4)
+    bits = np.random.default_rng(0).integers(0, 2**32, 120, dtype=np.uint32)
+    boxes = [Box((0, 0, 0), (6, 2, 4), shape), Box((0, 2, 0), (6, 3, 3), shape), Box((0, 2, 3), (6, 3, 1), shape)]
+    parts = [fingerprint_box("b", box, np.array(box.view(bits)).reshape(-1)) for box in boxes]
+    assert sum(parts, Fingerprint()) == fingerprint_tensor("b", bits)
+
+
+def test_a_cache_is_read_through(grove: Grove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_read, "MAPPED_BYTES", 0)
+    run = open_run(grove.run.bucket.url, cache=ObjectCache(tmp_path / "cache", 1 << 20))
+    grove.expect(9, row_boxes(TABLE, 0, 2), run)
+    key = grove.writer.manifests[0].objects[0].key
+    grove.writer.bucket.delete(key)
+    grove.expect(9, row_boxes(TABLE, 1, 2), run)
+
+
+# What is damaged or does not fit
+
+
+def test_damaged_documents_are_walked_around(grove: Grove) -> None:
+    boxes = row_boxes(TABLE, 1, 2)
+    grove.damage(grove.run.folded(0, 4).objects[0].key)
+    grove.expect(9, boxes)
+    grove.writer.beside(2, grove.folder)
+    grove.damage(grove.writer.manifests[1].objects[0].key)
+    grove.expect(9, boxes)
+    grove.damage(grove.run.anchor(2).objects[0].key)
+    with pytest.raises(DigestError):
+        restore_boxes(grove.run, grove.run.manifest(9), boxes)
+
+
+def wrong_version(made: Grove) -> None:
+    """A version whose object is the one listed, and moves an element of tensor a to other bits than it declares."""
+    old = made.writer.bits[-1]
+    new = nudge(old, made.random, 0.1)
+    changes = changes_between(made.table, old, new)
+    group = next(group for group in changes.sparse if group.dtype == "BF16")
+    group.data[0] += 1
+    version = len(made.writer.manifests)
+    data = encode(changes, made.table, "packed", "zstd", DeltaContext(made.writer.run, version, version - 1))
+    made.writer._commit(
+        new, [data], "delta", changes.changed, requires=required_features("packed", "zstd"),
+        base_version=version - 1, codec="packed", compression="zstd", reversible=True,
+    )  # fmt: skip
+
+
+def test_a_change_that_is_not_what_it_declares_is_seen_where_a_tensor_is_held_whole(grove: Grove) -> None:
+    wrong_version(grove)
+    manifest = grove.run.manifest(10)
+    for whole in ([Box.all_of((40, 3))], ranges((40, 3), [7, 50])):
+        with pytest.raises(FingerprintError, match="'a'"):
+            restore_boxes(grove.run, manifest, {"a": whole})
+    total = Fingerprint()
+    for rank in range(2):
+        boxes = row_boxes(TABLE, rank, 2)
+        found = restore_boxes(grove.run, manifest, boxes)
+        total += sum(
+            (fingerprint_box(name, *pair) for name in boxes for pair in zip(boxes[name], found[name], strict=True)),
+            Fingerprint(),
+        )
+    assert total.hex() != manifest.fingerprint
+
+
+def test_a_checkpoint_that_was_overwritten_is_refused(tmp_path: Path) -> None:
+    made = Grove(tmp_path, "checkpoint")
+    made.grow("delta")
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    manifest = made.run.manifest(1)
+    # The last byte is one of tensor e.
+    some = {"a": [Box((0, 0), (1, 3), (40, 3))]}
+    restore_boxes(made.run, manifest, some)
+    with pytest.raises(FingerprintError, match=r"'e'.*not the one that the run started from"):
+        restore_boxes(made.run, manifest, {"e": [Box((0, 0, 0, 0), (1, 1, 1, 1), (3, 2, 4, 5))]})
+    (tmp_path / "checkpoint").rename(tmp_path / "moved")
+    with pytest.raises(NotFoundError, match="base="):
+        restore_boxes(made.run, manifest, some)
+    found = restore_boxes(made.run, manifest, {"b": [Box.all_of((6, 5, 4))]}, base=tmp_path / "moved")
+    assert np.array_equal(found["b"][0], made.writer.bits[1][1])
+
+
+def test_boxes_of_other_tensors_are_refused(grove: Grove) -> None:
+    manifest = grove.run.manifest(9)
+    with pytest.raises(TensorMismatchError, match="'z'"):
+        restore_boxes(grove.run, manifest, {"z": [Box.all_of((3,))]})
+    with pytest.raises(TensorMismatchError, match=r"'a' is of a tensor \[3, 40\], the run's \[40, 3\]"):
+        restore_boxes(grove.run, manifest, {"a": [Box.all_of((3, 40))]})
+    with pytest.raises(NotFoundError, match="nowhere"):
+        restore_boxes(grove.run, manifest, {}, base="nowhere")
+
+
+# What it takes
+
+WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", "BF16", (512, 2048)) for layer in range(16))
+"""32 MiB."""
+
+
+@pytest.mark.parametrize("start", ["anchor", "checkpoint"])
+def test_takes_the_memory_of_the_boxes_and_little_more(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain_read, "MAPPED_BYTES", 1024 * 1024)
+    monkeypatch.setattr(chain_read, "DECODED_ELEMENTS", 0)
+    monkeypatch.setattr("vllm_delta_sync.wire.lazy.LAZY_ELEMENTS", 64 * 1024)
+    made = Grove(tmp_path, start, table=WIDE)
+    for _ in range(3):
+        made.writer.delta(nudge(made.writer.bits[-1], made.random, 0.01))
+    manifest, boxes = made.run.manifest(3), row_boxes(WIDE, 3, 8)
+    held = WIDE.full_bytes // 8
+    # Once before it is counted, for what is compiled and imported.
+    restore_boxes(made.run, manifest, boxes)
+    with counted() as most:
+        found = restore_boxes(made.run, manifest, boxes)
+    assert sum(bits.nbytes for pieces in found.values() for bits in pieces) == held
+    assert held <= most[0] < held + 8 * 1024 * 1024
+    with counted() as most:
+        made.run.snapshot(3, in_memory=True)
+    assert most[0] > WIDE.full_bytes
+
+
+def test_codec_context_is_read_through_a_file_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Grove(tmp_path)
+    made.grow("delta", "context", "delta")
+    asked: list[int] = []
+    real = chain_read.scratch_file
+
+    def watched(size: int) -> np.ndarray:
+        asked.append(size)
+        return real(size)
+
+    monkeypatch.setattr(chain_read, "scratch_file", watched)
+    with caplog.at_level(logging.INFO, logger="vllm_delta_sync"):
+        found = restore_boxes(made.run, made.run.manifest(1), {"a": [Box.all_of((40, 3))]})
+        assert not asked
+        assert "codec 'context'" not in caplog.text
+        found = restore_boxes(made.run, made.run.manifest(3), {"a": [Box((1, 0), (2, 3), (40, 3))], "d": []})
+    assert np.array_equal(found["a"][0], made.writer.bits[3][0][3:9])
+    assert found["d"] == []
+    assert len(asked) == 1
+    assert asked[0] >= TABLE.full_bytes
+    assert f"{version_key(2)} is of codec 'context'" in caplog.text

@@ -1,0 +1,139 @@
+"""Tags: set, moved, deleted, and refused where the version is not kept."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.collecting import Crash, Grown, MemoryBucket, long_run
+from vllm_delta_sync.errors import ConflictError, NotFoundError, UsageError
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.retention_record import empty_record
+from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire.documents import RETENTION_KEY, Tag
+
+
+@pytest.fixture
+def grown(tmp_path: Path) -> Grown:
+    made = Grown(MemoryBucket(), tmp_path, 1)
+    for _ in range(6):
+        made.grow()
+    return made
+
+
+def test_a_tag_is_set_moved_and_deleted(grown: Grown) -> None:
+    run = grown.run_
+    tag = set_tag(run, "best", 3)
+    assert (tag.version, tag.manifest, tag.milestone, tag.branch) == (3, grown.manifests[3].digest, False, None)
+    assert run.tag("best") == Tag.from_bytes(tag.to_bytes())
+    assert set_tag(run, "best", 5, milestone=True).milestone
+    assert run.resolve("tag:best").version == 5
+    assert set_tag(run, "newest").version == 6
+    assert set_tag(run, "also", "tag:best").version == 5
+    delete_tag(run, "best")
+    assert sorted(run.tags()) == ["also", "newest"]
+    with pytest.raises(NotFoundError, match="no tag 'best'"):
+        delete_tag(run, "best")
+
+
+def test_a_damaged_tag_can_be_deleted_and_replaced(grown: Grown) -> None:
+    run = grown.run_
+    for data in (b"{", b" " * 100_000):
+        grown.memory.put(side.tag_key("best"), data)
+        set_tag(run, "best", 3)
+        grown.memory.put(side.tag_key("best"), data)
+        delete_tag(run, "best")
+        assert run.tags() == {}
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "a b", "a" * 101, "é"])
+def test_names(grown: Grown, name: str) -> None:
+    with pytest.raises(UsageError):
+        set_tag(grown.run_, name, 1)
+    with pytest.raises(UsageError):
+        delete_tag(grown.run_, name)
+
+
+def test_versions_that_are_none(grown: Grown) -> None:
+    for version in (7, -1, "tag:none"):
+        with pytest.raises(NotFoundError):
+            set_tag(grown.run_, "best", version)
+    with pytest.raises(UsageError):
+        set_tag(grown.run_, "best", "7")
+    assert grown.run_.tags() == {}
+
+
+def test_a_version_that_is_not_kept_gets_no_tag(tmp_path: Path) -> None:
+    grown = long_run(tmp_path)
+    set_tag(grown.run_, "best", 40)
+    collect(grown.run_, Policy(keep_last=3))
+    assert set_tag(grown.run_, "kept", 16).version == 16
+    with pytest.raises(NotFoundError, match="version 17 cannot be rebuilt"):
+        set_tag(grown.run_, "best", 17)
+    assert grown.run_.tag("best").version == 40
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_version_that_was_damaged_gets_no_tag(grown: Grown, truncated: bool) -> None:
+    key = grown.manifests[3].objects[0].key
+    data = grown.memory.get(key)
+    grown.memory.delete(key)
+    if truncated:
+        grown.memory.put(key, data[:-1])
+    assert set_tag(grown.run_, "before", 2).version == 2
+    with pytest.raises(NotFoundError):
+        set_tag(grown.run_, "after", 4)
+    grown.beside(4, grown.folder)
+    assert set_tag(grown.run_, "after", 4).version == 4
+
+
+def test_what_a_collection_is_about_to_remove_gets_no_tag(grown: Grown) -> None:
+    """The objects are all there; only retention.json says that they will not be."""
+    grown.fold_all()
+    run = grown.run_
+    record = empty_record(run).model_copy(update={"gone": [[1, 3]]})
+    grown.memory.put(RETENTION_KEY, record.to_bytes())
+    with pytest.raises(NotFoundError):
+        set_tag(run, "best", 3)
+    assert set_tag(run, "best", 5).version == 5, "over the folded range from 0 to 4"
+    going = record.model_copy(update={"going": [side.fold_key(0, 4)]})
+    grown.memory.put(RETENTION_KEY, going.to_bytes())
+    with pytest.raises(NotFoundError):
+        set_tag(run, "late", 5)
+    assert list(run.tags()) == ["best"]
+
+
+def test_a_version_that_goes_while_it_is_tagged(grown: Grown) -> None:
+    """Checked before and after: the tag that was there comes back."""
+    run = grown.run_
+    set_tag(run, "best", 6)
+
+    def collected(action: str, key: str) -> None:
+        grown.memory.after = lambda action, key: None
+        grown.memory.put(RETENTION_KEY, empty_record(run).model_copy(update={"gone": [[1, 2]]}).to_bytes())
+
+    for name in ("best", "new"):
+        grown.memory.delete(RETENTION_KEY)
+        grown.memory.after = collected
+        with pytest.raises(NotFoundError):
+            set_tag(run, name, 2)
+    assert {name: tag.version for name, tag in run.tags().items()} == {"best": 6}
+
+
+def test_an_interrupted_tag_is_taken_back(grown: Grown) -> None:
+    def interrupt(action: str, key: str) -> None:
+        grown.memory.after = lambda action, key: None
+        raise Crash
+
+    grown.memory.after = interrupt
+    with pytest.raises(Crash):
+        set_tag(grown.run_, "best", 2)
+    assert grown.run_.tags() == {}
+
+
+def test_the_tag_of_a_branch_is_not_moved(grown: Grown) -> None:
+    grown.tag("branch-1", 2, branch="file:///elsewhere")
+    with pytest.raises(ConflictError, match="file:///elsewhere"):
+        set_tag(grown.run_, "branch-1", 3)
+    assert grown.run_.tag("branch-1").version == 2
+    delete_tag(grown.run_, "branch-1")

@@ -1,0 +1,88 @@
+"""Hostile bytes around good ones: a flaw in one place, and digests, sums and sizes that fit it everywhere else."""
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.security.reader import Reader
+from tests.support.forge import forge
+from tests.support.samples import CREATED, RUN
+from tests.support.written import Written
+from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.wire.container import Container, write_container
+from vllm_delta_sync.wire.documents import Tag, tag_key
+
+Arrays = dict[str, tuple[str, np.ndarray]]
+Metadata = dict[str, Any]
+NEXT = 5
+"""The version after those of the fixture ``written``."""
+
+
+def container(header: bytes, data: bytes = b"") -> bytes:
+    """A safetensors file of any header."""
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def next_object(written: Written, data: bytes) -> None:
+    """Commit a next version whose one object is ``data``."""
+    forge(written.folder, change_data=lambda good: data)
+
+
+def next_changed(
+    written: Written, change: Callable[[Arrays, Metadata], None], fields: Callable[[Metadata], None] = lambda _: None
+) -> None:
+    """Commit a next version, with entries and metadata of its object, and its manifest, changed."""
+
+    def rewrite(good: bytes) -> bytes:
+        parsed = Container(good)
+        arrays = {
+            name: (entry.dtype.name, parsed.bits(name).reshape(entry.shape).copy())
+            for name, entry in parsed.entries.items()
+        }
+        metadata = json.loads(parsed.metadata["delta_sync"])
+        change(arrays, metadata)
+        return write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
+
+    forge(written.folder, change_data=rewrite, change_fields=fields)
+
+
+def plain(data: bytes | list[int]) -> tuple[str, np.ndarray]:
+    """A U8 entry."""
+    return "U8", np.array(list(data), np.uint8)
+
+
+def edit(folder: Path, key: str, change: Callable[[Any], object]) -> None:
+    """Change a document, and write it in canonical form (of which this is a fast way for names of plain letters)."""
+    value = json.loads((folder / key).read_bytes())
+    change(value)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    (folder / key).write_bytes(text.encode())
+
+
+def respell(folder: Path, key: str, old: str, new: str) -> None:
+    """Replace some text of a document, which must be there."""
+    text = (folder / key).read_text()
+    assert old in text, (key, old)
+    (folder / key).write_bytes(text.replace(old, new, 1).encode("utf-8", "surrogatepass"))
+
+
+def untouched(reader: Reader, written: Written) -> None:
+    """The versions before the attack are read as they were written."""
+    rows = zip(written.writer.table, written.writer.bits[NEXT - 2], strict=True)
+    expected = {spec.name: sha256(bits.tobytes()).hexdigest() for spec, bits in rows}
+    tag(written, NEXT - 2)
+    assert reader.reads("tensors", written.folder, "tag:kept") == expected
+
+
+def tag(written: Written, version: int) -> None:
+    """Call a version ``kept``, so that it can be read whatever is wrong with the head."""
+    document = Tag(
+        run=RUN, name="kept", version=version, manifest=written.writer.manifests[version].digest, created_at=CREATED
+    )
+    path = written.folder / tag_key("kept")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(document.to_bytes())

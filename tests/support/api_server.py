@@ -1,0 +1,48 @@
+"""One of several API servers, without the HTTP.
+
+Run as ``python -m tests.support.api_server BASE RUN FOLDER LAUNCH INDEX COUNT``.
+
+Each has an engine of its own, of torch modules. Reads requests from standard input, one a line, and answers each with a
+line: ``{"action": "status"}`` or what ReceiverService.request takes, as JSON.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tests.support.modules import FusedModel, ModulePort
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.leading import Controller
+from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.engine.siblings import Siblings
+from vllm_delta_sync.engine.transaction import error_answer
+from vllm_delta_sync.errors import DeltaSyncError
+
+
+async def serve(base: str, url: str, siblings: Siblings) -> None:
+    model = FusedModel()
+    model.load_weights(load_file(Path(base) / "model.safetensors").items())
+    settings = Settings(bucket=url, poll_seconds=0.05)
+    controller = Controller(lambda: ReceiverService(ModulePort(model), settings), siblings)
+    await controller.start()
+    print(json.dumps({"ready": siblings.index}), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await answer(controller, **json.loads(line))), flush=True)
+
+
+async def answer(controller: Controller, action: str, argument: Any = None) -> Any:
+    try:
+        if action == "status":
+            return {**controller.receiver.status(), "seen": controller.receiver.served_version}
+        return await asyncio.wrap_future(controller.request(action, argument))
+    except DeltaSyncError as error:
+        return error_answer(error)
+
+
+if __name__ == "__main__":
+    base, url, folder, launch, index, count = sys.argv[1:]
+    asyncio.run(serve(base, url, Siblings(Path(folder), launch, int(index), int(count))))

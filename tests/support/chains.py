@@ -1,0 +1,155 @@
+"""Runs of any shape for the receiver: breaks, folded ranges, anchors, branches, objects that are gone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel
+from tests.support.samples import RunWriter, nudge
+from tests.support.world import expect_equal
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.torch_bits import tensor_from_bits
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.wire.anchor import write_anchor
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.documents import Anchor, FoldedRange, anchor_key
+from vllm_delta_sync.wire.manifest import Manifest, version_key
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+SHAPES = {
+    "embedding.weight": (50, WIDTH),
+    "k.weight": (16, WIDTH),
+    "model.norm.weight": (WIDTH,),
+    "out.weight": (24, WIDTH),
+    "q.weight": (16, WIDTH),
+    "v.weight": (16, WIDTH),
+}
+TABLE = TensorTable(TensorSpec(name, "BF16", shape) for name, shape in SHAPES.items())
+
+
+def tensors_of(bits: list[Bits]) -> list[tuple[str, torch.Tensor]]:
+    return [(spec.name, tensor_from_bits(bits[tensor].copy(), spec)) for tensor, spec in enumerate(TABLE)]
+
+
+def models_of(bits: list[Bits], ranks: int = 1) -> list[Any]:
+    """Models loaded with those weights by their own loaders."""
+    models: list[Any] = [FusedModel()] if ranks == 1 else [ShardedModel(rank, ranks) for rank in range(ranks)]
+    for model in models:
+        model.load_weights(tensors_of(bits))
+    return models
+
+
+class Chain(RunWriter):
+    """A run in ``root/name`` whose version 0 is an anchor, or a reference to a checkpoint in ``root/base``."""
+
+    def __init__(
+        self, root: Path, name: str = "run", seed: int = 0, base: bool = False, keyring: Keyring | None = None
+    ) -> None:
+        self.root, self.url, self.folder = root, str(root / name), root / name
+        self.random = np.random.default_rng(seed)
+        super().__init__(open_bucket(self.url), TABLE, run=f"{seed + 10:032x}", keyring=keyring)
+        if base:
+            self.reference(self.fresh(), str(self.checkpoint(self.fresh())))
+        elif name == "run":
+            self.inside(self.fresh())
+
+    def fresh(self) -> list[Bits]:
+        """Version 0's weights."""
+        generator = np.random.default_rng(0)
+        floats = [0.02 * generator.standard_normal(spec.numel).astype(np.float32) for spec in self.table]
+        return [(value.view(np.uint32) >> 16).astype(np.uint16) for value in floats]
+
+    def checkpoint(self, bits: list[Bits]) -> Path:
+        from safetensors.torch import save_file
+
+        folder = self.root / "base"
+        folder.mkdir(exist_ok=True)
+        save_file(dict(tensors_of(bits)), folder / "model.safetensors")
+        return folder
+
+    def inside(self, bits: list[Bits]) -> Manifest:
+        """Commit an anchor."""
+        path = self.root / "anchor.safetensors"
+        write_anchor(path, self.table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)))
+        return self.anchor(bits, path.read_bytes())
+
+    def grow(self, count: int = 1, base: int | None = None, share: float = 0.03, **options: Any) -> None:
+        """Commit deltas; the first one builds on version ``base``."""
+        for _ in range(count):
+            self.delta(nudge(self.bits[-1 if base is None else base], self.random, share), base=base, **options)
+            base = None
+
+    def branch(self, name: str, version: int, seed: int) -> "Chain":
+        """A run that begins with a version of this one."""
+        branch = Chain(self.root, name, seed, keyring=self.keyring if self.keyring.signs else None)
+        source = self.manifests[version]
+        base = {"location": self.url, "run": self.run, "version": version, "manifest": source.digest}
+        branch._commit(self.bits[version], [], "reference", 0, requires=[], base=base)
+        return branch
+
+    def beside_it(self, version: int) -> Anchor:
+        return self.beside(version, self.root)
+
+    # What is lost
+
+    def lose(self, *versions: int) -> None:
+        """Remove versions' own objects."""
+        for version in versions:
+            self.remove(self.manifests[version])
+
+    def remove(self, document: Manifest | FoldedRange | Anchor) -> None:
+        for ref in document.objects:
+            (self.folder / ref.key).unlink()
+
+    def damage(self, document: Manifest | FoldedRange | Anchor) -> None:
+        """Flip a bit in each object."""
+        for ref in document.objects:
+            path = self.folder / ref.key
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+    def spoil_manifest(self, version: int) -> None:
+        (self.folder / version_key(version)).write_bytes(b"{}")
+
+    def spoil_anchor(self, version: int) -> None:
+        (self.folder / anchor_key(version)).write_bytes(b"{}")
+
+
+class Server:
+    """A receiver on models that hold given weights."""
+
+    def __init__(self, chain: Chain, bits: list[Bits], ranks: int = 1, **settings: Any) -> None:
+        self.models = models_of(bits, ranks)
+        self.port = ModulePort(*self.models)
+        self.follow(chain, **settings)
+
+    def follow(self, chain: Chain, **settings: Any) -> None:
+        """Start over with another receiver on the same ranks."""
+        self.chain = chain
+        self.receiver = Receiver(self.port, Settings(bucket=chain.url, **settings))
+
+    @property
+    def commits(self) -> int:
+        return self.port.log.count("pause")
+
+    def reaches(self, version: int, commits: int) -> None:
+        """Following ends at a version, bit for bit, in so many commits more at most."""
+        before = self.commits
+        self.receiver.advance()
+        self.serves(version)
+        assert self.commits - before <= commits
+
+    def serves(self, version: int) -> None:
+        status = self.receiver.status()
+        assert status["served"]["version"] == version, status
+        self.holds(self.chain.bits[version])
+        assert self.receiver.verify()["verdict"]
+
+    def holds(self, bits: list[Bits]) -> None:
+        for model, right in zip(self.models, models_of(bits, len(self.models)), strict=True):
+            expect_equal(model, right)

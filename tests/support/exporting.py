@@ -1,0 +1,84 @@
+"""What the tests of exports share.
+
+``python -m tests.support.exporting URL FOLDER VERSION`` exports, and says the memory that it took.
+"""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+from vllm_delta_sync import open_run
+from vllm_delta_sync.upkeep.export import WORK_NAME, export
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.table import TensorTable
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    """Name → bytes of the tensors of a checkpoint, read as others do: by its index, with the safetensors library."""
+    import torch
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        assert not (folder / "model.safetensors").exists(), "transformers would load that instead"
+        places: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    else:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            places = dict.fromkeys(file.keys(), "model.safetensors")
+    found: dict[str, bytes] = {}
+    for name in sorted(set(places.values())):
+        with safe_open(folder / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert set(file.keys()) == {tensor for tensor, place in places.items() if place == name}
+            for tensor in sorted(set(file.keys())):
+                found[tensor] = file.get_tensor(tensor).reshape(-1).view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def expected(table: TensorTable, bits: list[Bits]) -> dict[str, bytes]:
+    """As ``held``, of what a trainer held."""
+    return {spec.name: bits[tensor].tobytes() for tensor, spec in enumerate(table)}
+
+
+def names(folder: Path) -> list[str]:
+    """What a folder shows, sorted; what is below it too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    """All files of a folder, but for what is kept to go on from."""
+    return {
+        name: (folder / name).read_bytes()
+        for name in names(folder)
+        if not name.startswith(WORK_NAME) and (folder / name).is_file()
+    }
+
+
+def anonymous() -> int:
+    """Bytes of this process's memory that are in no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def main(url: str, folder: str, version: str) -> None:
+    run = open_run(url)
+    run.head()
+    before = most = anonymous()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    report = export(run, folder, int(version))
+    done.set()
+    watcher.join()
+    print(json.dumps({"version": report.version, "anonymous": most - before}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

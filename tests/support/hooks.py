@@ -1,0 +1,85 @@
+"""Faults at chosen moments: before or after a call into an engine, and while a commit reads a destination."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.support.modules import ModulePort
+from tests.support.world import World
+from vllm_delta_sync.engine.rank import RankReceiver
+from vllm_delta_sync.engine.routes import Destination
+from vllm_delta_sync.errors import EngineError
+
+Hook = Callable[[str, dict[str, Any]], None]
+
+
+class HookedPort(ModulePort):
+    """An engine with hooks around every call: ``before`` may fail it, ``after`` lose its answer.
+
+    ``on_label`` comes before a label is set, ``on_resume`` before generation goes on: True if it already did.
+    """
+
+    def __init__(self, *models: Any) -> None:
+        super().__init__(*models)
+        self.before: Hook = nothing
+        self.after: Hook = nothing
+        self.on_label: Callable[[int | None], None] = lambda version: None
+        self.on_resume: Callable[[], bool] = lambda: False
+
+    def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        self.before(method, arguments)
+        answers = super().call(method, arguments)
+        self.after(method, arguments)
+        return answers
+
+    def label(self, version: int | None) -> None:
+        self.on_label(version)
+        super().label(version)
+
+    def resume(self) -> bool:
+        expired = self.on_resume()
+        return super().resume() or expired
+
+
+def nothing(method: str, arguments: dict[str, Any]) -> None:
+    """No fault."""
+
+
+def failing(method: str, times: int = 1) -> Hook:
+    """Fail that call, so many times."""
+    left = [times]
+
+    def hook(called: str, arguments: dict[str, Any]) -> None:
+        if called == method and left[0]:
+            left[0] -= 1
+            raise EngineError(f"the engine did not answer {method} in time")
+
+    return hook
+
+
+def hooked(world: World) -> HookedPort:
+    """Let the world's receiver start over on a port with hooks."""
+    port = HookedPort(*world.models)
+    world.use(port)
+    return port
+
+
+class WatchedDestination(Destination):
+    """Does something each time that a commit takes its memory, to write there."""
+
+    on_take: Callable[[], None]
+
+    @property
+    def bits(self) -> np.ndarray:
+        self.on_take()
+        return super().bits
+
+
+def watch_commits(rank: RankReceiver, parameter: str, on_take: Callable[[], None]) -> None:
+    """Call ``on_take`` at each pass of a commit over a parameter of a rank that is proven."""
+    assert rank.routes is not None
+    for destination in rank.routes.destinations:
+        if destination.name == parameter:
+            destination.__class__ = WatchedDestination
+            vars(destination)["on_take"] = on_take

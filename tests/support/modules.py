@@ -1,0 +1,143 @@
+"""Plain torch modules with vLLM-style loaders, whole and sharded, and an engine that patches them in this process."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_delta_sync.engine.rank import RankReceiver
+from vllm_delta_sync.errors import DeltaSyncError
+
+WIDTH = 128
+
+
+class FusedModel(nn.Module):
+    """Fused projections, a padded vocabulary, a transposed weight and a tied head, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, dtype=torch.bfloat16), requires_grad=False)
+
+        self.qkv = parameter(3 * 16, WIDTH)
+        self.embedding = parameter(64, WIDTH)
+        self.transposed = parameter(WIDTH, 24)
+        self.norm = parameter(WIDTH)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = set()
+        for name, tensor in weights:
+            if name in ("q.weight", "k.weight", "v.weight"):
+                self.qkv.data.narrow(0, 16 * "qkv".index(name[0]), 16).copy_(tensor)
+            elif name == "embedding.weight":
+                self.embedding.data[: tensor.shape[0]].copy_(tensor)
+                self.embedding.data[tensor.shape[0] :].fill_(0)
+            elif name == "out.weight":
+                self.transposed.data.copy_(tensor.t())
+            elif name == "model.norm.weight":
+                self.norm.data.copy_(tensor)
+            elif name == "head.weight":
+                continue
+            loaded.add(name)
+        return loaded
+
+
+def checkpoint_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors that FusedModel loads, by checkpoint name, as a trainer would hold them (float32)."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "q.weight": (16, WIDTH),
+        "k.weight": (16, WIDTH),
+        "v.weight": (16, WIDTH),
+        "embedding.weight": (50, WIDTH),
+        "out.weight": (24, WIDTH),
+        "model.norm.weight": (WIDTH,),
+    }
+    return {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def save_base(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a bfloat16 checkpoint directory."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+class ShardedModel(nn.Module):
+    """One tensor-parallel rank of FusedModel: q and embedding in rows, out in columns, k, v and norm copied."""
+
+    def __init__(self, rank: int, ranks: int = 2) -> None:
+        super().__init__()
+        self.rank = rank
+        self.ranks = ranks
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, dtype=torch.bfloat16), requires_grad=False)
+
+        self.qkv = parameter(16 // ranks + 2 * 16, WIDTH)
+        self.embedding = parameter(64 // ranks, WIDTH)
+        self.transposed = parameter(WIDTH // ranks, 24)
+        self.norm = parameter(WIDTH)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        rows = 16 // self.ranks
+        loaded = set()
+        for name, tensor in weights:
+            if name == "q.weight":
+                self.qkv.data[:rows].copy_(tensor[self.rank * rows : (self.rank + 1) * rows])
+            elif name in ("k.weight", "v.weight"):
+                self.qkv.data.narrow(0, rows + 16 * "kv".index(name[0]), 16).copy_(tensor)
+            elif name == "embedding.weight":
+                part = tensor[self.rank * 64 // self.ranks : (self.rank + 1) * 64 // self.ranks]
+                self.embedding.data[: part.shape[0]].copy_(part)
+                self.embedding.data[part.shape[0] :].fill_(0)
+            elif name == "out.weight":
+                columns = WIDTH // self.ranks
+                self.transposed.data.copy_(tensor.narrow(1, self.rank * columns, columns).t())
+            elif name == "model.norm.weight":
+                self.norm.data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+class ModulePort:
+    """An engine in this process, one rank per module: the real receiver on real modules, and a log of what was done."""
+
+    def __init__(self, *models: Any) -> None:
+        self.ranks = [RankReceiver(model, index) for index, model in enumerate(models)]
+        self.log: list[str] = []
+        self.ended: list[str] = []
+
+    def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if method not in ("start", "poll", "outcome", "adopt", "describe"):
+            self.log.append(method)
+        return [self.call_rank(rank, method, arguments) for rank in self.ranks]
+
+    def call_rank(self, rank: RankReceiver, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """As delta_sync_call does."""
+        try:
+            answer: dict[str, Any] = getattr(rank, method)(**arguments)
+        except DeltaSyncError as error:
+            return {"error": {"kind": error.kind, "message": error.message}}
+        return answer
+
+    def pause(self) -> None:
+        self.log.append("pause")
+
+    def resume(self) -> bool:
+        self.log.append("resume")
+        return False
+
+    def label(self, version: int | None) -> None:
+        self.log.append(f"label {version}")
+
+    def label_paused(self, version: int | None) -> None:
+        self.label(version)
+
+    def end(self, reason: str) -> None:
+        self.ended.append(reason)

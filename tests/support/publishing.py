@@ -1,0 +1,39 @@
+"""What the publisher tests share: comparing a run with the trainer's own tensors."""
+
+from pathlib import Path
+
+import torch
+
+from tests.support.architectures import same_bits
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain import Run
+
+Tensors = dict[str, torch.Tensor]
+
+
+def assert_holds(run: Run, version: int | None, expected: Tensors, base: Path | None = None) -> None:
+    held = dict(run.tensors(version, base))
+    assert held.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(held[name], expected[name])] == []
+
+
+def snapshot(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
+    """A copy that later training leaves alone; floating-point tensors rounded to ``dtype``."""
+    return {
+        name: tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype, copy=True)
+        for name, tensor in tensors.items()
+    }
+
+
+def keys(url: str) -> set[str]:
+    """All keys, but those of upkeep, which comes when it comes."""
+    with open_bucket(url) as bucket:
+        return {info.key for info in bucket.list() if not info.key.startswith(("anchors/", "folds/"))}
+
+
+def damage(url: str, key: str) -> None:
+    """Change one byte of an object in the bucket, in its middle."""
+    with open_bucket(url) as bucket:
+        data = bytearray(bucket.get(key))
+        data[len(data) // 2] ^= 0x55
+        bucket.put(key, bytes(data))

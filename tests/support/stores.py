@@ -1,0 +1,116 @@
+"""Every kind of store that tests, demo and benchmarks run over, each ready to be written to.
+
+with STORES["s3"](folder) as store:
+    os.environ.update(store.environment)
+    bucket = open_bucket(store.url)
+"""
+
+import atexit
+import functools
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support import hub_store, s3_store
+
+
+@dataclass(frozen=True)
+class Store:
+    """An empty bucket.
+
+    Attributes:
+        url: what ``open_bucket`` takes. environment: variables that a process needs to reach it.
+    """
+
+    url: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of store. Called with a folder for its files it gives an empty bucket, for the length of a block.
+
+    Attributes:
+        across_processes: what one process puts, others see. refuses_folder_keys: a key that is a folder of another is
+            UsageError; the others hold both. exclusive: create-if-absent holds among any number of writers.
+    """
+
+    opened: Callable[[Path], AbstractContextManager[Store]]
+    across_processes: bool = True
+    refuses_folder_keys: bool = False
+    exclusive: bool = True
+
+    def __call__(self, folder: Path) -> AbstractContextManager[Store]:
+        return self.opened(folder)
+
+
+_servers = ExitStack()
+_numbers = itertools.count()
+atexit.register(_servers.close)
+
+
+@functools.cache
+def s3_server() -> s3_store.S3Server:
+    """The one S3 server of this process, started when it is first asked for; or the one that runs already."""
+    if os.environ.get(s3_store.RUNNING):
+        return s3_store.S3Server(os.environ[s3_store.RUNNING], os.getpid())
+    return _servers.enter_context(s3_store.serving())
+
+
+@contextmanager
+def _local(folder: Path) -> Iterator[Store]:
+    yield Store((folder / "bucket with spaces").as_uri())
+
+
+@contextmanager
+def _memory(folder: Path) -> Iterator[Store]:
+    yield Store(f"memory://{_fresh()}/run")
+
+
+@contextmanager
+def _s3(folder: Path) -> Iterator[Store]:
+    server = s3_server()
+    yield Store(f"{server.create_bucket(_fresh())}/run", server.environment)
+
+
+@functools.cache
+def hub() -> hub_store.Hub:
+    """The one Hub of this process, started when it is first asked for."""
+    folder = Path(_servers.enter_context(tempfile.TemporaryDirectory(prefix="delta-sync-hub-")))
+    return _servers.enter_context(hub_store.serving(folder))
+
+
+@contextmanager
+def _hub(folder: Path) -> Iterator[Store]:
+    bucket = f"team/{_fresh()}"
+    hub().create_bucket(bucket)
+    yield Store(f"hf://buckets/{bucket}/run", hub().environment)
+
+
+@contextmanager
+def _gateway(folder: Path) -> Iterator[Store]:
+    with _hub(folder) as store:
+        credentials = {
+            "HF_S3_ENDPOINT": f"{hub().endpoint}/s3",
+            "HF_S3_ACCESS_KEY_ID": hub().options()["s3_key"],
+            "HF_S3_SECRET_ACCESS_KEY": "any",
+        }
+        yield Store(store.url, store.environment | credentials)
+
+
+def _fresh() -> str:
+    return f"test-{os.getpid()}-{next(_numbers)}"
+
+
+STORES: dict[str, Kind] = {
+    "local": Kind(_local, refuses_folder_keys=True),
+    "memory": Kind(_memory, across_processes=False),
+    "s3": Kind(_s3),
+    "hub": Kind(_hub, exclusive=False),
+    "hub_gateway": Kind(_gateway),
+}
+ACROSS_PROCESSES = sorted(name for name, kind in STORES.items() if kind.across_processes)

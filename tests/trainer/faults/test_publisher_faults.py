@@ -1,0 +1,256 @@
+"""A publisher whose store fails at every step, or that meets another writer."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds, assert_true
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import ConflictError, PublishError, StoreError
+from vllm_delta_sync.notice import NoticeSubscriber
+from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_key
+
+STEPS = ["objects/", "versions/"]
+PATIENCE_SECONDS = 60.0
+
+
+def test_order_of_writes_keeps_the_run_whole_at_every_moment(bucket: Hooked, trainer: Trainer) -> None:
+    written: list[str] = []
+    bucket.after = lambda key: written.append(key.partition("/")[0])
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+    version = ["objects", "versions", HEAD_KEY]
+    assert written == [RUN_KEY, TABLE_KEY, *version, *version]
+
+
+@pytest.mark.parametrize("told_by", ["flush", "publish", "payload_bytes", "seconds"])
+@pytest.mark.parametrize("at", STEPS)
+def test_failed_version_is_taken_back_and_its_changes_go_out_with_the_next(
+    at: str, told_by: str, bucket: Hooked, trainer: Trainer
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+        publisher.flush()
+        failure = bucket.before = FailAt(at)
+        trainer.step()
+        result = publisher.publish(step=2)
+        tell: dict[str, Callable[[], object]] = {
+            "flush": publisher.flush,
+            "publish": lambda: publisher.publish(step=3, wait=True),
+            "payload_bytes": lambda: result.payload_bytes,
+            "seconds": lambda: result.seconds["upload"],
+        }
+        with pytest.raises(PublishError, match="injected") as caught:
+            tell[told_by]()
+        assert isinstance(caught.value.__cause__, StoreError)
+        assert failure.fired
+        assert publisher.version == 1
+        assert open_run(bucket.url).head().version == 1
+        trainer.step()
+        assert publisher.publish(step=4).version == 2
+        publisher.flush()
+    report = open_run(bucket.url).verify()
+    assert (report.head, report.replayed) == (2, True)
+    assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 1, 4]
+    assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_unexpected_failure_is_taken_back_too(at: str, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = FailAt(at, MemoryError("injected"))
+        trainer.step()
+        publisher.publish(step=1)
+        with pytest.raises(PublishError, match="MemoryError"):
+            publisher.flush()
+        assert publisher.publish(step=2).version == 1
+    assert open_run(bucket.url).verify().head == 1
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_head_that_cannot_be_written_lags_and_is_rolled_forward(
+    bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = FailAt(HEAD_KEY)
+        trainer.step()
+        assert publisher.publish(step=1).payload_bytes > 0
+        assert publisher.version == 1
+        assert "version 1 is durable but HEAD.json still points before it" in caplog.text
+        assert b'"version":0' in bucket.get(HEAD_KEY)
+        assert open_run(bucket.url).head().version == 1
+        publisher.publish(step=2)
+        publisher.flush()
+        assert b'"version":2' in bucket.get(HEAD_KEY)
+    assert open_run(bucket.url).verify().head == 2
+
+
+def test_closing_rolls_a_lagging_head_forward(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = FailAt(HEAD_KEY)
+        publisher.publish(step=1)
+        publisher.flush()
+    assert b'"version":1' in bucket.get(HEAD_KEY)
+
+
+def test_manifest_that_was_written_before_the_store_failed_counts(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.after = FailAt("versions/")
+        trainer.step()
+        expected = trainer.copy()
+        assert publisher.publish(step=1).payload_bytes > 0
+        assert publisher.version == 1
+        trainer.step()
+        publisher.publish(step=2)
+    assert open_run(bucket.url).verify().head == 2
+    assert_holds(bucket, 1, expected)
+    assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_fate_of_a_manifest_is_looked_up_once_the_store_is_back(
+    written: bool, bucket: Hooked, trainer: Trainer
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        if written:
+            bucket.after = FailAt("versions/")
+        else:
+            bucket.before = FailAt("versions/")
+        down = True
+
+        def unreachable(key: str) -> None:
+            if down and key.startswith("versions/"):
+                raise StoreError("still down")
+
+        bucket.reading = unreachable
+        trainer.step()
+        publisher.publish(step=1)
+        with pytest.raises(PublishError, match="is not known"):
+            publisher.flush()
+        trainer.step()
+        with pytest.raises(PublishError, match="is not known"):
+            publisher.publish(step=2)
+        down = False
+        assert publisher.publish(step=3).version == (2 if written else 1)
+    assert open_run(bucket.url).verify().replayed
+    steps = [manifest.step for manifest in open_run(bucket.url).log()]
+    assert steps == ([0, 1, 3] if written else [0, 3])
+    assert_holds(bucket, len(steps) - 1, trainer.live)
+
+
+def test_call_while_a_version_is_under_way_is_skipped_or_waits(bucket: Hooked, trainer: Trainer) -> None:
+    gate, reached = threading.Event(), threading.Event()
+
+    def block(key: str) -> None:
+        if key.startswith("objects/"):
+            reached.set()
+            assert gate.wait(120)
+
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = block
+        trainer.step()
+        first_weights = trainer.copy()
+        first = publisher.publish(step=1)
+        assert reached.wait(120)
+        trainer.step()
+        skipped = publisher.publish(step=2)
+        assert (skipped.version, skipped.kind, skipped.payload_bytes) == (None, "skipped", 0)
+        assert publisher.version == 0
+        threading.Timer(0.2, gate.set).start()
+        trainer.step()
+        waited = publisher.publish(step=3, wait=True)
+        assert (first.version, waited.version) == (1, 2)
+        assert waited.changed > 0
+    assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 1, 3]
+    assert_holds(bucket, 1, first_weights)
+    assert_holds(bucket, 2, trainer.live)
+
+
+def test_skipped_call_still_drains_what_it_was_handed(bucket: Hooked, trainer: Trainer) -> None:
+    gate = threading.Event()
+    drained: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in trainer.live.items():
+            yield name, tensor
+            drained.append(name)
+
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = lambda key: assert_true(gate.wait(120))
+        publisher.publish(step=1)
+        assert publisher.publish(step=2, weights=weights()).version is None
+        assert drained == list(trainer.live)
+        gate.set()
+
+
+def test_publisher_that_lost_a_race_stops_for_good(bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    trainer.step()
+    publisher.publish(step=1)
+    publisher.flush()
+    ours = Manifest.from_bytes(bucket.get(version_key(1)))
+    theirs = ours.model_copy(update={"version": 2, "base_version": 1, "parent": ours.digest, "objects": []})
+    theirs = theirs.model_copy(update={"changed": 0, "payload_bytes": 0, "step": 99})
+    theirs._raw = None
+    bucket.put(version_key(2), theirs.to_bytes())
+    trainer.step()
+    result = publisher.publish(step=2)
+    with pytest.raises(ConflictError, match="another publisher"):
+        publisher.flush()
+    for call in (
+        lambda: publisher.publish(step=3),
+        publisher.flush,
+        lambda: result.payload_bytes,
+        publisher.close,
+    ):
+        with pytest.raises(ConflictError, match="another publisher"):
+            call()
+    publisher.close()
+    assert Manifest.from_bytes(bucket.get(version_key(2))).step == 99
+    open_run(bucket.url).verify()
+
+
+def test_own_manifest_found_at_its_place_is_no_conflict(bucket: Hooked, trainer: Trainer) -> None:
+    """A put whose answer was lost and that the store's client repeats finds its own object."""
+    inner = bucket._inner
+    with Publisher(trainer.live, bucket) as publisher:
+        original = Hooked.put
+
+        def twice(key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+            if key.startswith("versions/"):
+                inner.put(key, data, if_absent=if_absent)
+            original(bucket, key, data, if_absent=if_absent)
+
+        bucket.put = twice  # type: ignore[method-assign]
+        trainer.step()
+        assert publisher.publish(step=1).payload_bytes > 0
+    assert open_run(bucket.url).verify().head == 1
+
+
+def test_a_notice_goes_out_before_head_is_written(bucket: Hooked, trainer: Trainer) -> None:
+    heard: list[int | None] = []
+    with Publisher(trainer.live, bucket, notice="tcp://127.0.0.1:*") as publisher:
+        run = open_run(bucket.url).info.run
+        with closing(NoticeSubscriber(str(publisher.notice_address), run)) as subscriber:
+            assert subscriber.receive(PATIENCE_SECONDS) is not None
+
+            def listen(key: str) -> None:
+                deadline = time.monotonic() + PATIENCE_SECONDS
+                while key == HEAD_KEY and heard[-1:] != [1] and time.monotonic() < deadline:
+                    notice = subscriber.receive(1.0)
+                    heard.append(None if notice is None else notice.version)
+
+            bucket.before = listen
+            trainer.step()
+            publisher.publish(step=1)
+            publisher.flush()
+    assert heard[-1:] == [1]
+    assert open_run(bucket.url).head().version == 1

@@ -1,0 +1,130 @@
+"""Small models, sharded in the ways that trainers shard them, and the checkpoint tensors that they then have."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import HrmTextConfig, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, qwen3_moe, train
+from trainer_side.naming import live_tensors
+
+Tensors = dict[str, torch.Tensor]
+
+
+def cut(offsets: Sequence[int], shape: Sequence[int]) -> Any:
+    """Index of a box in a tensor or an array."""
+    return *(slice(at, at + size) for at, size in zip(offsets, shape, strict=True)), ...
+
+
+def tied_llama() -> LlamaForCausalLM:
+    """Sizes that 2 or 4 ranks do not divide."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=30, intermediate_size=45, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=3, head_dim=10, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def split() -> HrmTextForCausalLM:
+    """Its checkpoints have gate and up fused, and all of attention's projections; the model has not."""
+    config = HrmTextConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=46, num_layers_per_stack=1, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=8, H_cycles=1, L_cycles=1, L_bp_cycles=[1], pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    return HrmTextForCausalLM(config)
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "qwen3": lambda: qwen3(tied=False),
+    "qwen3 tied": qwen3,
+    "llama tied": tied_llama,
+    "qwen3 moe": qwen3_moe,
+    "split": split,
+    "plain": Plain,
+}
+
+
+def fsdp(model: Any, **options: Any) -> nn.Module:
+    """Each layer by itself and the rest together, as is usual."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for layer in (layer for stack in stacks for layer in stack):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return cast(nn.Module, model)
+
+
+def fsdp_rows(model: nn.Module, size: int) -> nn.Module:
+    return fsdp(model, mesh=init_device_mesh("cpu", (size,)))
+
+
+def fsdp_columns(model: nn.Module, size: int) -> nn.Module:
+    """In the second dimension, where that divides evenly, as FSDP asks for."""
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.dim() > 1 and parameter.shape[1] % size == 0 else None
+
+    return fsdp(model, mesh=init_device_mesh("cpu", (size,)), shard_placement_fn=place)
+
+
+def hybrid(model: nn.Module, size: int) -> nn.Module:
+    """Sharded in halves of the world, replicated between them."""
+    return fsdp(model, mesh=init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replica", "shard")))
+
+
+def fsdp_tensor_parallel(model: Any, size: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    for layer in model.model.layers:
+        plan: dict[str, Any] = {
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        parallelize_module(layer, mesh["tp"], plan)
+    return fsdp(model, mesh=mesh["dp"])
+
+
+def ddp(model: nn.Module, size: int) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+
+WAYS: dict[str, Callable[[nn.Module, int], nn.Module]] = {
+    "fsdp": fsdp_rows,
+    "columns": fsdp_columns,
+    "hybrid": hybrid,
+    "fsdp tp": fsdp_tensor_parallel,
+    "ddp": ddp,
+}
+
+
+def built(name: str) -> nn.Module:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    return BUILDS[name]()
+
+
+def steps(model: nn.Module, rank: int, count: int, lr: float = 1e-2) -> None:
+    """Real steps, each rank with samples of its own."""
+    optimizer = adamw(model, lr)
+    torch.manual_seed(100 + rank)
+    for _ in range(count):
+        train(model, optimizer)
+
+
+def reference(name: str, model: nn.Module) -> tuple[Tensors, Mapping[str, str]]:
+    """Checkpoint tensors of an unsharded model with the sharded one's weights of this moment, and the aliases.
+
+    Every rank has to call it: the weights are gathered.
+    """
+    plain = built(name)
+    state = getattr(model, "module", model).state_dict()
+    whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in state.items()}
+    plain.load_state_dict(whole)
+    live = live_tensors(plain)
+    return {key: tensor.clone() for key, tensor in live.read()}, live.aliases

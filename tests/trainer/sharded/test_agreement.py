@@ -1,0 +1,302 @@
+"""Ranks that publish together do the same, whatever one of them meets; asserts are made in the ranks."""
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from tests.trainer.faults.hooks import FailAt, Hooked, nothing
+from tests.trainer.sharded.nursery import Nursery
+from tests.trainer.sharded.training import Mixed, make, sharded, whole_tensors
+from trainer_side import Gate, Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import (
+    ConflictError,
+    DeltaSyncError,
+    ModelError,
+    NotFoundError,
+    PublishError,
+    SignatureError,
+    StoreError,
+    TensorMismatchError,
+    UsageError,
+)
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keys import generate
+
+
+class Trained:
+    """A sharded model, and what was published of it so far."""
+
+    def __init__(self, rank: int, folder: str) -> None:
+        self.rank = rank
+        self.bucket = Hooked(Path(folder))
+        self.model = sharded(make("mixed"), "fsdp")
+        self.expected: dict[int, dict[str, torch.Tensor]] = {}
+        self.step = 0
+
+    def train(self) -> None:
+        self.step += 1
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.01)
+
+    def publish(self, publisher: Publisher) -> None:
+        self.train()
+        self.note(publisher.publish(self.step, wait=True).version)
+        publisher.flush()
+
+    def note(self, version: int | None) -> None:
+        assert version is not None
+        self.expected[version] = whole_tensors(self.model)
+
+    def check(self) -> None:
+        """Every version noted holds what it should; one rank looks, all wait."""
+        distributed.barrier()
+        if self.rank == 0:
+            run = open_run(self.bucket.url)
+            for version, tensors in self.expected.items():
+                held = dict(run.tensors(version))
+                assert [name for name in tensors if not torch.equal(held[name], tensors[name])] == [], version
+            run.verify()
+        distributed.barrier()
+
+
+def refused(work: Callable[[], Any], kind: type[DeltaSyncError], text: str) -> str:
+    """The message of the error that a call raises."""
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        work()
+    return caught.value.message
+
+
+def failures(rank: int, size: int, folder: str) -> None:
+    trained = Trained(rank, folder)
+    bucket = trained.bucket
+    with Publisher(trained.model, bucket) as publisher:
+        trained.publish(publisher)
+        # A rank cannot read its weights: it says so at once, the others with their next call, which does nothing.
+        trained.train()
+        live = publisher._course._live
+        read = live.read
+        if rank == 1:
+            live.read = lambda: (_ for _ in ()).throw(TensorMismatchError("tensor 'x' is odd"))  # type: ignore
+        if rank == 1:
+            refused(lambda: publisher.publish(trained.step), TensorMismatchError, "tensor 'x' is odd")
+        else:
+            publisher.publish(trained.step)
+        live.read = read  # type: ignore[method-assign]
+        publisher._course._join()  # type: ignore[attr-defined]
+        if rank == 1:
+            assert publisher.publish(trained.step, wait=True).version is None
+        else:
+            refused(lambda: publisher.publish(trained.step, wait=True), PublishError, "rank 1: tensor 'x' is odd")
+        trained.note(publisher.publish(trained.step, wait=True).version)
+        publisher.flush()
+        # An upload of one rank fails; the manifest is not written; both are told, and the next version has it all.
+        for where, prefix in ((1, "objects/"), (0, "versions/")):
+            trained.train()
+            if rank == where:
+                bucket.before = FailAt(prefix)
+            assert publisher.publish(trained.step).version == publisher.version + 1
+            message = refused(publisher.flush, PublishError, "injected")
+            assert (rank == where) == (f"rank {where}:" not in message)
+            bucket.before = nothing
+            trained.note(publisher.publish(trained.step, wait=True).version)
+            publisher.flush()
+        assert publisher.version == 4
+    trained.check()
+
+
+def uncertain(rank: int, size: int, folder: str) -> None:
+    trained = Trained(rank, folder)
+    bucket = trained.bucket
+    with Publisher(trained.model, bucket) as publisher:
+        for written in (True, False):
+            trained.train()
+            fail = FailAt("versions/")
+            if rank == 0:
+                # The answer to the put is lost, and then the store does not say whether it was written.
+                if written:
+                    bucket.after = fail
+                else:
+                    bucket.before = fail
+                bucket.reading = silent_after(fail)
+            assert publisher.publish(trained.step).version == publisher.version + 1
+            refused(publisher.flush, PublishError, "not known")
+            # Still not known: the same again, on all of them.
+            refused(publisher.flush, PublishError, "not known")
+            bucket.before = bucket.after = bucket.reading = nothing
+            before = publisher.version
+            publisher.flush()
+            assert publisher.version == before + written
+            if written:
+                trained.note(publisher.version)
+            trained.publish(publisher)
+    trained.check()
+    assert publisher.version == 3
+
+
+class Late(Hooked):
+    """A bucket that takes one manifest long after it has said that it failed."""
+
+    late: tuple[str, bytes | Path] | None = None
+    holds_back = False
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        if self.holds_back and key.startswith("versions/"):
+            self.late, self.holds_back = (key, data), False
+            raise StoreError("injected: late")
+        super().put(key, data, if_absent=if_absent)
+
+
+def former(rank: int, size: int, folder: str) -> None:
+    trained = Trained(rank, folder)
+    bucket = trained.bucket = Late(Path(folder))
+    with Publisher(trained.model, bucket) as publisher:
+        trained.publish(publisher)
+        trained.train()
+        bucket.holds_back = rank == 0
+        publisher.publish(trained.step)
+        refused(publisher.flush, PublishError, "late")
+        trained.note(2)
+        if bucket.late is not None:
+            bucket.put(*bucket.late)
+        trained.train()
+        publisher.publish(trained.step)
+        refused(publisher.flush, PublishError, "goes on from there")
+        assert publisher.version == 2
+        trained.publish(publisher)
+        assert publisher.version == 3
+    trained.check()
+
+
+def silent_after(fail: FailAt) -> Callable[[str], None]:
+    """A store that does not read manifests any more, once something has failed."""
+
+    def reading(key: str) -> None:
+        if fail.fired and key.startswith("versions/"):
+            raise StoreError("injected: no answer")
+
+    return reading
+
+
+def held_up(go_on: threading.Event) -> None:
+    assert go_on.wait(120)
+
+
+def skipping(rank: int, size: int, folder: str) -> list[Any]:
+    trained = Trained(rank, folder)
+    go_on = threading.Event()
+    found = []
+    with Publisher(trained.model, trained.bucket, every=2) as publisher:
+        if rank == 1:
+            trained.bucket.before = lambda key: held_up(go_on)
+        for call in range(6):
+            trained.train()
+            found.append(publisher.publish(trained.step).version)
+            if call == 1:
+                trained.note(1)
+            if call == 4:
+                # All calls that are due are skipped while one rank's store is slow: here only rank 1's is.
+                go_on.set()
+                publisher.flush()
+        trained.note(2)
+    trained.check()
+    return found
+
+
+def operations(rank: int, size: int, folder: str) -> None:
+    trained = Trained(rank, folder)
+    with Publisher(trained.model, trained.bucket, shard_bytes=200, rescan_bytes=0) as publisher:
+        for _ in range(3):
+            trained.publish(publisher)
+        publisher.rebase(1)
+        trained.publish(publisher)
+        publisher.flush()
+        assert open_run(folder).manifest(4).base_version == 1
+        assert [publisher.tag("good", 2).version, publisher.tag("newest").version] == [2, 4]
+        assert publisher.anchor() == 4
+        assert {ref.rank for ref in open_run(folder).anchor(4).objects} == set(range(size))
+        if rank == 1:
+            trained.bucket.before = FailAt("objects/")
+        refused(publisher.anchor, StoreError, "injected")
+        trained.bucket.before = nothing
+        assert publisher.anchor() == 4
+        # A bad memory cell of one rank: found by all, mended where it is.
+        baseline = publisher._committer.baseline
+        if rank == size - 1:
+            baseline.bits(0)[0] ^= 1
+        assert [len(publisher.rescan()), len(publisher.rescan())] == [1, 0]
+        trained.publish(publisher)
+        # What cannot be done is refused on every rank alike, and nothing is broken by it.
+        refused(lambda: publisher.rebase(99), NotFoundError, "version 99 is not published")
+        refused(lambda: publisher.publish(9, weights=[]), UsageError, "weights=")
+        trained.publish(publisher)
+        publisher.flush()
+        # Another publisher takes the run over.
+        if rank == 0:
+            Publisher(list(whole_of(trained).items()), folder).close()
+        distributed.barrier()
+        trained.train()
+        publisher.publish(trained.step)
+        refused(publisher.flush, ConflictError, "another publisher")
+        refused(lambda: publisher.publish(trained.step), ConflictError, "another publisher")
+        refused(publisher.close, ConflictError, "another publisher")
+    trained.check()
+
+
+def whole_of(trained: Trained) -> dict[str, torch.Tensor]:
+    return trained.expected[max(trained.expected)]
+
+
+def refusals(rank: int, size: int, folder: str, key: str) -> None:
+    trained = Trained(rank, folder)
+    model, bucket = trained.model, trained.bucket
+    refused(lambda: Publisher(model, bucket, codec="context"), UsageError, "packed")
+    refused(lambda: Publisher(model, bucket, gate=Gate()), UsageError, "gate")
+    refused(lambda: Publisher(model, bucket, base=f"{folder}/nowhere"), NotFoundError, "nowhere")
+    other = Mixed()
+    if rank == 1:
+        other.last = torch.nn.Linear(7, 4, bias=False)
+    refused(lambda: Publisher(sharded(other, "fsdp"), bucket), ModelError, "rank 1 has other tensors")
+    # Only rank 0 has the key.
+    path = key if rank == 0 else f"{key}-elsewhere"
+    with Publisher(model, bucket, signing_key=path) as publisher:
+        trained.publish(publisher)
+        if rank == 1:
+            assert not publisher._committer.writer._options.keyring.signs
+    with Publisher(model, bucket, signing_key=path) as publisher:
+        trained.publish(publisher)
+    refused(lambda: Publisher(model, bucket), SignatureError, "signing_key")
+    refused(lambda: Publisher(model, bucket, signing_key=path, resume=False), ConflictError, "holds a run already")
+    trained.check()
+
+
+def out_of_step(rank: int, size: int, folder: str) -> None:
+    trained = Trained(rank, folder)
+    publisher = Publisher(trained.model, trained.bucket)
+    refused(lambda: publisher.flush() if rank == 1 else publisher.publish(1), PublishError, "every rank")
+    refused(publisher.flush, PublishError, "every rank")
+    publisher.close()
+
+
+@pytest.mark.parametrize("work", [failures, uncertain, former, operations, out_of_step])
+def test_ranks_do_alike(work: Any, nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, work, folder=str(tmp_path / "run"))
+
+
+def test_skipping_is_agreed(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery.run(2, skipping, folder=str(tmp_path / "run")) == [[None, 1, None, None, None, 2]] * 2
+
+
+def test_what_cannot_be_published_is_refused_by_all_and_rank_zero_signs(nursery: Nursery, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    generate(key)
+    nursery.run(2, refusals, folder=str(tmp_path / "run"), key=str(key))
+    run = open_run(str(tmp_path / "run"), Keyring.load(f"{key}.pub"))
+    assert run.verify().head == 2

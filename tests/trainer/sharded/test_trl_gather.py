@@ -1,0 +1,102 @@
+"""``DeltaWeightTransfer`` where FSDP2 shards the model: TRL gathers each parameter on all ranks, rank 0 publishes.
+
+Accelerate sets FSDP2 up on accelerators only, so a whole ``AsyncGRPOTrainer`` cannot be made of these processes; what
+hands the weights over is its own method, on a model sharded by ``fully_shard``.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.publishing import assert_holds
+from tests.trainer.sharded.world import run_world
+from vllm_delta_sync.chain import open_run
+
+
+def sharded(rank: int, size: int, family: str) -> tuple[Any, Any]:
+    """A sharded model, and what TRL's trainer is of it here: an object whose weights TRL's own method streams."""
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    from accelerate import Accelerator
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.support.tiny import make_model
+    from tests.support.trainers import SIZES
+
+    model = make_model(family, **SIZES)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, SimpleNamespace(accelerator=Accelerator(cpu=True), model=model)
+
+
+def streamed(trainer: Any) -> Iterator[tuple[str, Any]]:
+    from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+    stream: Iterator[tuple[str, Any]] = AsyncGRPOTrainer._streaming_iter(trainer)
+    return stream
+
+
+def sync(rank: int, trainer: Any, transfer: Any) -> str | None:
+    """One weight sync as TRL does it; the error that rank 0 met, once all ranks are through."""
+    from vllm_delta_sync.errors import DeltaSyncError
+
+    failure = None
+    trainer.accelerator.wait_for_everyone()
+    if rank == 0:
+        try:
+            transfer.send_weights(streamed(trainer))
+        except DeltaSyncError as error:
+            failure = error.kind
+    else:
+        for _ in streamed(trainer):
+            pass
+    trainer.accelerator.wait_for_everyone()
+    return failure
+
+
+def train(rank: int, size: int, folder: str, family: str) -> list[str | None]:
+    """Three syncs between steps, the second of which finds the store down."""
+    from tests.support.tiny import make_model, save_checkpoint, train_steps
+    from tests.support.trainers import SIZES, HeldBucket
+    from trainer_side.integrations.trl import DeltaWeightTransfer
+    from vllm_delta_sync.bucket import open_bucket
+
+    model, trainer = sharded(rank, size, family)
+    bucket = HeldBucket(open_bucket(f"{folder}/run"))
+    transfer = DeltaWeightTransfer(bucket, f"{folder}/base") if rank == 0 else None
+    if transfer is not None:
+        save_checkpoint(make_model(family, **SIZES), Path(folder) / "base")
+        transfer.init_weight_transfer()
+    failures, steps = [sync(rank, trainer, transfer)], train_steps(model, lr=1e-3)
+    if transfer is not None and transfer.publisher is not None:
+        transfer.publisher.flush()
+    for down in (True, True, False):
+        bucket.down = down
+        next(steps)
+        failures.append(sync(rank, trainer, transfer))
+    trained = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
+    if transfer is not None:
+        transfer.destroy()
+        whole = make_model(family, **SIZES)
+        whole.load_state_dict(trained, strict=False)
+        whole.tie_weights()
+        save_checkpoint(whole, Path(folder) / "saved")
+    return failures
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_gathered_parameters_are_published_by_rank_0(family: str, tmp_path: Path) -> None:
+    """A failure on rank 0 leaves the others waiting for nobody, and its changes go out with the next version."""
+    from safetensors.torch import load_file
+
+    told = run_world(2, train, folder=str(tmp_path), family=family, timeout=300)
+    # What fails in the background is told at the send after it.
+    assert told == [[None, None, "publish", None], [None] * 4]
+    run = open_run(str(tmp_path / "run"))
+    assert [manifest.kind for manifest in run.log()] == ["reference", "delta", "delta"]
+    assert [manifest.changed > 0 for manifest in run.log()] == [False, False, True]
+    assert_holds(run, 2, load_file(tmp_path / "saved" / "model.safetensors"), tmp_path / "base")

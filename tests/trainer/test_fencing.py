@@ -1,0 +1,276 @@
+"""Two publishers on one run: whoever comes later has it, and nothing of either is lost or mixed up."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import ConflictError, PublishError
+from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, Claim, claim_key
+from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, Head, version_key
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Hooked:
+    return Hooked(tmp_path / "run")
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+class Once:
+    """Does something once, when a key is touched that begins as given."""
+
+    def __init__(self, prefix: str, do: Callable[[], None]) -> None:
+        self._prefix, self._do = prefix, do
+        self.done = False
+
+    def __call__(self, key: str) -> None:
+        if not self.done and key.startswith(self._prefix):
+            self.done = True
+            self._do()
+
+
+def epochs(bucket: Hooked) -> list[int]:
+    return [manifest.epoch for manifest in open_run(bucket.url).log()]
+
+
+def assert_stopped(publisher: Publisher, match: str) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: publisher.publish(step=99),
+        publisher.flush,
+        lambda: publisher.rebase(0),
+        publisher.rescan,
+        publisher.anchor,
+        lambda: publisher.tag("x"),
+        publisher.close,
+    ]
+    for call in calls:
+        with pytest.raises(ConflictError, match=match):
+            call()
+    publisher.close()
+
+
+def test_former_writer_is_stopped_and_leaves_no_trace_in_the_chain(bucket: Hooked, trainer: Trainer) -> None:
+    former = Publisher(trainer.live, bucket)
+    trainer.step()
+    former.publish(step=1)
+    former.flush()
+    other = Hooked(bucket.folder)
+    elsewhere = trainer.copy()
+    with Publisher(elsewhere, other) as later:
+        trainer.step()
+        former.publish(step=2)
+        with pytest.raises(ConflictError, match=r"taken over the run .*claims/0000000001\.json"):
+            former.flush()
+        assert later.publish(step=3).version == 2
+        later.flush()
+        head = bucket.get(HEAD_KEY)
+        assert_stopped(former, "taken over the run")
+        assert bucket.get(HEAD_KEY) == head
+    assert epochs(bucket) == [0, 0, 1]
+    assert open_run(bucket.url).verify().replayed
+    assert_holds(bucket, 2, elsewhere)
+
+
+@pytest.mark.parametrize("rebased", [False, True])
+def test_last_commit_of_the_former_writer_is_adopted(rebased: bool, bucket: Hooked, trainer: Trainer) -> None:
+    """It has looked for a claim, then the claim came, then its manifest."""
+    former = Publisher(trainer.live, bucket)
+    trainer.step()
+    former.publish(step=1)
+    former.publish(step=2, wait=True)
+    former.flush()
+    if rebased:
+        former.rebase(0)
+    mine = trainer.copy()
+    other = Hooked(bucket.folder)
+    late: list[Publisher] = []
+    bucket.before = Once("versions/", lambda: late.append(Publisher(mine, other)))
+    trainer.step()
+    theirs = trainer.copy()
+    assert former.publish(step=3).payload_bytes > 0
+    (later,) = late
+    assert (former.version, later.version) == (3, 2)
+    # As if it had died before it could point there.
+    bucket.delete(HEAD_KEY)
+    mine["b"][0] += 1
+    later.publish(step=4)
+    with pytest.raises(PublishError, match=r"version 3 was committed by the former writer.*goes on from there"):
+        later.flush()
+    assert later.version == 3
+    assert Head.from_bytes(bucket.get(HEAD_KEY)).version == 3
+    mine["b"][1] += 1
+    expected = {name: tensor.clone() for name, tensor in mine.items()}
+    assert later.publish(step=5).version == 4
+    later.close()
+    former.publish(step=6)
+    with pytest.raises(ConflictError, match="taken over"):
+        former.flush()
+    with pytest.raises(ConflictError, match="taken over"):
+        former.close()
+    assert epochs(bucket) == [0, 0, 0, 0, 1]
+    assert open_run(bucket.url).verify().replayed
+    assert_holds(bucket, 3, theirs)
+    assert_holds(bucket, 4, expected)
+    assert Head.from_bytes(bucket.get(HEAD_KEY)).version == 4
+
+
+def test_last_commit_that_cannot_be_read_is_not_built_upon(bucket: Hooked, trainer: Trainer) -> None:
+    # What changes all over would get an anchor at once.
+    del trainer.live["c"]
+    trainer.live["c"] = torch.zeros(2, dtype=torch.half)
+    former = Publisher(trainer.live, bucket)
+    other = Hooked(bucket.folder)
+    late: list[Publisher] = []
+    mine = trainer.copy()
+    bucket.before = Once("versions/", lambda: late.append(Publisher(mine, other)))
+    trainer.step()
+    former.publish(step=1)
+    former.flush()
+    lost = open_run(bucket.url).head()
+    bucket.delete(lost.objects[0].key)
+    (later,) = late
+    for _ in range(2):
+        later.publish(step=2)
+        with pytest.raises(PublishError, match=r"cannot be rebuilt.*start this publisher again"):
+            later.flush()
+        assert later.version == 0
+    later.close()
+    with Publisher(trainer.live, bucket) as third:
+        assert third.version == 2
+    assert_holds(bucket, 2, trainer.live)
+    former.publish(step=3)
+    with pytest.raises(ConflictError, match="taken over"):
+        former.close()
+
+
+def test_head_that_the_former_writer_would_move_back_stays(bucket: Hooked, trainer: Trainer) -> None:
+    """Its manifest is written, then it sleeps, then the run is taken over and goes on."""
+    former = Publisher(trainer.live, bucket)
+    other = Hooked(bucket.folder)
+
+    def take_over() -> None:
+        with Publisher(trainer.copy(), other) as later:
+            later.publish(step=2)
+
+    once = Once("versions/", take_over)
+    bucket.after = once
+    trainer.step()
+    former.publish(step=1)
+    former.flush()
+    assert once.done
+    assert Head.from_bytes(bucket.get(HEAD_KEY)).version == 2
+    former.publish(step=3)
+    with pytest.raises(ConflictError, match="taken over"):
+        former.close()
+    assert Head.from_bytes(bucket.get(HEAD_KEY)).version == 2
+    assert epochs(bucket) == [0, 0, 1]
+
+
+def test_two_that_take_over_at_once_get_different_epochs(bucket: Hooked, trainer: Trainer) -> None:
+    Publisher(trainer.live, bucket).close()
+    other = Hooked(bucket.folder)
+    later: list[Publisher] = []
+    bucket.before = Once(CLAIMS_PREFIX, lambda: later.append(Publisher(trainer.copy(), other)))
+    first = Publisher(trainer.live, bucket)
+    assert [Claim.from_bytes(bucket.get(claim_key(epoch))).epoch for epoch in (1, 2)] == [1, 2]
+    trainer.step()
+    later[0].publish(step=1)
+    with pytest.raises(ConflictError, match="taken over"):
+        later[0].flush()
+    with pytest.raises(ConflictError):
+        later[0].close()
+    first.publish(step=2)
+    first.close()
+    assert epochs(bucket) == [0, 2]
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_manifest_of_the_same_or_a_later_epoch_is_a_conflict(bucket: Hooked, trainer: Trainer) -> None:
+    Publisher(trainer.live, bucket).close()
+    for ahead in (0, 1):
+        publisher = Publisher(trainer.live, bucket)
+        newest = open_run(bucket.url).head()
+        claims = [info.key for info in bucket.list(CLAIMS_PREFIX)]
+        epoch = Claim.from_bytes(bucket.get(claims[-1])).epoch + ahead
+        theirs = newest.model_copy(
+            update={
+                "version": newest.version + 1, "kind": "delta", "base_version": newest.version, "epoch": epoch,
+                "parent": newest.digest, "objects": [], "changed": 0, "payload_bytes": 0, "tensor_fingerprints": None,
+            }
+        )  # fmt: skip
+        theirs._raw = None
+        bucket.put(version_key(theirs.version), theirs.to_bytes())
+        trainer.step()
+        publisher.publish(step=1)
+        with pytest.raises(ConflictError, match="written by another publisher"):
+            publisher.flush()
+        assert_stopped(publisher, "written by another publisher")
+        assert bucket.get(version_key(theirs.version)) == theirs.to_bytes()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_run_that_is_removed_under_a_publisher_stops_it(again: bool, bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    trainer.step()
+    bucket.before = FailAt(HEAD_KEY)
+    publisher.publish(step=1)
+    publisher.flush()
+    for info in list(bucket.list()):
+        bucket.delete(info.key)
+    if again:
+        Publisher(trainer.copy(), Hooked(bucket.folder)).close()
+    before = {info.key for info in bucket.list() if not info.key.startswith("objects/")}
+    trainer.step()
+    publisher.publish(step=2)
+    with pytest.raises(ConflictError, match="another run was started" if again else "was removed"):
+        publisher.flush()
+    assert_stopped(publisher, "another run was started" if again else "was removed")
+    assert {info.key for info in bucket.list() if not info.key.startswith("objects/")} == before
+    if again:
+        assert open_run(bucket.url).verify().head == 0
+
+
+def test_looking_for_a_newer_writer_costs_one_get_and_one_stat(bucket: Hooked, trainer: Trainer) -> None:
+    read: list[str] = []
+    looked: list[str] = []
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.reading, bucket.looking = read.append, looked.append
+        trainer.step()
+        publisher.publish(step=1)
+        publisher.flush()
+    assert read == [RUN_KEY, HEAD_KEY]
+    assert [key for key in looked if not key.startswith("objects/")] == [claim_key(1)]
+
+
+def test_epoch_is_later_than_that_of_the_newest_version_whatever_became_of_the_claims(
+    bucket: Hooked, trainer: Trainer
+) -> None:
+    Publisher(trainer.live, bucket).close()
+    for step in (1, 2):
+        with Publisher(trainer.live, bucket) as publisher:
+            publisher.publish(step=step)
+        for info in list(bucket.list(CLAIMS_PREFIX)):
+            bucket.delete(info.key)
+    assert epochs(bucket) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("taken", ["removed", "replaced", "taken over"])
+def test_anchor_from_memory_is_not_written_over_another_run(taken: str, bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    if taken != "taken over":
+        for info in list(bucket.list()):
+            bucket.delete(info.key)
+    if taken != "removed":
+        Publisher(trainer.copy(), Hooked(bucket.folder)).close()
+    with pytest.raises(ConflictError, match="stops"):
+        publisher.anchor()
+    assert list(bucket.list("anchors/")) == []
+    assert_stopped(publisher, "stops")

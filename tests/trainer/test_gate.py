@@ -1,0 +1,224 @@
+"""The gate: what it finds, and what becomes of a version that it refuses."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.gating import keeper, marks, refused
+from tests.trainer.faults.hooks import Hooked, Trainer, assert_holds
+from trainer_side import Gate, Publisher
+from vllm_delta_sync.errors import GateError, UsageError
+from vllm_delta_sync.torch_bits import TORCH_DTYPES
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.floats import count_nonfinite, has_values, values_of
+
+NAN, INF = math.nan, math.inf
+REAL = [name for name, element in DTYPES.items() if has_values(element)]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Hooked:
+    return Hooked(tmp_path / "run")
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nonfinite": 1},
+        {"max_changed_share": 0},
+        {"max_changed_share": 1.1},
+        {"max_changed_share": "0.5"},
+        {"max_changed_share": True},
+        {"max_norm_jump": 0.0},
+        {"max_norm_jump": INF},
+        {"max_norm_jump": NAN},
+        {"action": "warn"},
+    ],
+)
+def test_bound_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Gate(**wrong)
+
+
+def test_gate_is_a_gate(bucket: Hooked, trainer: Trainer) -> None:
+    with pytest.raises(UsageError, match="gate is"):
+        Publisher(trainer.live, bucket, gate="refuse")  # type: ignore[arg-type]
+
+
+# What bits mean
+
+
+@pytest.mark.parametrize("dtype", REAL)
+def test_values_are_those_of_torch(dtype: str) -> None:
+    element = DTYPES[dtype]
+    random = np.random.default_rng(0)
+    if element.itemsize <= 2:
+        bits = np.arange(1 << 8 * element.itemsize).astype(element.uint)
+    else:
+        bits = np.frombuffer(random.bytes(8000), element.uint)
+        exponents = 0x7F80_0000 if dtype == "F32" else 0x7FF0 << 48
+        odd = [0, 1, exponents, exponents + 1, exponents | 1 << (8 * element.itemsize - 1), exponents - 1]
+        bits = np.concatenate([bits, np.array(odd, element.uint)])
+    tensor = torch.from_numpy(bits.view(f"<i{element.itemsize}")).view(TORCH_DTYPES[dtype])
+    expected = tensor.float().double() if element.itemsize == 1 else tensor.double()
+    assert np.array_equal(values_of(element, bits), expected.numpy(), equal_nan=True)
+    assert count_nonfinite(element, bits) == int((~torch.isfinite(expected)).sum()) > 0
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name not in REAL])
+def test_integers_are_always_finite(dtype: str) -> None:
+    assert count_nonfinite(DTYPES[dtype], np.full(9, -1).astype(DTYPES[dtype].uint)) == 0
+
+
+# Refuse
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    # F8_E4M3 has no infinity: torch makes its largest number of one.
+    [
+        ("F8_E4M3", NAN),
+        *((dtype, bad) for dtype in ("BF16", "F16", "F32", "F64", "F8_E5M2") for bad in (NAN, INF, -INF)),
+    ],
+)
+def test_what_is_not_finite_is_refused(dtype: str, bad: float, bucket: Hooked) -> None:
+    live = {"fine": torch.ones(50), "hurt": torch.ones(300, dtype=torch.float32).to(TORCH_DTYPES[dtype])}
+    with Publisher(live, bucket, gate=Gate()) as publisher:
+        live["hurt"][[7, 8]] = torch.tensor(bad).to(TORCH_DTYPES[dtype])
+        assert "became NaN or infinite: 2 in tensor 'hurt'; nonfinite is True" in refused(publisher)
+        assert "2 in tensor 'hurt'" in refused(publisher), "it is judged again"
+        live["hurt"][[7, 8]] = torch.tensor(2.0).to(TORCH_DTYPES[dtype])
+        result = publisher.publish(2)
+        assert (result.version, result.changed, result.quarantined) == (1, 2, ())
+    assert marks(bucket) == [0, 1]
+    assert_holds(bucket, 1, live)
+
+
+def test_refused_version_is_raised_by_the_next_call_and_leaves_no_trace(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, gate=Gate()) as publisher:
+        there = {info.key for info in bucket.list()}
+        trainer.step()
+        trainer.live["a"][5] = NAN
+        result = publisher.publish(1)
+        with pytest.raises(GateError, match=r"version 1 \(step 1\) is not published: .* in tensor 'a'"):
+            publisher.publish(2, wait=True)
+        with pytest.raises(GateError):
+            _ = result.quarantined
+        assert {info.key for info in bucket.list()} == there
+        trainer.live["a"][5] = 1
+        publisher.publish(3, wait=True)
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_close_says_that_the_last_version_was_refused(bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket, gate=Gate())
+    trainer.live["b"][3, 3] = INF
+    publisher.publish(1)
+    with pytest.raises(GateError, match="'b'"):
+        publisher.close()
+
+
+def test_integers_and_nothing_are_let_pass(bucket: Hooked) -> None:
+    live = {"n": torch.zeros(10, dtype=torch.int16), "e": torch.zeros(0)}
+    with Publisher(live, bucket, gate=Gate(max_norm_jump=0.1)) as publisher:
+        live["n"] -= 1
+        assert publisher.publish(1).quarantined == ()
+
+
+def test_gate_that_asks_nothing_lets_everything_pass(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, gate=Gate(nonfinite=False)) as publisher:
+        trainer.live["a"][:] = NAN
+        assert publisher.publish(1).quarantined == ()
+        assert (keeper(publisher).nonfinite, keeper(publisher).squares) == ([], [])
+
+
+def test_share_above_the_bound_is_refused(bucket: Hooked) -> None:
+    live = {"a": torch.zeros(80), "n": torch.zeros(20, dtype=torch.int32)}
+    with Publisher(live, bucket, gate=Gate(max_changed_share=0.25)) as publisher:
+        live["n"] += 1
+        live["a"][:5] += 1
+        assert publisher.publish(1).quarantined == (), "at the bound"
+        live["n"] += 1
+        live["a"][:6] += 1
+        message = refused(publisher)
+    assert "0.26 of the elements changed since version 1, most in tensor 'n' (20); max_changed_share is 0.25" in message
+
+
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norm_jump_above_the_bound_is_refused(dtype: torch.dtype, codec: Any, bucket: Hooked) -> None:
+    live = {"a": torch.full((300,), 4.0, dtype=dtype), "b": torch.full((100,), -4.0)}
+    gate = Gate(max_norm_jump=0.5)
+    with Publisher(live, bucket, codec=codec, gate=gate) as publisher:
+        live["a"][:99] = 8
+        assert publisher.publish(1).quarantined == ()
+        live["a"][:] = live["a"] * 2
+        message = refused(publisher)
+        jump = math.sqrt((99 * 64 + 201 * 16) / (99 * 64 + 301 * 16))
+        assert f"moved by {jump:.4g} of the norm of version 1, most in tensor 'a'" in message
+        assert "max_norm_jump is 0.5" in message
+
+
+def test_norm_of_weights_that_were_all_zero(bucket: Hooked) -> None:
+    live = {"a": torch.zeros(30)}
+    with Publisher(live, bucket, gate=Gate(max_norm_jump=10)) as publisher:
+        live["a"][2] = -0.0
+        assert publisher.publish(1).quarantined == (), "nothing moved"
+        live["a"][1] = 1e-9
+        assert "moved by inf" in refused(publisher)
+
+
+def test_norms_of_numbers_whose_squares_are_too_large(bucket: Hooked) -> None:
+    live = {"a": torch.full((30,), 1e200, dtype=torch.float64)}
+    with Publisher(live, bucket, gate=Gate(max_norm_jump=10)) as publisher:
+        live["a"][1] = 2e200
+        assert "moved by nan" in refused(publisher)
+
+
+def test_infinity_is_a_jump_where_only_norms_are_asked(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, gate=Gate(nonfinite=False, max_norm_jump=10)) as publisher:
+        for bad in (NAN, INF):
+            trainer.live["a"][1] = bad
+            assert "moved by inf" in refused(publisher)
+
+
+def test_norms_do_not_drift(bucket: Hooked) -> None:
+    live = {"a": torch.ones(500, dtype=torch.float64)}
+    with Publisher(live, bucket, gate=Gate(max_norm_jump=1e30, action="quarantine"), fold=False) as publisher:
+        for step in range(1, 40):
+            live["a"] *= 1e8 if step % 2 else 1e-8
+            live["a"][step] += 1e-3
+            publisher.publish(step, wait=True)
+            publisher.flush()
+            exact = math.fsum((live["a"] ** 2).tolist())
+            assert keeper(publisher).squares[0] == pytest.approx(exact, rel=1e-8)
+
+
+# What was there before
+
+
+def test_what_a_base_came_with_is_no_reason(tmp_path: Path, bucket: Hooked, caplog: pytest.LogCaptureFixture) -> None:
+    live = {"mask": torch.full((40,), -INF), "w": torch.zeros(40)}
+    live["w"][4] = NAN
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(live, base / "model.safetensors")
+    with Publisher(live, bucket, base=base, gate=Gate()) as publisher:
+        assert "version 0 holds elements that are NaN or infinite, 40 in tensor 'mask', 41 in 2 tensors" in caplog.text
+        live["w"][5] = 1
+        assert publisher.publish(1).quarantined == ()
+        live["mask"][3] = INF
+        assert "1 in tensor 'mask'" in refused(publisher)
+        live["mask"][3] = 0
+        assert publisher.publish(2).quarantined == ()
+        assert keeper(publisher).nonfinite == [39, 1]

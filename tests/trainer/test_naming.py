@@ -1,0 +1,361 @@
+"""Names, shapes and values of checkpoint tensors, held against ``save_pretrained`` of real models."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, same_bits, saved, train
+from trainer_side.naming import LiveTensors, live_tensors
+from trainer_side.tracing import Replay, View, trace
+from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
+
+
+def read(live: LiveTensors) -> dict[str, torch.Tensor]:
+    return dict(live.read())
+
+
+def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(tensors[name], expected[name])] == []
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
+def test_transformers_model_is_read_as_it_is_saved(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    model = build()
+    live = live_tensors(model)
+    assert_equal(read(live), saved(model, tmp_path / "before"))
+    train(model, adamw(model))
+    assert_equal(read(live), saved(model, tmp_path / "after"))
+
+
+@pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
+def test_nothing_is_copied(build: Callable[[], PreTrainedModel]) -> None:
+    model = build()
+    owned = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in read(live_tensors(model)).values()} <= owned
+
+
+@pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
+def test_a_loaded_model_has_the_names_of_its_checkpoint(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    expected = saved(build(), tmp_path)
+    assert_equal(read(live_tensors(AutoModelForCausalLM.from_pretrained(tmp_path))), expected)
+
+
+def test_experts_have_their_checkpoint_names() -> None:
+    live = live_tensors(qwen3_moe())
+    assert live.tensors["model.layers.0.mlp.experts.5.gate_proj.weight"].shape == (16, 32)
+    assert live.tensors["model.layers.1.mlp.experts.0.down_proj.weight"].shape == (32, 16)
+    assert not any("gate_up" in name for name in live.tensors)
+
+
+def test_tied_weights_come_once_and_their_other_name_is_known() -> None:
+    live = live_tensors(qwen3(tied=True))
+    assert "lm_head.weight" not in live.tensors
+    assert live.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_plain_module_is_published_under_its_own_names() -> None:
+    model = Plain()
+    live = live_tensors(model)
+    state = model.state_dict()
+    assert live.aliases == {"head.weight": "embed.weight"}
+    del state["head.weight"]
+    assert_equal(read(live), state)
+    assert live.tensors["norm.num_batches_tracked"].dtype == torch.int64
+    assert live.tensors["nothing"].shape == (0, 4)
+    train(model, adamw(model))
+    assert_equal(read(live), {name: tensor for name, tensor in model.state_dict().items() if name in state})
+
+
+def test_frozen_parameters_are_published() -> None:
+    model = qwen3().requires_grad_(False)
+    assert "model.norm.weight" in live_tensors(model).tensors
+
+
+def test_replaced_parameter_is_followed(tmp_path: Path) -> None:
+    model = qwen3(tied=False)
+    live = live_tensors(model)
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.model.norm.weight.data = torch.randn_like(model.model.norm.weight)
+    assert_equal(read(live), saved(model, tmp_path))
+
+
+def test_changed_layout_in_memory_is_followed(tmp_path: Path) -> None:
+    model = qwen3_moe()
+    live = live_tensors(model)
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj.data = experts.gate_up_proj.data.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_equal(read(live), saved(model, tmp_path))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_wrappers_add_nothing_to_names(tmp_path: Path) -> None:
+    model = qwen3()
+    expected = saved(model, tmp_path)
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    wrapped = nn.parallel.DistributedDataParallel(torch.compile(model))
+    assert_equal(read(live_tensors(wrapped)), expected)
+
+
+def test_attribute_that_is_named_like_a_wrappers_stays() -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert set(live_tensors(model).tensors) == {"module.weight", "module.bias"}
+
+
+def test_configured_dtype_is_for_parameters_only() -> None:
+    model = qwen3(dtype="bfloat16")
+    model.register_buffer("statistics", torch.zeros(3))
+    live = live_tensors(model)
+    assert live.tensors["model.norm.weight"].configured == torch.bfloat16
+    assert live.tensors["statistics"].configured is None
+
+
+@pytest.mark.parametrize("form", ["list", "mapping", "function", "function of mapping"])
+def test_named_tensors(form: str) -> None:
+    weight = torch.randn(3, 4)
+    named = {"a": weight, "b": weight.t(), "c": torch.tensor(3), "same": weight}
+    model: Any = {
+        "list": list(named.items()),
+        "mapping": named,
+        "function": lambda: iter(named.items()),
+        "function of mapping": lambda: named,
+    }[form]
+    live = live_tensors(model)
+    assert list(live.tensors) == ["a", "b", "c"]
+    assert live.aliases == {"same": "a"}
+    weight.add_(1)
+    assert_equal(read(live), named)
+
+
+def test_gathered_tensors_are_not_held_and_not_taken_for_tied() -> None:
+    gathered: list[weakref.ref[torch.Tensor]] = []
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(50):
+            assert [one for one in gathered[:-1] if one() is not None] == []
+            tensor = torch.full((1000,), float(index))
+            gathered.append(weakref.ref(tensor))
+            yield f"layer.{index}", tensor
+
+    live = live_tensors(gather)
+    assert len(live.tensors) == 50
+    assert live.aliases == {}
+
+
+def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
+    weight = torch.randn(2, 2)
+    quantized = qwen3()
+    quantized.hf_quantizer = object()
+    adapted = qwen3()
+    adapted.peft_config = {"default": object()}
+    lazy = nn.LazyLinear(3)
+    return {
+        "meta": ([("w", weight.to("meta"))], ModelError, "'w' is on the meta device"),
+        "meta module": (nn.Linear(2, 2, device="meta"), ModelError, "'weight' is on the meta device"),
+        "sparse": ([("w", weight.to_sparse())], ModelError, "'w' is not dense"),
+        "no tensor": ([("w", 3.0)], ModelError, "'w' is a float"),
+        "twice": ([("w", weight), ("w", weight.clone())], ModelError, "'w' is yielded twice"),
+        "twice tied": ([("v", weight), ("w", weight), ("w", weight)], ModelError, "'w' is yielded twice"),
+        "reserved": ([("@0.ids", weight)], ModelError, "'@0.ids' cannot be published"),
+        "nameless": ([("", weight)], ModelError, "'' cannot be published"),
+        "generator": ((pair for pair in [("w", weight)]), UsageError, "can be read only once"),
+        "not pairs": ([weight], UsageError, "pairs, got a Tensor"),
+        "a number": (3, UsageError, "the model is a int"),
+        "nothing": (nn.Module(), ModelError, "has no tensor"),
+        "quantized": (quantized, ModelError, "was loaded quantized"),
+        "adapters": (adapted, ModelError, "carries PEFT adapters"),
+        "lazy": (lazy, ModelError, "is not initialized"),
+        "subclass": ([("w", weight.as_subclass(Strange))], ModelError, "'w' is a Strange"),
+    }
+
+
+class Strange(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("case", list(refusals()))
+def test_refused(case: str) -> None:
+    model, error, message = refusals()[case]
+    with pytest.raises(error, match=message):
+        live_tensors(model)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sharded_module_of_one_process_is_read_as_it_is_saved(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = qwen3_moe()
+    expected = saved(model, tmp_path)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert_equal(read(live_tensors(model)), expected)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sharded_tensor_that_is_yielded_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    weight = distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (1,)))
+    with pytest.raises(ModelError, match=r"'weight' is a DTensor.*pass the module itself"):
+        live_tensors([("weight", weight)])
+
+
+def test_partitioned_parameter_that_is_yielded_is_refused() -> None:
+    weight = torch.zeros(2, 2)
+    weight.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match=r"'weight' is a ZeRO-3 partition.*pass the module itself"):
+        live_tensors([("weight", weight)])
+
+
+def test_changed_shape_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    live = live_tensors(model)
+    model.weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(TensorMismatchError, match=r"'weight' is now torch.float32 \[3, 2\]"):
+        read(live)
+
+
+def test_changed_dtype_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    live = live_tensors(model)
+    model.bias = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(TensorMismatchError, match="'bias' is now torch\\.bfloat16"):
+        read(live)
+
+
+def test_new_and_missing_tensors_are_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    live = live_tensors(model)
+    model.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(TensorMismatchError, match="'extra' appeared"):
+        read(live)
+    del model.extra
+    model.bias = None  # type: ignore[assignment]
+    with pytest.raises(TensorMismatchError, match="'bias' is gone"):
+        read(live)
+
+
+def test_broken_tie_is_refused_by_name() -> None:
+    model = qwen3(tied=True)
+    live = live_tensors(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(TensorMismatchError, match=r"'lm_head.weight' is no longer tied"):
+        read(live)
+
+
+def test_list_that_changes_is_refused_by_name() -> None:
+    named = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
+    live = live_tensors(named)
+    named[1] = ("b", torch.zeros(4))
+    with pytest.raises(TensorMismatchError, match="'b' is now"):
+        read(live)
+    named[1] = ("c", torch.zeros(4))
+    with pytest.raises(TensorMismatchError, match="'c' was not there"):
+        read(live)
+    del named[1]
+    with pytest.raises(TensorMismatchError, match="'b' is no longer yielded"):
+        read(live)
+
+
+Tensors = dict[str, torch.Tensor]
+MOVES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], type]] = {
+    "chunk": (lambda x: x.chunk(3, dim=1)[1].contiguous(), View),
+    "chunk then select": (lambda x: x.chunk(2, dim=0)[1].contiguous().chunk(2)[0].squeeze(), View),
+    "transpose": (lambda x: x.transpose(0, 1).contiguous(), View),
+    "unbind": (lambda x: x.unbind(1)[2].clone(), View),
+    "split off": (lambda x: x.reshape(2, 2, 6).narrow(0, 1, 1).reshape(2, 6), View),
+    "interleave": (lambda x: x.reshape(4, 3, 2).transpose(1, 2).reshape(4, 6).contiguous(), Replay),
+    "rope": (lambda x: x.view(2, 2, 6).transpose(0, 1).reshape(4, 6)[1:3], Replay),
+    "cat": (lambda x: torch.cat([x[2:], x[:2]], dim=1), Replay),
+    "stack": (lambda x: torch.stack([x.t(), x.flip(0).t()]), Replay),
+}
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_conversion_is_followed(case: str) -> None:
+    move, kind = MOVES[case]
+    source = torch.arange(24.0).reshape(4, 6)
+    routes = trace({"w": source}, lambda given: {"out": move(given["w"])})
+    assert isinstance(routes["out"], kind)
+    for live in (source, source + 100):
+        assert torch.equal(routes["out"].read({"w": live}), move(live))
+
+
+def test_concatenation_of_windows_is_known_piece_by_piece() -> None:
+    sources = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(24.0, 42.0).reshape(3, 6)}
+
+    def convert(given: Tensors) -> Tensors:
+        turned = torch.cat([given["a"][:, 4:], given["a"][:, :4]], dim=1)
+        return {
+            "joined": torch.cat([given["b"][1:], turned], dim=-2).clone(),
+            "more": torch.cat([given["a"], given["a"].t().reshape(4, 6)]),
+        }
+
+    routes = trace(sources, convert)
+    joined, more = routes["joined"], routes["more"]
+    assert isinstance(joined, Replay)
+    assert isinstance(more, Replay)
+    assert joined.joined is not None
+    assert more.joined is None
+    whole = torch.zeros(joined.shape)
+    for place, view in joined.joined:
+        whole[tuple(slice(at, at + size) for at, size in zip(place, view.shape, strict=True))] += view.read(sources) + 1
+    assert torch.equal(whole - 1, convert(sources)["joined"])
+    assert [view.source for _, view in joined.joined] == ["b", "a", "a"]
+
+
+def test_conversion_is_followed_on_a_window_of_a_larger_storage() -> None:
+    source = torch.arange(100.0)[7:31].reshape(4, 6)
+    routes = trace({"w": source}, lambda given: {"out": given["w"].t()[1:3]})
+    assert torch.equal(routes["out"].read({"w": source}), source.t()[1:3])
+
+
+def _write(given: Tensors) -> Tensors:
+    out = given["w"].clone()
+    out[0] = 0
+    return {"out": out}
+
+
+REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "arithmetic": (lambda given: {"out": -given["w"].exp()}, "w to checkpoint form .*computes new values"),
+    "cast": (lambda given: {"out": given["w"].to(torch.bfloat16)}, "casts torch.float32 to torch.bfloat16"),
+    "in place": (_write, "writes in place"),
+    "foreign": (lambda given: {"out": torch.cat([given["w"], torch.zeros(1, 6)])}, "mixes in a tensor"),
+    "constant": (lambda given: {"out": torch.zeros(3)}, "'out' does not come from a parameter"),
+    "bits": (lambda given: {"out": given["w"].view(torch.int32)}, "computes new values"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_conversion_that_computes_is_refused(case: str) -> None:
+    convert, message = REFUSED[case]
+    with pytest.raises(ModelError, match=message):
+        trace({"w": torch.randn(4, 6)}, convert)
+
+
+def test_fsdp1_is_refused_by_name() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu")))
+        with pytest.raises(ModelError, match="module '0' is sharded by FullyShardedDataParallel"):
+            live_tensors(model)
+    finally:
+        distributed.destroy_process_group()

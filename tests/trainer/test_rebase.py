@@ -1,0 +1,280 @@
+"""Building on an older version: what the next version is made against, and what a failure leaves."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
+from trainer_side import Publisher
+from trainer_side.worker import Job
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import LimitError, NotFoundError, PublishError, StoreError, UsageError
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.tagging import set_tag
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.manifest import Manifest
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Hooked:
+    return Hooked(tmp_path / "run")
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+def publish(publisher: Publisher, trainer: Trainer, times: int) -> list[dict[str, Any]]:
+    history = [trainer.copy()]
+    for step in range(1, times + 1):
+        trainer.step()
+        publisher.publish(step=step, wait=True)
+        history.append(trainer.copy())
+    publisher.flush()
+    return history
+
+
+def breaks(bucket: Hooked) -> list[tuple[int, int | None]]:
+    return [(item.version, item.base_version) for item in open_run(bucket.url).head().breaks]
+
+
+def test_next_version_builds_on_the_one_rebased_to(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        history = publish(publisher, trainer, 4)
+        publisher.rebase(1)
+        assert publisher.version == 4
+        for name, tensor in trainer.live.items():
+            tensor.copy_(history[1][name])
+        trainer.live["b"][7] += 1
+        result = publisher.publish(step=9)
+        assert (result.version, result.changed) == (5, 40)
+        history.append(trainer.copy())
+        trainer.step()
+        publisher.publish(step=10, wait=True)
+        history.append(trainer.copy())
+        publisher.rebase(0)
+        trainer.step()
+        publisher.publish(step=11, wait=True)
+        history.append(trainer.copy())
+    manifests: list[Manifest] = list(open_run(bucket.url).log())
+    assert [manifest.base_version for manifest in manifests] == [None, 0, 1, 2, 3, 1, 5, 0]
+    assert breaks(bucket) == [(5, 1), (7, 0)]
+    for version, expected in enumerate(history):
+        assert_holds(bucket, version, expected)
+
+
+def test_rebase_to_the_newest_version_makes_no_break(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        history = publish(publisher, trainer, 2)
+        read: list[str] = []
+        bucket.reading = read.append
+        publisher.rebase(2)
+        assert read == []
+        publisher.rebase(1)
+        publisher.rebase(2)
+        assert publisher.publish(step=3).changed == 0
+    assert open_run(bucket.url).head().base_version == 2
+    assert breaks(bucket) == []
+    assert_holds(bucket, 3, history[2])
+
+
+def test_rebase_waits_for_what_is_under_way(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+        publisher.rebase(0)
+        assert publisher.version == 1
+        publisher.publish(step=2)
+    assert breaks(bucket) == [(2, 0)]
+    assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("version", [3, 10**9])
+def test_version_that_is_not_there_changes_nothing(version: int, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 2)
+        with pytest.raises(NotFoundError, match="is not published"):
+            publisher.rebase(version)
+        assert publisher.publish(step=3).changed == 0
+    assert breaks(bucket) == []
+
+
+@pytest.mark.parametrize("version", [-1, 1.5, "1", None, True])
+def test_what_is_no_version_is_refused(version: Any, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        with pytest.raises(UsageError, match="version is"):
+            publisher.rebase(version)
+    with pytest.raises(UsageError, match="closed"):
+        publisher.rebase(0)
+
+
+@pytest.mark.parametrize("at", ["versions/", "objects/"])
+def test_rebase_that_fails_changes_nothing(at: str, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 2)
+        bucket.reading = FailAt(at)
+        with pytest.raises(StoreError, match="injected"):
+            publisher.rebase(1)
+        assert publisher.publish(step=3).changed == 0
+        publisher.flush()
+        publisher.rebase(1)
+        assert publisher.publish(step=4).changed > 0
+    assert breaks(bucket) == [(4, 1)]
+    assert_holds(bucket, 4, trainer.live)
+
+
+@pytest.mark.parametrize("at", ["objects/", "versions/"])
+def test_failed_publish_keeps_the_version_rebased_to(at: str, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        history = publish(publisher, trainer, 3)
+        publisher.rebase(1)
+        bucket.before = FailAt(at)
+        publisher.publish(step=4)
+        with pytest.raises(PublishError, match="injected"):
+            publisher.flush()
+        publisher.publish(step=5)
+        publisher.publish(step=6, wait=True)
+    assert [manifest.base_version for manifest in open_run(bucket.url).log()] == [None, 0, 1, 2, 1, 4]
+    assert breaks(bucket) == [(4, 1)]
+    for version in (4, 5):
+        assert_holds(bucket, version, history[3])
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_fate_of_the_first_version_after_a_rebase_is_looked_up(written: bool, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 2)
+        publisher.rebase(0)
+        if written:
+            bucket.after = FailAt("versions/")
+        else:
+            bucket.before = FailAt("versions/")
+        bucket.reading = FailAt("versions/", StoreError("still down"))
+        publisher.publish(step=3)
+        with pytest.raises(PublishError, match="is not known"):
+            publisher.flush()
+        publisher.publish(step=4)
+    bases = [manifest.base_version for manifest in open_run(bucket.url).log()]
+    assert bases == ([None, 0, 1, 0, 3] if written else [None, 0, 1, 0])
+    assert_holds(bucket, len(bases) - 1, trainer.live)
+
+
+def test_run_is_resumed_at_a_rebased_head(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 3)
+        publisher.rebase(1)
+        trainer.step()
+        publisher.publish(step=4)
+    with Publisher(trainer.live, bucket) as publisher:
+        assert publisher.publish(step=5).changed == 0
+        publisher.flush()
+        publisher.rebase(2)
+        publisher.publish(step=6)
+    assert breaks(bucket) == [(4, 1), (6, 2)]
+    assert_holds(bucket, 6, trainer.live)
+
+
+def test_interrupted_rebase_is_waited_for(bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt hits the caller while the background thread reads."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold_up(key: str) -> None:
+        if key.startswith("objects/"):
+            begun.set()
+            assert go_on.wait(120)
+
+    def interrupted(work: Callable[[], None]) -> None:
+        worker.submit(Job(), work)
+        assert begun.wait(120)
+        raise KeyboardInterrupt
+
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 2)
+        worker = publisher._background
+        bucket.reading = hold_up
+        with monkeypatch.context() as patched:
+            patched.setattr(worker, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                publisher.rebase(1)
+        threading.Timer(0.3, go_on.set).start()
+        publisher.publish(step=3)
+    assert breaks(bucket) == [(3, 1)]
+    assert_holds(bucket, 3, trainer.live)
+
+
+def test_version_rebased_to_is_kept_until_the_next_builds_on_it(bucket: Hooked, trainer: Trainer) -> None:
+    def tagged() -> list[int]:
+        return [tag.version for tag in open_run(bucket.url).tags().values()]
+
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 3)
+        for version in (1, 2):
+            publisher.rebase(version)
+            assert tagged() == [version]
+        trainer.step()
+        publisher.publish(step=4, wait=True)
+        publisher.flush()
+        assert open_run(bucket.url).head().base_version == 2
+        assert tagged() == []
+        publisher.rebase(1)
+        with pytest.raises(NotFoundError):
+            publisher.rebase(99)
+        assert tagged() == [1]
+        publisher.rebase(4)
+        assert tagged() == []
+        publisher.rebase(1)
+    assert tagged() == []
+
+
+def test_one_break_too_many_is_refused_before_anything_is_published(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BREAKS", 1)
+    with Publisher(trainer.live, bucket) as publisher:
+        history = publish(publisher, trainer, 2)
+        publisher.rebase(0)
+        trainer.step()
+        publisher.publish(step=3, wait=True)
+        history.append(trainer.copy())
+        publisher.flush()
+        with pytest.raises(LimitError, match="MAX_BREAKS"):
+            publisher.rebase(1)
+        assert open_run(bucket.url).tags() == {}
+        trainer.step()
+        assert publisher.publish(step=4).version == 4
+        history.append(trainer.copy())
+    assert breaks(bucket) == [(3, 0)]
+    for version, expected in enumerate(history):
+        assert_holds(bucket, version, expected)
+
+
+def test_what_a_former_writer_was_rebased_to_is_let_go_of(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer, 3)
+    run = open_run(bucket.url)
+    # As a writer leaves it that is killed after a rebase.
+    set_tag(run, "rebase-0-1", 1)
+    set_tag(run, "rebase-to-be", 1)
+    with Publisher(trainer.live, bucket) as publisher:
+        assert run.tags().keys() == {"rebase-0-1", "rebase-to-be"}
+        publisher.rebase(2)
+        publish(publisher, trainer, 1)
+        assert run.tags().keys() == {"rebase-to-be"}
+    assert breaks(bucket) == [(4, 2)]
+
+
+def test_no_policy_lets_go_of_what_the_publisher_has_rebased_to(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, fold=False) as publisher:
+        publish(publisher, trainer, 5)
+        publisher.anchor()
+        publisher.rebase(2)
+        report = collect(open_run(bucket.url), Policy(keep_last=1, keep_tagged=False, min_age=0.0))
+        assert 2 in report.kept
+        trainer.step()
+        publisher.publish(step=6, wait=True)
+    assert breaks(bucket) == [(6, 2)]
+    assert_holds(bucket, 6, trainer.live)

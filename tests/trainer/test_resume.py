@@ -1,0 +1,400 @@
+"""A publisher that takes over a run: what it reads back, what it publishes next, and what it begins anew behind."""
+
+import logging
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.architectures import adamw, qwen3, same_bits, saved, train
+from tests.support.publishing import Tensors, assert_holds, damage, keys, snapshot
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket import ObjectInfo, open_bucket
+from vllm_delta_sync.errors import (
+    ConflictError,
+    FormatError,
+    LimitError,
+    NotFoundError,
+    TensorMismatchError,
+    UnsupportedError,
+)
+from vllm_delta_sync.upkeep.branching import branch
+from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.documents import Claim, claim_key
+from vllm_delta_sync.wire.manifest import HEAD_KEY, Manifest, version_key
+
+
+def tensors(seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(5000, generator=generator).bfloat16(),
+        "b": torch.randn(40, 30, generator=generator),
+        "empty": torch.empty(3, 0),
+    }
+
+
+def step(live: Tensors, number: int) -> None:
+    """A few elements of each tensor."""
+    live["a"].view(torch.int16)[number::50] += 1
+    live["b"][number % 40] += 0.25
+
+
+def published(url: str, versions: int, **options: Any) -> tuple[Tensors, list[Tensors]]:
+    """A run of so many versions beside version 0; the live weights, and those of each version."""
+    live = tensors()
+    history = [snapshot(live)]
+    with Publisher(live, url, **options) as publisher:
+        for number in range(1, versions + 1):
+            step(live, number)
+            publisher.publish(step=10 * number, wait=True)
+            history.append(snapshot(live))
+    return live, history
+
+
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+def test_next_version_is_a_delta_against_the_head(codec: Any, url: str) -> None:
+    live, history = published(url, 3, codec=codec)
+    run = open_run(url).info.run
+    for turn in range(2):
+        before = keys(url)
+        with Publisher(live, url, codec=codec) as publisher:
+            assert (publisher.run, publisher.version) == (run, 3 + turn)
+            assert keys(url) - before == {claim_key(turn + 1)}
+            step(live, 40 + turn)
+            result = publisher.publish(step=100)
+            assert (result.version, result.changed) == (4 + turn, 100 + 30)
+        history.append(snapshot(live))
+    assert open_run(url).verify().replayed
+    for version, expected in enumerate(history):
+        assert_holds(open_run(url), version, expected)
+    manifests = list(open_run(url).log())
+    assert [manifest.epoch for manifest in manifests] == [0, 0, 0, 0, 1, 2]
+    assert [manifest.base_version for manifest in manifests] == [None, 0, 1, 2, 3, 4]
+    assert [manifest.breaks for manifest in manifests] == [[]] * 6
+
+
+def test_unpublished_changes_of_before_go_out_with_the_next(url: str) -> None:
+    live, history = published(url, 1)
+    elsewhere = snapshot(live)
+    step(elsewhere, 7)
+    with Publisher(elsewhere, url) as publisher:
+        assert publisher.publish(step=1).changed == 100 + 30
+    assert_holds(open_run(url), 1, history[1])
+    assert_holds(open_run(url), 2, elsewhere)
+
+
+def test_run_that_is_there_is_refused_where_none_is_to_be_resumed(url: str) -> None:
+    live = tensors()
+    with Publisher(live, url) as publisher:
+        before = keys(url)
+        with pytest.raises(ConflictError, match="publish to a new run URL, or pass resume=True"):
+            Publisher(live, url, resume=False)
+        assert keys(url) == before
+        publisher.publish(step=1)
+    assert open_run(url).verify().head == 1
+
+
+def test_dtypes_are_those_of_the_run(url: str) -> None:
+    live, _ = published(url, 1)
+    masters = {name: tensor.double() for name, tensor in live.items()}
+    with Publisher(masters, url) as publisher:
+        assert publisher.publish(step=1).changed == 0
+        masters["a"][:10] *= 3
+        assert publisher.publish(step=2, wait=True).changed == 10
+    expected = {name: tensor.to(live[name].dtype) for name, tensor in masters.items()}
+    assert_holds(open_run(url), 3, expected)
+
+
+def test_claim_says_what_was_found(url: str) -> None:
+    live, _ = published(url, 2)
+    Publisher(live, url).close()
+    with open_bucket(url) as bucket:
+        claim = Claim.from_bytes(bucket.get(claim_key(1)))
+    assert (claim.epoch, claim.version, claim.run) == (1, 2, open_run(url).info.run)
+    assert claim.manifest == open_run(url).head().digest
+
+
+UNFIT: dict[str, tuple[Tensors, str]] = {
+    "name": ({"z": torch.ones(2)}, r"'z' of the model is not among the 3 tensors of the run"),
+    "shape": ({"a": torch.ones(4999)}, r"'a' is BF16 \[5000\] in the run .*\[4999\] in the model"),
+    "kind of number": ({"a": torch.ones(5000, dtype=torch.int16)}, r"'a' is torch\.int16"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_model_that_does_not_fit_is_refused_before_anything_is_claimed(case: str, url: str) -> None:
+    live, message = UNFIT[case]
+    published(url, 1)
+    before = keys(url)
+    with pytest.raises(TensorMismatchError, match=message):
+        Publisher(live, url)
+    assert keys(url) == before
+
+
+def test_tensors_that_the_model_does_not_hold_keep_the_heads_bits(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = qwen3()
+    base = saved(model, tmp_path / "base") | {"mtp.weight": torch.randn(50).half()}
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    own = torch.randn(50).half()
+    with Publisher(model, url, base=tmp_path / "base") as publisher:
+        publisher.publish(step=1, weights=[("mtp.weight", own)])
+    with Publisher(model, url) as publisher:
+        train(model, adamw(model))
+        publisher.publish(step=2)
+    assert "1 of the run's" in caplog.text
+    assert "mtp.weight" in caplog.text
+    assert [manifest.kind for manifest in open_run(url).log()] == ["reference", "delta", "delta"]
+    assert_holds(open_run(url), 2, saved(model, tmp_path / "now") | {"mtp.weight": own})
+
+
+def test_base_says_where_the_first_version_lies_now(url: str, tmp_path: Path) -> None:
+    live = tensors()
+    (tmp_path / "base").mkdir()
+    save_file(live, tmp_path / "base" / "model.safetensors")
+    with Publisher(live, url, base=tmp_path / "base") as publisher:
+        publisher.publish(step=1)
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    before = keys(url)
+    with pytest.raises(NotFoundError, match="is not a directory"):
+        Publisher(live, url, base=tmp_path / "base")
+    assert keys(url) == before
+    with Publisher(live, url, base=tmp_path / "elsewhere") as publisher:
+        step(live, 1)
+        publisher.publish(step=2)
+    assert [manifest.kind for manifest in open_run(url).log()] == ["reference", "delta", "delta"]
+
+
+@pytest.mark.parametrize("head", [None, b"{}", b"behind"])
+def test_head_that_lags_or_is_damaged_is_rolled_forward(head: bytes | None, url: str) -> None:
+    live, _ = published(url, 2)
+    with open_bucket(url) as bucket:
+        good = bucket.get(HEAD_KEY)
+        first = open_run(url).manifest(0)
+        if head is None:
+            bucket.delete(HEAD_KEY)
+        elif head == b"behind":
+            old = good.replace(open_run(url).head().digest.encode(), first.digest.encode())
+            bucket.put(HEAD_KEY, old.replace(b'"version":2', b'"version":0'))
+        else:
+            bucket.put(HEAD_KEY, head)
+        with Publisher(live, url) as publisher:
+            assert publisher.version == 2
+            assert bucket.get(HEAD_KEY) == good
+    assert [manifest.kind for manifest in open_run(url).log()] == ["anchor", "delta", "delta"]
+
+
+def test_head_that_names_a_version_that_never_was_is_put_right(url: str) -> None:
+    live, _ = published(url, 2)
+    with open_bucket(url) as bucket:
+        good = bucket.get(HEAD_KEY)
+        bucket.put(HEAD_KEY, good.replace(b'"version":2', b'"version":9'))
+        with Publisher(live, url) as publisher:
+            assert publisher.version == 2
+            assert bucket.get(HEAD_KEY) == good
+
+
+LOST = ["object gone", "object damaged", "manifest damaged", "every object gone", "manifest and HEAD damaged"]
+
+
+@pytest.mark.parametrize("case", LOST)
+@pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
+def test_run_whose_head_is_lost_begins_anew_behind_it(
+    case: str, shard_bytes: int, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    live, history = published(url, 3, fold=False)
+    manifest = open_run(url).manifest(3)
+    with open_bucket(url) as bucket:
+        if case == "object gone":
+            bucket.delete(manifest.objects[0].key)
+        elif case == "object damaged":
+            damage(url, manifest.objects[0].key)
+        elif case == "every object gone":
+            for info in list(bucket.list("objects/")):
+                bucket.delete(info.key)
+        else:
+            damage(url, version_key(3))
+        if "HEAD" in case:
+            bucket.put(HEAD_KEY, b"{")
+    elsewhere = snapshot(live)
+    step(elsewhere, 9)
+    with Publisher(elsewhere, url, shard_bytes=shard_bytes) as publisher:
+        assert publisher.version == 4
+        anew = snapshot(elsewhere)
+        step(elsewhere, 10)
+        publisher.publish(step=50)
+    assert "version 3 of" in caplog.text
+    assert "cannot be rebuilt" in caplog.text
+    run = open_run(url)
+    assert run.head().version == 5
+    fourth = run.manifest(4)
+    assert (fourth.kind, fourth.base_version, fourth.epoch) == ("anchor", None, 1)
+    assert [(item.version, item.base_version) for item in run.head().breaks] == [(4, None)]
+    assert len(fourth.objects) == (3 if shard_bytes == 1 else 1)
+    assert_holds(run, 4, anew)
+    assert_holds(run, 5, elsewhere)
+    if case != "every object gone":
+        assert_holds(run, 2, history[2])
+    with Publisher(elsewhere, url) as publisher:
+        assert publisher.version == 5
+
+
+def test_run_without_one_good_manifest_begins_anew(url: str) -> None:
+    live, _ = published(url, 1)
+    for version in range(2):
+        damage(url, version_key(version))
+    with Publisher(live, url) as publisher:
+        assert publisher.version == 2
+        step(live, 3)
+        publisher.publish(step=1)
+    assert_holds(open_run(url), 3, live)
+
+
+def test_model_that_lacks_tensors_cannot_begin_anew(url: str) -> None:
+    live, _ = published(url, 1)
+    damage(url, version_key(1))
+    del live["b"]
+    with pytest.raises(FormatError, match="to begin anew the model lacks tensor 'b'"):
+        Publisher(live, url)
+    assert open_run(url).versions() == [0, 1]
+
+
+def test_what_the_model_lacks_is_taken_from_the_base_given(url: str, tmp_path: Path) -> None:
+    live, _ = published(url, 1)
+    (tmp_path / "base").mkdir()
+    save_file(live, tmp_path / "base" / "model.safetensors")
+    for version in range(2):
+        damage(url, version_key(version))
+    rest = snapshot(live)
+    del live["b"]
+    with Publisher(live, url, base=tmp_path / "base") as publisher:
+        assert publisher.version == 2
+    assert_holds(open_run(url), 2, rest)
+
+
+def test_gap_in_the_chain_is_no_reason_to_begin_anew_where_the_head_can_be_rebuilt(url: str) -> None:
+    live, _ = published(url, 2)
+    with Publisher(live, url) as publisher:
+        publisher.anchor()
+    with open_bucket(url) as bucket:
+        for info in list(bucket.list("objects/")):
+            if any(info.key == ref.key for version in range(3) for ref in open_run(url).manifest(version).objects):
+                bucket.delete(info.key)
+    with Publisher(live, url) as publisher:
+        assert publisher.version == 2
+
+
+def test_sharded_version_0_holds_every_tensor_once(url: str) -> None:
+    live = tensors()
+    with Publisher(live, url, shard_bytes=6000):
+        pass
+    manifest = open_run(url).manifest(0)
+    assert len(manifest.objects) == 2
+    assert manifest.payload_bytes == sum(ref.bytes for ref in manifest.objects)
+    assert_holds(open_run(url), 0, live)
+    parts = [load_file(Path(url) / ref.key) for ref in manifest.objects]
+    assert sorted(name for part in parts for name in part) == sorted(live)
+    assert all(same_bits(part[name], live[name]) for part in parts for name in part)
+
+
+def test_manifests_say_whether_they_can_be_taken_back(url: str) -> None:
+    live = tensors()
+    with Publisher(live, url) as publisher:
+        step(live, 1)
+        publisher.publish(step=1)
+        publisher.publish(step=2, wait=True)
+        live["a"].view(torch.int16).random_().bitwise_and_(0x3FFF)
+        publisher.publish(step=3, wait=True)
+    assert [manifest.reversible for manifest in open_run(url).log()] == [False, True, True, False]
+    with Publisher(tensors(), f"{url}-raw", codec="raw") as publisher:
+        publisher.publish(step=1, weights=[("b", torch.ones(40, 30))])
+    assert not open_run(f"{url}-raw").head().reversible
+
+
+def test_manifest_of_a_later_release_is_left_alone(url: str) -> None:
+    live, _ = published(url, 1)
+    with open_bucket(url) as bucket:
+        data = bucket.get(version_key(1)).replace(b'"requires":["packed","zstd"]', b'"requires":["later"]')
+        bucket.put(version_key(1), data)
+    before = keys(url)
+    with pytest.raises(UnsupportedError, match="upgrade to read it"):
+        Publisher(live, url)
+    assert keys(url) == before
+
+
+def test_resuming_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    live, _ = published(url, 2)
+    with caplog.at_level(logging.INFO):
+        Publisher(live, url).close()
+    assert "goes on from version 2, step 20, in epoch 1" in caplog.text
+
+
+def test_parent_of_the_new_beginning_is_what_is_stored(url: str) -> None:
+    live, _ = published(url, 1)
+    damage(url, version_key(1))
+    Publisher(live, url).close()
+    with open_bucket(url) as bucket:
+        anew = Manifest.from_bytes(bucket.get(version_key(2)))
+        assert anew.parent == sha256(bucket.get(version_key(1))).hexdigest()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_branch_is_gone_on_with(moved: bool, url: str, tmp_path: Path) -> None:
+    live, history = published(url, 2)
+    own = f"{url}-branch"
+    branch(open_run(url), 1, own)
+    place = None
+    if moved:
+        Path(url).rename(tmp_path / "elsewhere")
+        place = (tmp_path / "elsewhere").as_uri()
+        # A forgotten argument is no lost chain.
+        with pytest.raises(NotFoundError, match="pass base= with its URL"):
+            Publisher(live, own)
+    with Publisher(live, own, base=place) as publisher:
+        assert publisher.version == 0
+        step(live, 5)
+        publisher.publish(step=1)
+    run = open_run(own)
+    assert [manifest.kind for manifest in run.log()] == ["reference", "delta"]
+    if not moved:
+        assert_holds(run, 0, history[1])
+        assert_holds(run, None, live)
+
+
+def test_versions_that_a_listing_does_not_show_yet_are_found(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, _ = published(url, 3)
+    damage(url, version_key(3))
+    with open_bucket(url) as bucket:
+        bucket.delete(HEAD_KEY)
+        listed = bucket.list
+
+        def late(prefix: str = "") -> Iterator[ObjectInfo]:
+            return (info for info in listed(prefix) if info.key not in (version_key(2), version_key(3)))
+
+        monkeypatch.setattr(bucket, "list", late)
+        with Publisher(live, bucket) as publisher:
+            assert publisher.version == 4
+
+
+def test_model_that_does_not_fit_is_told_what_to_do(url: str) -> None:
+    live, _ = published(url, 1)
+    live["other"] = live.pop("a")
+    with pytest.raises(TensorMismatchError, match="publish the model that the run is of, or start a new run"):
+        Publisher(live, url)
+    assert open_run(url).newest_claim() == 0
+
+
+def test_run_that_can_have_no_break_more_is_not_begun_anew(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, _ = published(url, 2)
+    damage(url, open_run(url).manifest(2).objects[0].key)
+    before = keys(url)
+    monkeypatch.setattr(limits, "MAX_BREAKS", 0)
+    with pytest.raises(LimitError, match="MAX_BREAKS"):
+        Publisher(live, url)
+    assert keys(url) - before == {claim_key(1)}

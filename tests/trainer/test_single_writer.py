@@ -1,0 +1,172 @@
+"""Two publishers on a bucket whose create-if-absent does not hold: at most one goes on, and never over the other's."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.faults.hooks import Hooked, Trainer, assert_holds
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket import creation
+from vllm_delta_sync.errors import ConflictError
+from vllm_delta_sync.wire.documents import Claim, claim_key
+from vllm_delta_sync.wire.manifest import RUN_KEY, TABLE_KEY, Document, Manifest, RunInfo, timestamp, version_key
+
+
+class Shared(Hooked):
+    """Looks a key up and then writes, as the Hub's own interface has it. ``after`` stands for another writer that had
+    looked before, and is served later."""
+
+    exclusive = False
+
+    def overwrite(self, key: str, data: bytes) -> None:
+        """As another writer, who is not hooked."""
+        self._inner.put(key, data)
+
+
+class Late:
+    """Another writer's object, which comes right after ours under the same key, once."""
+
+    def __init__(self, bucket: Shared, key: str, make: Callable[[bytes], bytes]) -> None:
+        self._bucket, self._key, self._make = bucket, key, make
+        self.left: bytes | None = None
+
+    def __call__(self, key: str) -> None:
+        if key == self._key and self.left is None:
+            self.left = self._make(self._bucket.get(key))
+            self._bucket.overwrite(key, self.left)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
+    monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.01)
+    return Shared(tmp_path / "run")
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+def changed(document: type[Document], **fields: str) -> Callable[[bytes], bytes]:
+    """Makes another writer's document of one of ours."""
+
+    def change(data: bytes) -> bytes:
+        return document.model_validate(document.from_bytes(data, "ours").model_dump() | fields).to_bytes()
+
+    return change
+
+
+their_manifest = changed(Manifest, created_at="2030-01-01T00:00:00Z")
+their_claim = changed(Claim, writer="f" * 32)
+their_run = changed(RunInfo, run="e" * 32)
+
+
+def assert_stopped(publisher: Publisher, match: str) -> None:
+    with pytest.raises(ConflictError, match=match):
+        publisher.flush()
+    with pytest.raises(ConflictError, match=match):
+        publisher.publish(step=99)
+    with pytest.raises(ConflictError, match=match):
+        publisher.close()
+
+
+def test_alone_a_publisher_starts_goes_on_and_is_taken_over(bucket: Shared, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as former:
+        trainer.step()
+        former.publish(step=1)
+    with Publisher(trainer.live, bucket, resume=True) as later:
+        trainer.step()
+        assert later.publish(step=2).version == 2
+    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 1]
+    assert_holds(bucket, 2, trainer.live)
+
+
+def test_of_two_claims_of_one_epoch_the_one_that_stays_counts(bucket: Shared, trainer: Trainer) -> None:
+    Publisher(trainer.live, bucket).close()
+    bucket.after = late = Late(bucket, claim_key(1), their_claim)
+    with Publisher(trainer.live, bucket, resume=True) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+    assert bucket.get(claim_key(1)) == late.left
+    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 2]
+
+
+def test_a_claim_that_is_written_over_later_stops_its_writer(bucket: Shared, trainer: Trainer) -> None:
+    Publisher(trainer.live, bucket).close()
+    publisher = Publisher(trainer.live, bucket, resume=True)
+    bucket.overwrite(claim_key(1), their_claim(bucket.get(claim_key(1))))
+    trainer.step()
+    publisher.publish(step=1)
+    assert_stopped(publisher, r"taken over the run .*claims/0000000001\.json")
+    assert [manifest.version for manifest in open_run(bucket.url).log()] == [0]
+
+
+def test_a_manifest_that_was_written_over_is_left_and_stops_its_writer(bucket: Shared, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket, read_back=True)
+    bucket.after = late = Late(bucket, version_key(1), their_manifest)
+    trainer.step()
+    publisher.publish(step=1)
+    assert_stopped(publisher, "version 1 .* was written by another publisher")
+    assert bucket.get(version_key(1)) == late.left
+
+
+def test_a_claim_that_came_while_the_manifest_was_written_stops_its_writer(bucket: Shared, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+
+    def claim(key: str) -> None:
+        if key == version_key(1):
+            digest = open_run(bucket.url).manifest(0).digest
+            made = Claim(
+                run=publisher.run, epoch=1, version=0, manifest=digest, writer="f" * 32, created_at=timestamp()
+            )
+            bucket.overwrite(claim_key(1), made.to_bytes())
+
+    bucket.after = claim
+    trainer.step()
+    publisher.publish(step=1)
+    assert_stopped(publisher, "taken over the run")
+
+
+def test_a_version_that_was_written_over_later_stops_its_writer(bucket: Shared, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    trainer.step()
+    publisher.publish(step=1)
+    publisher.flush()
+    theirs = their_manifest(bucket.get(version_key(1)))
+    bucket.overwrite(version_key(1), theirs)
+    trainer.step()
+    publisher.publish(step=2)
+    assert_stopped(publisher, r"versions/0000000001\.json .* was written over by another publisher")
+    assert bucket.get(version_key(1)) == theirs
+    assert [info.key for info in bucket.list("versions/")] == [version_key(0), version_key(1)]
+
+
+def test_of_two_starts_the_one_whose_run_json_stays_has_the_url(bucket: Shared, trainer: Trainer) -> None:
+    bucket.after = late = Late(bucket, RUN_KEY, their_run)
+    with pytest.raises(ConflictError, match=r"holds run\.json of another publisher"):
+        Publisher(trainer.live, bucket)
+    assert [(info.key, bucket.get(info.key)) for info in bucket.list()] == [(RUN_KEY, late.left)]
+
+
+def test_a_start_that_lost_its_run_json_late_removes_nothing_of_the_other(bucket: Shared, trainer: Trainer) -> None:
+    def replace(key: str) -> None:
+        if key.startswith("objects/"):
+            bucket.overwrite(RUN_KEY, their_run(bucket.get(RUN_KEY)))
+
+    bucket.after = replace
+    with pytest.raises(ConflictError, match="another run was started"):
+        Publisher(trainer.live, bucket)
+    found = [info.key for info in bucket.list()]
+    assert found[-2:] == [RUN_KEY, TABLE_KEY]
+    assert found[0].startswith("objects/")
+
+
+def test_a_store_that_is_exclusive_waits_for_nothing(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creation, "SETTLING_SECONDS", -1)
+    bucket = Hooked(tmp_path / "run")
+    Publisher(trainer.live, bucket).close()
+    Publisher(trainer.live, bucket, resume=True).close()

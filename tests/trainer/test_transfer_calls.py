@@ -1,0 +1,313 @@
+"""``DeltaWeightTransfer`` call by call: order, waiting for servers, failures, interrupts."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.publishing import assert_holds
+from tests.support.tiny import make_model, save_checkpoint
+from tests.support.trainers import SIZES, HeldBucket, steps_of, threads_of_ours
+from trainer_side import Publisher
+from trainer_side.integrations.trl import DeltaWeightTransfer
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain.fleet import FleetLateError
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, PublishError, StoreError, UsageError
+from vllm_delta_sync.upkeep.leases import write_lease
+
+Pairs = Iterator[tuple[str, torch.Tensor]]
+
+
+class Stream:
+    """Parameters, handed over one by one; raises ``error`` once, in the place of one of them, and could go on."""
+
+    def __init__(self, model: PreTrainedModel, failing_at: int | None, error: BaseException | None) -> None:
+        self.left = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+        self.failing_at, self.error = failing_at, error
+        self.reads = 0
+
+    def __iter__(self) -> Pairs:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        if not self.left:
+            raise StopIteration
+        if self.reads == self.failing_at and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.reads += 1
+        return self.left.pop(0)
+
+
+class Weights:
+    """What a trainer trains."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def change(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.5)
+
+    def stream(self, failing_at: int | None = None, error: BaseException | None = None) -> Stream:
+        return Stream(self.model, failing_at, error)
+
+    @property
+    def served(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().bfloat16() for name, tensor in self.model.named_parameters()}
+
+
+@pytest.fixture
+def weights() -> Weights:
+    return Weights(make_model("qwen3", **SIZES))
+
+
+@pytest.fixture
+def base(weights: Weights, tmp_path: Path) -> Path:
+    return save_checkpoint(weights.model, tmp_path / "base")
+
+
+@pytest.fixture
+def transfer(url: str, base: Path) -> Iterator[DeltaWeightTransfer]:
+    made = DeltaWeightTransfer(url, base)
+    yield made
+    made.destroy()
+
+
+def test_calls_before_the_beginning_and_after_the_end(transfer: DeltaWeightTransfer, weights: Weights) -> None:
+    transfer.pause()
+    transfer.resume()
+    transfer.destroy()
+    stream = weights.stream()
+    with pytest.raises(UsageError, match="init_weight_transfer was not called"):
+        transfer.send_weights(stream)
+    assert not stream.left
+    transfer.init_weight_transfer()
+    assert transfer.publisher is not None
+    transfer.destroy()
+    transfer.destroy()
+    transfer.resume()
+    with pytest.raises(UsageError, match="destroy was called since"):
+        transfer.send_weights(weights.stream())
+
+
+def test_a_second_beginning_goes_on_with_the_run(url: str, base: Path, weights: Weights) -> None:
+    others = threads_of_ours()
+    transfer = DeltaWeightTransfer(url, base)
+    for _ in range(2):
+        transfer.init_weight_transfer()
+        weights.change()
+        transfer.send_weights(weights.stream())
+    transfer.destroy()
+    assert steps_of(open_run(url)) == [1, 1]
+    assert_holds(open_run(url), 2, weights.served, base)
+    assert threads_of_ours(others) == []
+
+
+def test_without_a_trainer_sends_are_counted(
+    transfer: DeltaWeightTransfer, url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "trainer_side.reports"):
+        transfer.init_weight_transfer()
+        for _ in range(3):
+            weights.change()
+            transfer.pause()
+            transfer.send_weights(weights.stream())
+            transfer.resume()
+        transfer.destroy()
+    assert steps_of(open_run(url)) == [1, 2, 3]
+    assert_holds(open_run(url), 3, weights.served, base)
+    told = [line.split(", delta_sync/changed")[0] for line in caplog.messages if line.startswith("delta_sync/")]
+    assert told == [f"delta_sync/version {number}, delta_sync/step {number}" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every": 2}, "weight_sync_steps"),
+        ({"codecs": "raw"}, r"\['base', 'codecs'\] are not those of Publisher"),
+        ({"wait_served": 0}, "wait_served is 0"),
+        ({"wait_served": "30"}, "wait_served is '30'"),
+        ({"replicas": 0}, "replicas is 0"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DeltaWeightTransfer("memory://run", "base", **arguments)
+
+
+def test_a_base_that_is_not_there_ends_the_beginning(url: str, tmp_path: Path) -> None:
+    transfer = DeltaWeightTransfer(url, tmp_path / "none", stop_on_error=False)
+    with pytest.raises(NotFoundError, match="does not exist"):
+        transfer.init_weight_transfer()
+    assert transfer.publisher is None
+
+
+def test_resume_waits_until_the_version_is_served(url: str, base: Path, weights: Weights) -> None:
+    transfer = DeltaWeightTransfer(url, base, wait_served=60, replicas=2)
+    transfer.init_weight_transfer()
+    weights.change()
+    transfer.send_weights(weights.stream())
+    returned = threading.Event()
+
+    def serve(name: str, version: int) -> None:
+        write_lease(Run(open_bucket(url)), name, version, seconds=600)
+
+    def resume() -> None:
+        transfer.resume()
+        returned.set()
+
+    waiting = threading.Thread(target=resume)
+    serve("a", 0)
+    waiting.start()
+    serve("b", 1)
+    assert not returned.wait(1)
+    serve("a", 1)
+    assert returned.wait(60)
+    waiting.join()
+    transfer.destroy()
+
+
+def test_resume_says_who_is_late(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
+    strict, lenient = (DeltaWeightTransfer(url, base, wait_served=0.2, stop_on_error=stop) for stop in (True, False))
+    strict.init_weight_transfer()
+    strict.resume()
+    write_lease(Run(open_bucket(url)), "slow", 0, seconds=600)
+    strict.send_weights(weights.stream())
+    with pytest.raises(FleetLateError, match="slow"):
+        strict.resume()
+    strict.destroy()
+    lenient.init_weight_transfer()
+    lenient.send_weights(weights.stream())
+    with caplog.at_level(logging.ERROR, "trainer_side.reports"):
+        lenient.resume()
+    assert "slow" in caplog.text
+    lenient.destroy()
+
+
+def test_a_failure_is_raised_and_made_up_for(url: str, base: Path, weights: Weights) -> None:
+    with open_bucket(url) as store:
+        bucket = HeldBucket(store)
+        transfer = DeltaWeightTransfer(bucket, base)
+        transfer.init_weight_transfer()
+        weights.change()
+        bucket.down = True
+        transfer.send_weights(weights.stream())
+        stream = weights.stream()
+        with pytest.raises(PublishError, match="the store is down"):
+            transfer.send_weights(stream)
+        assert not stream.left
+        assert open_run(url).head().version == 0
+        bucket.down = False
+        weights.change()
+        transfer.send_weights(weights.stream())
+        transfer.destroy()
+    assert [manifest.version for manifest in open_run(url).log()] == [0, 1]
+    assert_holds(open_run(url), 1, weights.served, base)
+
+
+def test_training_may_go_on_where_a_store_is_down(
+    url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_bucket(url) as store, caplog.at_level(logging.WARNING, "trainer_side.reports"):
+        bucket = HeldBucket(store)
+        transfer = DeltaWeightTransfer(bucket, base, stop_on_error=False)
+        transfer.init_weight_transfer()
+        bucket.down = True
+        for _ in range(4):
+            weights.change()
+            stream = weights.stream()
+            transfer.send_weights(stream)
+            transfer.resume()
+            assert not stream.left
+        bucket.down = False
+        weights.change()
+        transfer.send_weights(weights.stream())
+        transfer.send_weights(weights.stream())
+        transfer.destroy()
+    assert_holds(open_run(url), open_run(url).head().version, weights.served, base)
+    said = [line for line in caplog.messages if "training goes on" in line or "works again" in line]
+    assert "the store is down" in said[0]
+    assert said[1:] == ["version 1 is published: publishing works again"]
+
+
+@pytest.mark.parametrize("stop_on_error", [True, False])
+def test_another_writer_always_ends_it(stop_on_error: bool, url: str, base: Path, weights: Weights) -> None:
+    transfer = DeltaWeightTransfer(url, base, stop_on_error=stop_on_error)
+    transfer.init_weight_transfer()
+    with Publisher(weights.model, bucket=url, base=base) as other:
+        weights.change()
+        other.publish(1, wait=True)
+        other.flush()
+        transfer.send_weights(weights.stream())
+        with pytest.raises(ConflictError):
+            transfer.send_weights(weights.stream())
+    with pytest.raises(ConflictError):
+        transfer.destroy()
+    assert transfer.publisher is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("a rank is gone")])
+def test_a_send_that_breaks_off_leaves_nothing_behind(
+    error: BaseException, transfer: DeltaWeightTransfer, url: str, base: Path, weights: Weights
+) -> None:
+    """It is read on for other ranks that gather, unless they are interrupted as well: that would wait for ever."""
+    transfer.init_weight_transfer()
+    weights.change()
+    stream = weights.stream(5, error)
+    with pytest.raises(type(error)):
+        transfer.send_weights(stream)
+    assert (stream.reads == 5) == (not isinstance(error, Exception))
+    assert bool(stream.left) == (not isinstance(error, Exception))
+    weights.change()
+    transfer.send_weights(weights.stream())
+    transfer.destroy()
+    assert steps_of(open_run(url)) == [2]
+    assert_holds(open_run(url), 1, weights.served, base)
+
+
+def test_the_end_does_not_hide_the_error_before(
+    url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_bucket(url) as store:
+        bucket = HeldBucket(store)
+        transfer = DeltaWeightTransfer(bucket, base)
+
+        def training() -> None:
+            try:
+                transfer.init_weight_transfer()
+                weights.change()
+                bucket.down = True
+                transfer.send_weights(weights.stream())
+                raise RuntimeError("training has failed")
+            finally:
+                transfer.destroy()
+
+        with pytest.raises(RuntimeError, match="training has failed"):
+            training()
+        assert transfer.publisher is None
+        assert "closing the weight transfer" in caplog.text
+        bucket.down = False
+        transfer.init_weight_transfer()
+        bucket.down = True
+        transfer.send_weights(weights.stream())
+        with pytest.raises(DeltaSyncError, match="the store is down"):
+            transfer.destroy()
+        assert transfer.publisher is None
+
+
+def test_a_store_that_is_down_at_the_beginning(url: str, base: Path) -> None:
+    with open_bucket(url) as store:
+        bucket = HeldBucket(store)
+        bucket.down = True
+        transfer = DeltaWeightTransfer(bucket, base, stop_on_error=False)
+        with pytest.raises(StoreError, match="the store is down"):
+            transfer.init_weight_transfer()
+        transfer.destroy()

@@ -1,0 +1,188 @@
+"""Weights that are handed over parameter by parameter, under the names of the module: as tensors of the checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, HrmTextConfig, PreTrainedModel
+
+from tests.support.publishing import Tensors, assert_holds
+from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
+from tests.support.trainers import SIZES
+from trainer_side import Publisher
+from trainer_side.handed import HandedTensors
+from trainer_side.naming import LiveTensors
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.errors import ModelError, NotFoundError, TensorMismatchError, UsageError
+
+Pairs = Iterator[tuple[str, torch.Tensor]]
+
+
+def handed(model: PreTrainedModel) -> Pairs:
+    return ((name, tensor.detach()) for name, tensor in model.named_parameters())
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Tensors:
+    """What ``save_pretrained`` writes of the model in bfloat16."""
+    tensors: Tensors = load_file(save_checkpoint(model, folder) / "model.safetensors")
+    return tensors
+
+
+def trained(model: PreTrainedModel) -> PreTrainedModel:
+    next(train_steps(model, lr=1e-3))
+    return model
+
+
+def publish(base: Path, url: str, weights: Pairs) -> None:
+    with Publisher(HandedTensors(base), bucket=url, base=base) as publisher:
+        publisher.publish(1, weights=weights)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_parameters_become_what_save_pretrained_writes(family: str, url: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    base = save_checkpoint(model, tmp_path / "base")
+    random = torch.get_rng_state()
+    weights = HandedTensors(base)
+    assert torch.equal(torch.get_rng_state(), random)
+    with Publisher(weights, bucket=url, base=base) as publisher:
+        assert publisher.publish(0, wait=True, weights=handed(model)).changed == 0
+        publisher.publish(1, wait=True, weights=handed(trained(model)))
+    run = open_run(url)
+    assert run.manifest(0).kind == "reference"
+    assert_holds(run, 2, saved(model, tmp_path / "saved"), base)
+
+
+def test_parameters_that_make_up_one_tensor_are_waited_for(url: str, tmp_path: Path) -> None:
+    """Projections that are apart in the module and one in the checkpoint; each in a buffer that is filled again."""
+    model = _joined_model()
+    base = save_checkpoint(model, tmp_path / "base")
+    assert max(len(route.sources) for route in HandedTensors(base)._routes.values()) == 4
+    expected = saved(trained(model), tmp_path / "saved")
+
+    def from_one_buffer() -> Pairs:
+        buffer = torch.empty(max(tensor.numel() for tensor in model.parameters()))
+        for name, tensor in handed(model):
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            buffer.fill_(torch.nan)
+
+    publish(base, url, from_one_buffer())
+    assert_holds(open_run(url), 1, expected, base)
+
+
+def test_a_part_of_what_makes_up_one_tensor_is_refused(url: str, tmp_path: Path) -> None:
+    model = _joined_model()
+    base = save_checkpoint(model, tmp_path / "base")
+    some = ((name, tensor) for name, tensor in handed(model) if not name.endswith("layers.0.self_attn.k_proj.weight"))
+    with pytest.raises(ModelError, match=r"gqkv_proj.*'.*k_proj.weight' was not handed over \(1 of 4\)"):
+        publish(base, url, some)
+    assert open_run(url).head().version == 0
+
+
+def test_what_is_not_handed_over_keeps_its_bits(url: str, tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", **SIZES)
+    base = save_checkpoint(model, tmp_path / "base")
+    before = load_file(base / "model.safetensors")
+    some = [(name, tensor) for name, tensor in handed(trained(model)) if ".mlp.experts." in name]
+    publish(base, url, iter(some))
+    after = saved(model, tmp_path / "saved")
+    kept = {name: tensor if ".mlp.experts." in name else before[name] for name, tensor in after.items()}
+    assert any(not torch.equal(kept[name], after[name]) for name in kept)
+    assert_holds(open_run(url), 1, kept, base)
+
+
+def test_a_tied_head_that_the_checkpoint_has_twice(url: str, tmp_path: Path) -> None:
+    """As of some published checkpoints; a framework hands the parameter over once."""
+    model = make_model("qwen3", **SIZES)
+    base = save_checkpoint(model, tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, base / "model.safetensors")
+    publish(base, url, handed(trained(model)))
+    expected = saved(model, tmp_path / "saved")
+    assert_holds(open_run(url), 1, {**expected, "lm_head.weight": expected["model.embed_tokens.weight"]}, base)
+
+
+def test_names_of_the_checkpoint_are_understood_too(url: str, tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", **SIZES)
+    base = save_checkpoint(model, tmp_path / "base")
+    expected = saved(trained(model), tmp_path / "saved")
+    publish(base, url, iter(expected.items()))
+    assert_holds(open_run(url), 1, expected, base)
+
+
+@pytest.mark.parametrize("unknown", ["no configuration", "another's architecture"])
+def test_without_a_known_configuration_names_are_the_checkpoints(unknown: str, url: str, tmp_path: Path) -> None:
+    model = make_model("qwen3", **SIZES)
+    base = save_checkpoint(model, tmp_path / "base")
+    (base / "config.json").unlink()
+    if unknown != "no configuration":
+        (base / "config.json").write_text('{"model_type": "of_another_library", "architectures": ["Other"]}')
+    publish(base, url, handed(trained(model)))
+    assert_holds(open_run(url), 1, saved(model, tmp_path / "saved"), base)
+
+
+def test_what_does_not_fit_is_refused_by_name(url: str, tmp_path: Path) -> None:
+    model = make_model("qwen3", **SIZES)
+    base = save_checkpoint(model, tmp_path / "base")
+    norm = torch.ones(5)
+    with Publisher(HandedTensors(base), bucket=url, base=base) as publisher:
+        with pytest.raises(TensorMismatchError, match=r"'model.norm.weight' is torch.float32 \[5\], but \[32\]"):
+            publisher.publish(1, weights=[*handed(trained(model)), ("model.norm.weight", norm)])
+        with pytest.raises(TensorMismatchError, match=r"model\.norm\.bias"):
+            publisher.publish(1, weights=[*handed(model), ("model.norm.bias", norm)])
+        with pytest.raises(TensorMismatchError, match=r"'model.norm.weight' is yielded twice"):
+            publisher.publish(1, weights=[*handed(model), ("model.norm.weight", torch.ones(32))])
+        with pytest.raises(UsageError, match=r"give weights="):
+            publisher.publish(1)
+        publisher.publish(2, weights=handed(model))
+    assert_holds(open_run(url), 1, saved(model, tmp_path / "saved"), base)
+
+
+def test_layouts_in_memory_do_not_matter(url: str, tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", **SIZES)
+    base = save_checkpoint(model, tmp_path / "base")
+    turned = (
+        (name, tensor.mT.contiguous().mT) if tensor.dim() > 1 else (name, tensor) for name, tensor in handed(model)
+    )
+    trained(model)
+    publish(base, url, turned)
+    assert_holds(open_run(url), 1, saved(model, tmp_path / "saved"), base)
+
+
+def test_a_base_of_another_model_is_refused(url: str, tmp_path: Path) -> None:
+    base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
+    other = save_checkpoint(make_model("llama", **SIZES), tmp_path / "other")
+    with pytest.raises(TensorMismatchError, match="is not among the"):
+        Publisher(HandedTensors(other), bucket=url, base=base)
+    with pytest.raises(NotFoundError, match="does not exist"):
+        HandedTensors(tmp_path / "none")
+
+
+def test_a_lost_version_is_not_made_up(url: str, tmp_path: Path) -> None:
+    """The weights to begin anew with are not known before the next send; those of the base are another policy's."""
+    model = make_model("qwen3", **SIZES)
+    base = save_checkpoint(model, tmp_path / "base")
+    publish(base, url, handed(trained(model)))
+    for lost in (tmp_path / "run" / "objects").iterdir():
+        lost.unlink()
+    with pytest.raises(NotFoundError, match="handed the weights to begin anew only later; repair the run"):
+        Publisher(HandedTensors(base), bucket=url, base=base)
+    assert open_run(url).head().version == 1
+
+
+def test_it_is_no_model_of_its_own(tmp_path: Path) -> None:
+    weights: LiveTensors = HandedTensors(save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base"))
+    assert not weights.held
+    assert list(weights.read()) == []
+
+
+def _joined_model() -> PreTrainedModel:
+    """A model whose checkpoint joins what its module holds apart: four projections, and two."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4}
+    config = HrmTextConfig(vocab_size=VOCABULARY, num_hidden_layers=2, num_key_value_heads=4, **sizes)
+    config.dtype = torch.float32
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.float()

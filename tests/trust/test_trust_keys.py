@@ -1,0 +1,298 @@
+"""Whose signatures count: trusted keys, those they list, and how far the word of one that is given up goes."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.signers import (
+    INFO,
+    NEXT,
+    OTHER_ROOT,
+    ROOT,
+    RUN,
+    STRANGER,
+    TRAINER,
+    by,
+    entry,
+    key_file,
+    manifest,
+    public,
+    ring,
+)
+from tests.trainer.faults.hooks import Hooked
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.chain.authentic import Authentic
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, ForkError, ReplayError, SignatureError
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keyring import RunKeys
+from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.wire.documents import KEYS_KEY, KeyEntry, KeyFile
+from vllm_delta_sync.wire.manifest import Document, Head, Manifest, version_key
+
+# Whose word counts
+
+
+def test_a_keyring_that_trusts_nobody_checks_nothing(tmp_path: Path) -> None:
+    bucket = open_bucket(str(tmp_path))
+    bucket.put(KEYS_KEY, b"garbage")
+    found = Authentic(bucket, Keyring(), INFO)
+    found.refresh()
+    found.manifest(manifest(0), "it")
+    found.head(Head(run=RUN, version=0, manifest="0" * 64), "it")
+
+
+@pytest.mark.parametrize("signer", [None, STRANGER])
+def test_everything_of_others_is_refused(signer: Any) -> None:
+    keys = RunKeys(ring(None, ROOT, TRAINER), RUN)
+    checks: list[tuple[Callable[..., object], Document, tuple[Any, ...]]] = [
+        (keys.check_info, INFO, ()),
+        (keys.check_manifest, manifest(0), (0, "it")),
+        (keys.check_side, Head(run=RUN, version=0, manifest="0" * 64), (0, "it")),
+    ]
+    for check, document, rest in checks:
+        offered = document if signer is None else by(signer, document)
+        with pytest.raises(SignatureError, match="not signed" if signer is None else "not trusted"):
+            check(offered, *rest)
+        check(by(TRAINER, document), *rest)
+
+
+def test_delegated_keys() -> None:
+    keys = RunKeys(ring(None, ROOT), RUN)
+    signed = by(TRAINER, manifest(0))
+    with pytest.raises(SignatureError, match="not trusted"):
+        keys.check_manifest(signed, 0, "it")
+    keys.take(key_file([entry(TRAINER)]))
+    assert keys.check_manifest(signed, 0, "it") is None
+    assert keys.allowed() == {public(ROOT), public(TRAINER)}
+    # Who is taken out of the list altogether is nobody any more.
+    keys.take(key_file([entry(NEXT)], 2))
+    with pytest.raises(SignatureError, match="not trusted"):
+        keys.check_manifest(signed, 0, "it")
+    assert keys.allowed() == {public(ROOT), public(NEXT)}
+
+
+def test_list_of_keys_vouches_for_run_json() -> None:
+    keys = RunKeys(ring(None, ROOT), RUN)
+    info = by(TRAINER, INFO)
+    with pytest.raises(SignatureError, match="not trusted"):
+        keys.check_info(info)
+    # Also after the key that began the run was stolen.
+    keys.take(key_file([entry(TRAINER, revoked=True)]))
+    keys.check_info(info)
+    with pytest.raises(SignatureError, match="revoked"):
+        keys.check_info(by(TRAINER, INFO.model_copy(update={"total": 101})))
+
+
+@pytest.mark.parametrize("signer", [TRAINER, STRANGER, None])
+def test_only_roots_change_the_list(signer: Any) -> None:
+    """A delegated key lists one of its own."""
+    keys = RunKeys(ring(None, ROOT), RUN)
+    keys.take(key_file([entry(TRAINER)]))
+    forged = key_file([entry(TRAINER), entry(STRANGER)], 2, signer or ROOT)
+    if signer is None:
+        forged = KeyFile.from_bytes(dump_canonical(json.loads(forged.to_bytes()) | {"signature": None}))
+    with pytest.raises(SignatureError):
+        keys.take(forged)
+    assert keys.allowed() == {public(ROOT), public(TRAINER)}
+    assert keys.file is not None
+    assert keys.file.sequence == 1
+
+
+def test_changed_list_is_refused() -> None:
+    keys = RunKeys(ring(None, ROOT), RUN)
+    value = json.loads(key_file([entry(TRAINER)]).to_bytes())
+    value["keys"][0]["key"] = public(STRANGER)
+    with pytest.raises(SignatureError, match="was changed"):
+        keys.take(KeyFile.from_bytes(dump_canonical(value)))
+    with pytest.raises(ChainError, match="belongs to run"):
+        keys.take(key_file([entry(TRAINER)], run="cd" * 16))
+    assert keys.file is None
+
+
+def test_list_that_was_put_back() -> None:
+    keys = RunKeys(ring(None, ROOT), RUN)
+    keys.take(key_file([entry(TRAINER)], 1))
+    keys.take(key_file([entry(TRAINER, manifest(3))], 2))
+    keys.take(key_file([entry(TRAINER, manifest(3))], 2))
+    for old in (key_file([entry(TRAINER)], 1), None):
+        with pytest.raises(ReplayError, match="2 was seen before"):
+            keys.take(old)
+    assert keys.allowed() == {public(ROOT)}
+    fresh = RunKeys(ring(None, ROOT), RUN)
+    with pytest.raises(ReplayError, match="sequence 1, and 2"):
+        fresh.take(key_file([entry(TRAINER)], 1), at_least=2)
+    with pytest.raises(ReplayError, match="sequence 0, and 2"):
+        fresh.take(None, at_least=2)
+
+
+def test_revoked_root_does_not_take_it_back() -> None:
+    keys = RunKeys(ring(None, ROOT, OTHER_ROOT), RUN)
+    keys.take(key_file([entry(ROOT, revoked=True)], 1, OTHER_ROOT))
+    with pytest.raises(SignatureError, match="which it revokes"):
+        keys.take(key_file([entry(ROOT, revoked=True)], 2, ROOT))
+    with pytest.raises(SignatureError, match="was revoked before"):
+        keys.take(key_file([], 2, ROOT))
+    assert keys.allowed() == {public(OTHER_ROOT)}
+    keys.take(key_file([], 2, OTHER_ROOT))
+    assert keys.allowed() == {public(ROOT), public(OTHER_ROOT)}
+
+
+def test_side_documents_of_retired_and_revoked_keys() -> None:
+    keys = RunKeys(ring(None, ROOT), RUN)
+    at_3, at_4 = (by(TRAINER, Head(run=RUN, version=version, manifest="0" * 64)) for version in (3, 4))
+    keys.take(key_file([entry(TRAINER, manifest(3))]))
+    keys.check_side(at_3, 3, "it")
+    with pytest.raises(SignatureError, match="does not hold for it any more"):
+        keys.check_side(at_4, 4, "it")
+    keys.take(key_file([entry(TRAINER, manifest(3), revoked=True)], 2))
+    for head in (at_3, at_4):
+        with pytest.raises(SignatureError, match="does not hold"):
+            keys.check_side(head, head.version, "it")
+
+
+# Along the chain
+
+
+class Chain:
+    """Signed manifests in a bucket; each is signed by the key that is given for it."""
+
+    def __init__(self, folder: Path, signers: list[Any]) -> None:
+        self.bucket: Bucket = open_bucket(str(folder))
+        self.manifests: list[Manifest] = []
+        for version, signer in enumerate(signers):
+            self.put(by(signer, manifest(version, self.manifests[-1] if self.manifests else None)))
+
+    def put(self, made: Manifest) -> Manifest:
+        self.manifests.append(made)
+        self.bucket.put(version_key(made.version), made.to_bytes())
+        return made
+
+    def list_keys(self, *entries: KeyEntry, sequence: int = 1) -> None:
+        self.bucket.put(KEYS_KEY, key_file(list(entries), sequence).to_bytes())
+
+    def reader(self) -> Authentic:
+        return Authentic(self.bucket, ring(None, ROOT), by(TRAINER, INFO))
+
+    def believed(self, reader: Authentic | None = None) -> list[int]:
+        reader = reader or self.reader()
+        found = []
+        for one in self.manifests:
+            try:
+                reader.manifest(one, version_key(one.version))
+            except (SignatureError, ForkError):
+                continue
+            found.append(one.version)
+        return found
+
+
+def test_rotation(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, [TRAINER] * 4 + [NEXT] * 3)
+    chain.list_keys(entry(TRAINER), entry(NEXT))
+    assert chain.believed() == list(range(7))
+    chain.list_keys(entry(TRAINER, chain.manifests[3]), entry(NEXT), sequence=2)
+    assert chain.believed() == list(range(7))
+    # The old key goes on: it is not believed after its last word.
+    chain.put(by(TRAINER, manifest(7, chain.manifests[6])))
+    assert chain.believed() == list(range(7))
+    # Nor with another version in the place of one that it did sign.
+    again = by(TRAINER, manifest(2, chain.manifests[1], step=99))
+    with pytest.raises(SignatureError, match=r"is not what .* says it had written"):
+        chain.reader().manifest(again, "it")
+
+
+def test_revocation_with_a_pin(tmp_path: Path) -> None:
+    """The key was stolen, and used for versions 4 and 5."""
+    chain = Chain(tmp_path, [TRAINER] * 6)
+    chain.list_keys(entry(TRAINER))
+    assert chain.believed() == list(range(6))
+    chain.list_keys(entry(TRAINER, chain.manifests[3], revoked=True), entry(NEXT), sequence=2)
+    reader = chain.reader()
+    assert chain.believed(reader) == [0, 1, 2, 3]
+    chain.put(by(NEXT, manifest(4, chain.manifests[3], step=99)))
+    assert chain.believed(reader) == [0, 1, 2, 3, 4]
+    with pytest.raises(SignatureError, match="was revoked after version 3"):
+        reader.manifest(chain.manifests[4], "it")
+
+
+def test_revocation_without_a_pin(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, [TRAINER] * 3)
+    chain.list_keys(entry(TRAINER, revoked=True))
+    assert chain.believed() == []
+
+
+def test_thief_writes_history_anew(tmp_path: Path) -> None:
+    """Every manifest up to the pin, with good signatures and links: only the pin tells."""
+    chain = Chain(tmp_path, [TRAINER] * 5)
+    pin = chain.manifests[4]
+    forged: list[Manifest] = []
+    for version in range(5):
+        forged.append(by(TRAINER, manifest(version, forged[-1] if forged else None, step=7)))
+        chain.bucket.put(version_key(version), forged[-1].to_bytes())
+    chain.list_keys(entry(TRAINER, pin, revoked=True))
+    for one in forged:
+        with pytest.raises((ForkError, SignatureError)):
+            chain.reader().manifest(one, version_key(one.version))
+
+
+def test_link_that_is_gone_proves_nothing(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, [TRAINER] * 5)
+    chain.list_keys(entry(TRAINER, chain.manifests[4]))
+    chain.bucket.delete(version_key(3))
+    with pytest.raises(SignatureError, match="cannot be shown"):
+        chain.reader().manifest(chain.manifests[1], "it")
+    chain.reader().manifest(chain.manifests[4], "it")
+    chain.bucket.put(version_key(3), b"{}")
+    with pytest.raises(ForkError, match="another in its place"):
+        chain.reader().manifest(chain.manifests[1], "it")
+
+
+def test_each_link_is_read_once_with_many_keys(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, [TRAINER] * 20 + [NEXT] * 20 + [ROOT])
+    chain.list_keys(entry(TRAINER, chain.manifests[19]), entry(NEXT, chain.manifests[39]))
+    counting, read = Hooked(tmp_path), []
+    counting.reading = lambda key: read.append(key) if key.startswith("versions/") else None
+    reader = Authentic(counting, ring(None, ROOT), by(TRAINER, INFO))
+    for version in (0, 39, 5, 20, 19, 30, 0):
+        reader.manifest(chain.manifests[version], "it")
+    assert 30 <= len(read) == len(set(read)) <= 40
+
+
+def test_threads_that_prove_at_once(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, [TRAINER] * 30)
+    chain.list_keys(entry(TRAINER, chain.manifests[29]))
+    for _ in range(5):
+        reader, failures = chain.reader(), []
+        barrier = threading.Barrier(8)
+
+        def prove(version: int) -> None:
+            barrier.wait(120)  # noqa: B023
+            try:
+                reader.manifest(chain.manifests[version], "it")  # noqa: B023
+            except DeltaSyncError as error:
+                failures.append(error)  # noqa: B023
+
+        threads = [threading.Thread(target=prove, args=(version,)) for version in range(0, 16, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert failures == []
+
+
+def test_ancestors(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, [TRAINER] * 6)
+    chain.list_keys(entry(TRAINER))
+    reader = chain.reader()
+    digests = [one.digest for one in chain.manifests]
+    for version in (5, 3):
+        assert [reader.ancestor(version, digests[version], wanted) for wanted in range(version + 1)] == digests[
+            : version + 1
+        ]
+    with pytest.raises(ChainError, match="cannot precede"):
+        reader.ancestor(3, digests[3], 4)
+    with pytest.raises(ForkError):
+        reader.ancestor(3, digests[2], 1)
