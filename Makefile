@@ -9,6 +9,7 @@
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
 # FLEET_FLAGS, TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --size small or --steps 20
 # PYTEST_FLAGS more arguments for pytest
+# WORKERS  that run the tests side by side (one more than cores)
 # SOAK_VERSIONS that make soak publishes
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -70,20 +71,12 @@ endif
 MEMORY := /dev/shm
 TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { print $$4 }')" -gt 12000000 \
 	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
-PART := tests/bucket tests/codec tests/format tests/notice tests/receiver tests/trust
+# Workers of pytest-xdist: one more than cores, since tests that start engines often wait. Tests that share a server name
+# the same xdist_group and so run in one worker.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
-
-# The tests that start engines often wait, so the others run beside them in two halves, and give way to them; what those say
-# is shown at the end. Engines are in front, where Ctrl-C ends them in order.
-define both
-TMPDIR=$$($(TEMPORARY)); export TMPDIR; said=$$(mktemp -d); \
-	echo "make: the tests without vLLM run beside these, and are shown at the end" >&2; \
-	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -m "not e2e $(1)" $(PART) >"$$said/1" 2>&1 & units=$$!; \
-	nice -n 5 $(PYTEST) $(PYTEST_FLAGS) -p no:cacheprovider -m "not e2e $(1)" $(addprefix --ignore ,$(PART)) >"$$said/2" 2>&1 & others=$$!; \
-	trap 'kill "$$units" "$$others" 2>/dev/null || true; rm -rf "$$TMPDIR"' EXIT; status=0; \
-	$(PYTEST) $(PYTEST_FLAGS) -p no:cacheprovider -m "e2e $(1)" || status=$$?; \
-	wait "$$units" || status=$$?; wait "$$others" || status=$$?; cat "$$said/1" "$$said/2"; exit "$$status"
-endef
+ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR; trap 'rm -rf "$$TMPDIR"' EXIT; \
+	$(PYTEST) -n $(WORKERS) --dist loadgroup
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
 	$(BIN)/python -m examples.demo --bucket "$(BUCKET)"
@@ -98,10 +91,10 @@ example-three-machines: $(STAMP) ## trainer, rollouts, environment apart, killed
 	$(BIN)/python -m examples.three_machines $(THREE_FLAGS)
 
 test: lint ## lint, types, import directions, and the tests, real vLLM servers included
-	@$(call both,and not slow)
+	@$(ALL) -m "not slow" $(PYTEST_FLAGS)
 
 test-full: lint ## the same, and the tests that take many minutes
-	@$(call both,)
+	@$(ALL) --hypothesis-profile=full $(PYTEST_FLAGS)
 
 test-s3: $(STAMP) ## the contract of buckets over Ceph's S3 gateway, from Debian's packages (it says which)
 	$(BIN)/python -m tests.tools.rados_store $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/bucket/contract -k s3

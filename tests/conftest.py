@@ -20,10 +20,12 @@ from tests.support.hub_buckets import hub_server as hub_server
 # Importing TRL, as some tests do, would otherwise silence the servers that others start from this process.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
-# A change is judged by the same examples wherever its tests run; ``--hypothesis-profile=random`` looks for new ones.
-settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
-settings.register_profile("random", deadline=None)
-settings.load_profile("fixed")
+# A change is judged by the same examples wherever its tests run. `make test` tries few, `make test-full` many
+# (--hypothesis-profile=full), and --hypothesis-profile=random looks for new ones.
+settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=25)
+settings.register_profile("full", derandomize=True, deadline=None, database=None, max_examples=200)
+settings.register_profile("random", deadline=None, max_examples=200)
+settings.load_profile("quick")
 
 
 MAY_SKIP = (
@@ -44,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(NOWHERE)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start engines come first: they are the longest, and the others fill the gaps beside them."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     expected = hasattr(report, "wasxfail") or report.nodeid.startswith(MAY_SKIP)
     if report.skipped and not expected:
@@ -55,7 +62,17 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _skipped.append(report.nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist reports the modules that it skipped at import; every worker imports all of them."""
+    _skipped.extend(sorted(set(getattr(node, "workeroutput", {}).get("skipped", [])) - set(_skipped)))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    workeroutput = getattr(session.config, "workeroutput", None)
+    if workeroutput is not None:
+        workeroutput["skipped"] = _skipped
+        return
     if _skipped and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
