@@ -1,0 +1,140 @@
+"""Move modules as a map says, and rewrite every mention of them: ``python tools/move_modules.py [MAP]``.
+
+``git mv`` keeps the history. In Python files the imports are rewritten by their syntax; everywhere else (documents,
+configuration, strings in code) dotted names and paths are replaced as text. Running it again does nothing, so the step
+can be repeated on other work: merge, run it, commit.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT = ROOT / "tools" / "moves.json"
+TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".sh", ".cfg", ".ini", ".Dockerfile", ""}
+UNTOUCHED = ("tools/", "CHANGELOG.md", "LICENSE")
+
+
+def main(arguments: list[str]) -> int:
+    """Apply the map of the first argument, or the committed one."""
+    moves: dict[str, str] = json.loads(Path(arguments[0] if arguments else DEFAULT).read_text())["moves"]
+    tracked = _git("ls-files").splitlines()
+    for old, new in moves.items():
+        if old in tracked:
+            _move(old, new)
+    modules = {_dotted(old): _dotted(new) for old, new in moves.items()}
+    texts = _replacer(modules, moves)
+    for name in _git("ls-files").splitlines():
+        path = ROOT / name
+        if name.startswith(UNTOUCHED) or path.suffix not in TEXT or path.is_symlink() or not path.is_file():
+            continue
+        try:
+            before = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        after = _imports(before, modules) if path.suffix == ".py" else before
+        after = texts(after)
+        if after != before:
+            path.write_text(after)
+    return 0
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def _move(old: str, new: str) -> None:
+    folder = (ROOT / new).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    _git("mv", old, new)
+    while folder != ROOT and not (folder / "__init__.py").exists() and not new.endswith("__init__.py"):
+        (folder / "__init__.py").write_text("")
+        _git("add", str(folder / "__init__.py"))
+        folder = folder.parent
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _replacer(modules: Mapping[str, str], moves: Mapping[str, str]):  # type: ignore[no-untyped-def]
+    """Replaces dotted names and paths in text, the longest first."""
+    table = {**modules, **moves}
+    names = sorted(table, key=len, reverse=True)
+    pattern = re.compile(r"(?<![\w./-])(" + "|".join(map(re.escape, names)) + r")(?![\w])(?!\.py\b)")
+
+    def replace(text: str) -> str:
+        return pattern.sub(lambda match: table[match[1]], text)
+
+    return replace
+
+
+def _imports(source: str, modules: Mapping[str, str]) -> str:
+    """Rewrite ``from package import module`` where the module is moved, and the uses of its name."""
+    tree = ast.parse(source)
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    data = source.encode()
+    edits: list[tuple[int, int, str]] = []
+    taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | set(_bound(tree))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+            continue
+        if not any(f"{node.module}.{alias.name}" in modules for alias in node.names):
+            continue
+        groups: dict[str, list[str]] = {}
+        for alias in node.names:
+            full = f"{node.module}.{alias.name}"
+            known = alias.asname
+            if full not in modules:
+                groups.setdefault(modules.get(node.module, node.module), []).append(
+                    alias.name + (f" as {known}" if known else "")
+                )
+                continue
+            package, _, name = modules[full].rpartition(".")
+            if known is None and name != alias.name:
+                if name in taken or alias.name in _stored(tree):
+                    known = alias.name
+                else:
+                    edits += [(start, end, name) for start, end in _uses(tree, alias.name, starts)]
+            groups.setdefault(package, []).append(name + (f" as {known}" if known and known != name else ""))
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        indent = " " * node.col_offset
+        new = f"\n{indent}".join(f"from {package} import {', '.join(names)}" for package, names in groups.items())
+        edits.append((start, end, new))
+    for start, end, new in sorted(set(edits), reverse=True):
+        data = data[:start] + new.encode() + data[end:]
+    return data.decode()
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name.partition(".")[0]
+
+
+def _stored(tree: ast.AST) -> set[str]:
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    return stored | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+
+
+def _uses(tree: ast.AST, name: str, starts: list[int]) -> Iterator[tuple[int, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == name:
+            start = starts[node.lineno - 1] + node.col_offset
+            yield start, start + len(name.encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
