@@ -99,10 +99,13 @@ def _imports(source: str, modules: Mapping[str, str]) -> str:
                 continue
             package, _, name = modules[full].rpartition(".")
             if known is None and name != alias.name:
-                if name in taken or alias.name in _stored(tree):
+                uses = list(_uses(tree, alias.name, starts))
+                # Within an f-string Python 3.11 does not know where a name stands.
+                found = all(data[start:end] == alias.name.encode() for start, end in uses)
+                if name in taken or alias.name in _stored(tree) or not found:
                     known = alias.name
                 else:
-                    edits += [(start, end, name) for start, end in _uses(tree, alias.name, starts)]
+                    edits += [(start, end, name) for start, end in uses]
             groups.setdefault(package, []).append(name + (f" as {known}" if known and known != name else ""))
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
