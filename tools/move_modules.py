@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = ROOT / "tools" / "moves.json"
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".sh", ".cfg", ".ini", ".Dockerfile", ""}
+DONE = "\0"
+"""In front of a module's name that needs no more rewriting."""
 UNTOUCHED = ("tools/", "CHANGELOG.md", "LICENSE")
 
 
@@ -64,11 +66,21 @@ def _dotted(path: str) -> str:
 def _replacer(modules: Mapping[str, str], moves: Mapping[str, str]):  # type: ignore[no-untyped-def]
     """Replaces dotted names and paths in text, the longest first."""
     table = {**modules, **moves}
-    names = sorted(table, key=len, reverse=True)
-    pattern = re.compile(r"(?<![\w./-])(" + "|".join(map(re.escape, names)) + r")(?![\w])(?!\.py\b)")
+    children: dict[str, list[str]] = {}
+    for new in modules.values():
+        package, _, child = new.rpartition(".")
+        children.setdefault(package, []).append(child)
+
+    def form(name: str) -> str:
+        # Some packages are called as a module was: what follows tells which of the two is meant.
+        after = rf"(?!\.(?:{'|'.join(children[name])})\b)" if name in modules and name in children else ""
+        return re.escape(name) + after
+
+    names = "|".join(form(name) for name in sorted(table, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w./{DONE}-])({names})(?![\w])(?!\.py\b)")
 
     def replace(text: str) -> str:
-        return pattern.sub(lambda match: table[match[1]], text)
+        return pattern.sub(lambda match: table[match[1]], text).replace(DONE, "")
 
     return replace
 
@@ -86,7 +98,9 @@ def _imports(source: str, modules: Mapping[str, str]) -> str:
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
             continue
-        if not any(f"{node.module}.{alias.name}" in modules for alias in node.names):
+        if node.module not in modules and not any(f"{node.module}.{alias.name}" in modules for alias in node.names):
+            continue
+        if any(f"{node.module}.{alias.name}" in modules.values() for alias in node.names):
             continue
         groups: dict[str, list[str]] = {}
         for alias in node.names:
@@ -110,7 +124,7 @@ def _imports(source: str, modules: Mapping[str, str]) -> str:
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         indent = " " * node.col_offset
-        new = f"\n{indent}".join(f"from {package} import {', '.join(names)}" for package, names in groups.items())
+        new = f"\n{indent}".join(f"from {DONE}{package} import {', '.join(names)}" for package, names in groups.items())
         edits.append((start, end, new))
     for start, end, new in sorted(set(edits), reverse=True):
         data = data[:start] + new.encode() + data[end:]
