@@ -12,7 +12,7 @@ from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.blocks import BLOCK_ELEMENTS
-from vllm_delta_sync.wire.delta import FEATURES
+from vllm_delta_sync.wire.delta import CODECS
 from vllm_delta_sync.wire.documents import (
     KEYS_KEY,
     Anchor,
@@ -29,7 +29,7 @@ from vllm_delta_sync.wire.documents import (
     fold_key,
 )
 from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
+from vllm_delta_sync.wire.manifest import FEATURES, Document, Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
@@ -111,6 +111,7 @@ def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
 
 
 def test_features_blocks_and_error_kinds() -> None:
+    assert {*CODECS, "zstd"} == FEATURES
     for name in FEATURES:
         assert f"`{name}`" in section("Extensions")
     assert f"{BLOCK_ELEMENTS:,}" in section("Delta objects")

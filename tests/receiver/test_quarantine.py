@@ -22,7 +22,6 @@ from vllm_delta_sync.engine.offline import OfflineSync
 from vllm_delta_sync.engine.rebuild import newest, rebuild
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.service import ReceiverService
-from vllm_delta_sync.engine.status import spelled
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, SettingsError
 from vllm_delta_sync.upkeep.branching import branch
 from vllm_delta_sync.upkeep.tagging import set_tag
@@ -121,8 +120,8 @@ def test_skipped_versions_are_named_once(chain: MarkedChain, told: pytest.LogCap
 
 
 def test_reasons_cannot_forge_lines_of_the_log() -> None:
-    assert "\n" not in spelled(Quarantine(reasons=["a\nERROR b", "c"], sound=None))
-    assert len(spelled(Quarantine(reasons=["x" * 1000] * 64, sound=None))) < 400
+    assert "\n" not in Quarantine(reasons=["a\nERROR b", "c"], sound=None).summary()
+    assert len(Quarantine(reasons=["x" * 1000] * 64, sound=None).summary()) < 400
 
 
 def test_all_are_served_where_the_setting_says_so(chain: MarkedChain) -> None:

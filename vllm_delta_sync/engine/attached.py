@@ -48,7 +48,7 @@ class AsyncSync:
         await self.close()
 
     def _start(self) -> None:
-        backend = transfer.backend_of(self._engine.vllm_config)
+        backend = compat.transfer_backend(self._engine.vllm_config)
         if backend in (None, transfer.BACKEND):
             self._transfer.install(self._engine, labels_only=backend is None)
         self._service.start()

@@ -41,6 +41,8 @@ logger = logging.getLogger("vllm.delta_sync")
 
 TESTED_VERSIONS = ("0.32", "0.33")
 PLUGIN_NAME = "delta_sync"
+TRANSFER_BACKEND = "delta_bucket"
+"""Name of our backend of vLLM's weight transfer API."""
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.endpoint_plugins",
@@ -48,6 +50,12 @@ PLUGIN_GROUPS = (
     "vllm.platform_plugins",
     "vllm.stat_logger_plugins",
 )
+
+
+def transfer_backend(vllm_config: Any) -> str | None:
+    """The weight transfer backend that an engine was started with; None if it has none."""
+    chosen = getattr(vllm_config, "weight_transfer_config", None)
+    return None if chosen is None else str(chosen.backend)
 
 
 def initialize_amx() -> None:

@@ -11,7 +11,7 @@ from vllm_delta_sync.engine.mover import Mover
 from vllm_delta_sync.engine.proving import Prover
 from vllm_delta_sync.engine.ranks import Ranks
 from vllm_delta_sync.engine.rotation import Rotation
-from vllm_delta_sync.engine.status import Board, spelled
+from vllm_delta_sync.engine.status import Board
 from vllm_delta_sync.engine.transaction import EnginePort
 from vllm_delta_sync.engine.ways import Ways
 from vllm_delta_sync.engine.witness import Witness
@@ -169,7 +169,7 @@ class Followed:
             "version%s %s quarantined and skipped: %s",
             f" {first}" if first == head.version else f"s {first} to {head.version}",
             "is" if first == head.version else "are",
-            spelled(head.quarantine),
+            head.quarantine.summary(),
         )
 
     def _refuse(self, error: DeltaSyncError) -> None:

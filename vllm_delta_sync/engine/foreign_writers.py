@@ -7,7 +7,7 @@ scrubbing rescan (setting ``rescan_bytes``) and by ``verify``.
 
 from typing import Any, Protocol
 
-from vllm_delta_sync.engine import transfer
+from vllm_delta_sync.engine import compat
 from vllm_delta_sync.engine.weight_memory import WeightMemory
 
 TRANSFERS = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
@@ -33,7 +33,7 @@ def watch(worker: Any, model: Any, receiver: Watched) -> None:
     weights and what is served is no version; or a kernel of the background thread reads memory that ``sleep`` has
     unmapped, which ends the process. Remove when: vLLM notifies extensions of weight updates and of sleep.
     """
-    ours = transfer.backend_of(getattr(worker, "vllm_config", None)) == transfer.BACKEND
+    ours = compat.transfer_backend(getattr(worker, "vllm_config", None)) == compat.TRANSFER_BACKEND
     for name in WRITERS:
         if not (ours and name in TRANSFERS):
             _wrap_writer(worker, name, receiver)

@@ -85,7 +85,7 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
     check_layout(config, offline=True)
     compat.warn_untested()
     sync = OfflineSync(Receiver(OfflinePort(llm, settings), settings))
-    if transfer.backend_of(config) in (None, transfer.BACKEND):
+    if compat.transfer_backend(config) in (None, transfer.BACKEND):
         transfer.install_offline(llm, transfer.Checks(settings.bucket, sync.status), sync.to)
     return sync
 

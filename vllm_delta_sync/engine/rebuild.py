@@ -13,7 +13,6 @@ from vllm_delta_sync.chain.plan import Planner
 from vllm_delta_sync.chain.read import BaseError, restore
 from vllm_delta_sync.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.engine.reach import reach
-from vllm_delta_sync.engine.status import spelled
 from vllm_delta_sync.engine.witness import Witness
 from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
 from vllm_delta_sync.wire.documents import anchor_key
@@ -57,7 +56,7 @@ def newest(run: Run, quarantined: bool = False, witness: Witness | None = None) 
             f"every version of run {run.info.run} at {run.bucket.url!r} is quarantined; publish a sound one, or set "
             'quarantined = "serve"'
         )
-    logger.warning("version %d is quarantined and skipped: %s", manifest.version, spelled(manifest.quarantine))
+    logger.warning("version %d is quarantined and skipped: %s", manifest.version, manifest.quarantine.summary())
     sound = run.manifest(manifest.sound)
     run.authentic.descends(manifest, sound)
     return sound

@@ -17,7 +17,7 @@ from vllm_delta_sync.engine.reading import store_use
 from vllm_delta_sync.engine.telling import ordered
 from vllm_delta_sync.engine.transaction import Answer
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
-from vllm_delta_sync.wire.manifest import Manifest, Quarantine
+from vllm_delta_sync.wire.manifest import Manifest
 
 State = Literal[
     "waiting_for_run",
@@ -254,9 +254,3 @@ def _point(manifest: Manifest | None) -> Answer | None:
         "fingerprint": manifest.fingerprint,
         "quarantined": list(reasons),
     }
-
-
-def spelled(quarantine: Quarantine) -> str:
-    """The first of its reasons, for the log: they are the publisher's text, and may be long."""
-    more = len(quarantine.reasons) - 1
-    return f"{quarantine.reasons[0][:300]!r}{f' and {more} more' if more else ''}"

@@ -22,7 +22,9 @@ from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, U
 from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.wire.limits import MAX_VERSION
 
-BACKEND = "delta_bucket"
+BACKEND = compat.TRANSFER_BACKEND
+BACKEND_MODULE = "vllm_delta_sync.engine.transfer_worker"
+"""Imported by vLLM's workers, by this name."""
 PUBLISH_STEP_SECONDS = 0.1
 """How often a version that is waited for is looked for."""
 LONGEST_WAIT_SECONDS = 3600.0
@@ -61,14 +63,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        module = f"{__name__}_worker"
-        WeightTransferEngineFactory.register_engine(BACKEND, module, "BucketTransferEngine")
-
-
-def backend_of(vllm_config: Any) -> str | None:
-    """The weight transfer backend that an engine was started with; None if it has none."""
-    chosen = getattr(vllm_config, "weight_transfer_config", None)
-    return None if chosen is None else str(chosen.backend)
+        WeightTransferEngineFactory.register_engine(BACKEND, BACKEND_MODULE, "BucketTransferEngine")
 
 
 class Checks:
@@ -234,7 +229,7 @@ def install_on_server(client: Any, controller: Followed, bucket: str) -> None:
     Args:
         bucket: the setting.
     """
-    backend = backend_of(client.vllm_config)
+    backend = compat.transfer_backend(client.vllm_config)
     if backend not in (None, BACKEND):
         return
 
@@ -283,7 +278,7 @@ def install_offline(llm: Any, checks: Checks, to: Callable[[int | None], Answer]
         "update_weights": update,
         "finish_weight_update": lambda weight_version=None: checks.label(weight_version),
     }
-    ours = backend_of(llm.llm_engine.vllm_config) == BACKEND
+    ours = compat.transfer_backend(llm.llm_engine.vllm_config) == BACKEND
     for name, call in {**(calls if ours else {}), "update_weight_version": checks.label}.items():
         if hasattr(llm, name):
             setattr(llm, name, call)

@@ -23,8 +23,6 @@ Codec = Literal["packed", "context", "raw"]
 CODECS = ("packed", "context", "raw")
 RELATIVE = ("packed", "context")
 """Codecs that carry ULP distances; the other one carries new bits."""
-FEATURES = frozenset({*CODECS, "zstd"})
-"""What a manifest may list in ``requires`` for this reader to accept it."""
 
 METADATA_KEY = "delta_sync"
 FINGERPRINTS = "@fingerprints"

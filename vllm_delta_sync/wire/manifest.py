@@ -29,6 +29,8 @@ VERSIONS_PREFIX = "versions/"
 OBJECTS_PREFIX = "objects/"
 SIDECARS_PREFIX = "sidecars/"
 FILES_PREFIX = "files/"
+FEATURES = frozenset({"packed", "context", "raw", "zstd"})
+"""What a manifest may list in ``requires`` for this reader to accept it: codecs, and the compression of blocks."""
 
 
 def version_key(version: int) -> str:
@@ -140,8 +142,6 @@ class Document(BaseModel):
 
 def _check_requires(value: dict[str, Any], what: str) -> None:
     # Before validation: a feature that is unknown here may have changed what the other fields look like.
-    from vllm_delta_sync.wire.delta import FEATURES
-
     required = value.get("requires", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise FormatError(f"{what}: field 'requires' is not a list of strings")
@@ -307,6 +307,11 @@ class Quarantine(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     reasons: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(min_length=1, max_length=64)]
     sound: Version | None
+
+    def summary(self) -> str:
+        """The first reason, for the log: reasons are the publisher's text, and may be long."""
+        more = len(self.reasons) - 1
+        return f"{self.reasons[0][:300]!r}{f' and {more} more' if more else ''}"
 
 
 class Manifest(Document):
