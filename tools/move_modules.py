@@ -1,15 +1,19 @@
-"""Move modules as a map says, and rewrite every mention of them: ``python tools/move_modules.py [MAP]``.
+"""Move modules and rename classes as a map says, with every mention of them: ``python tools/move_modules.py [MAP]``.
 
 ``git mv`` keeps the history. In Python files the imports are rewritten by their syntax; everywhere else (documents,
-configuration, strings in code) dotted names and paths are replaced as text. Running it again does nothing, so the step
-can be repeated on other work: merge, run it, commit.
+configuration, strings in code) dotted names and paths are replaced as text. A class is renamed in its module, wherever
+it is imported by its name or reached through its module, and in ``literals`` of comments, docstrings and documents
+where the old name is no other class's. Running it again does nothing, so the step can be repeated on other work: merge,
+run it, commit.
 """
 
 import ast
+import io
 import json
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +27,9 @@ UNTOUCHED = ("tools/", "CHANGELOG.md", "LICENSE")
 
 def main(arguments: list[str]) -> int:
     """Apply the map of the first argument, or the committed one."""
-    moves: dict[str, str] = json.loads(Path(arguments[0] if arguments else DEFAULT).read_text())["moves"]
+    document = json.loads(Path(arguments[0] if arguments else DEFAULT).read_text())
+    moves: dict[str, str] = document["moves"]
+    names: dict[str, dict[str, str]] = document["names"]
     tracked = _git("ls-files").splitlines()
     for old, new in moves.items():
         if old in tracked:
@@ -40,6 +46,9 @@ def main(arguments: list[str]) -> int:
             continue
         after = _imports(before, modules) if path.suffix == ".py" else before
         after = texts(after)
+        if path.suffix == ".py":
+            after = _renamed(after, _dotted(name), names)
+        after = _literals(after, names)
         if after != before:
             path.write_text(after)
     return 0
@@ -129,6 +138,107 @@ def _imports(source: str, modules: Mapping[str, str]) -> str:
     for start, end, new in sorted(set(edits), reverse=True):
         data = data[:start] + new.encode() + data[end:]
     return data.decode()
+
+
+def _renamed(source: str, module: str, names: Mapping[str, Mapping[str, str]]) -> str:
+    """Rename classes where a file defines them, imports them by name, or reaches them through their module."""
+    tree = ast.parse(source)
+    local: dict[str, str] = {}
+    through: dict[tuple[str, str], str] = {}
+    imported: dict[tuple[str, str], str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                known = names.get(node.module, {})
+                if alias.name in known:
+                    imported[node.module, alias.name] = known[alias.name]
+                    if alias.asname is None:
+                        local[alias.name] = known[alias.name]
+                bound = alias.asname or alias.name
+                for old, new in names.get(f"{node.module}.{alias.name}", {}).items():
+                    through[bound, old] = new
+        elif isinstance(node, ast.ClassDef) and node.name in names.get(module, {}):
+            local[node.name] = names[module][node.name]
+    # An alias of a type, such as ``Way = list[...]``, is an assignment.
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id in names.get(module, {}):
+                    local[target.id] = names[module][target.id]
+    if not local and not through and not imported:
+        return source
+    lines = source.splitlines(keepends=True)
+    out: list[tuple[int, int, int, str]] = []
+    before: list[tokenize.TokenInfo] = []
+    statement: str | None = None
+    words = re.compile(r"\b(" + "|".join(map(re.escape, sorted(local, key=len, reverse=True))) + r")\b") if local else None
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.NL, tokenize.COMMENT):
+            continue
+        if token.type == tokenize.NEWLINE:
+            before, statement = [], None
+            continue
+        texts = [item.string for item in before[-3:]]
+        if token.string == "import" and before and before[0].string == "from":
+            statement = "".join(item.string for item in before[1:])
+        row, column = token.start
+        if token.type == tokenize.NAME:
+            new = None
+            if statement is not None and (statement, token.string) in imported and texts[-1:] != ["as"]:
+                new = imported[statement, token.string]
+            elif texts[-1:] != ["."] and token.string in local and statement is None:
+                new = local[token.string]
+            elif texts[-1:] == ["."] and texts[-3:-2] != ["."] and (texts[-2], token.string) in through:
+                new = through[texts[-2], token.string]
+            if new is not None:
+                out.append((row, column, len(token.string), new))
+        elif token.type == tokenize.STRING and words is not None and row == token.end[0]:
+            # Types in quotes, and what an f-string evaluates.
+            body = token.string
+            if body[:1] in "fF" or re.fullmatch(r"""["'][\w\[\], .|]+["']""", body):
+                braces = body[:1] in "fF"
+                changed = (
+                    re.sub(r"\{[^{}]*\}", lambda match: words.sub(lambda word: local[word[1]], match[0]), body)
+                    if braces
+                    else words.sub(lambda word: local[word[1]], body)
+                )
+                if changed != body and (braces or _is_type(tree, row, column)):
+                    out.append((row, column, len(body), changed))
+        before.append(token)
+    for row, column, length, new in sorted(out, reverse=True):
+        line = lines[row - 1]
+        lines[row - 1] = line[:column] + new + line[column + length :]
+    return "".join(lines)
+
+
+def _is_type(tree: ast.AST, row: int, column: int) -> bool:
+    """Whether a string is written where a type is."""
+    for node in ast.walk(tree):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            parts = [node.annotation]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parts = [node.returns]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+            parts = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "cast":
+            parts = list(node.args[:1])
+        for part in parts:
+            for child in ast.walk(part) if part is not None else ():
+                if isinstance(child, ast.Constant) and (child.lineno, child.col_offset) == (row, column):
+                    return True
+    return False
+
+
+def _literals(text: str, names: Mapping[str, Mapping[str, str]]) -> str:
+    """Rename classes in ``literals`` of prose, where no two classes had the name."""
+    count: dict[str, list[str]] = {}
+    for known in names.values():
+        for old, new in known.items():
+            count.setdefault(old, []).append(new)
+    single = {old: new[0] for old, new in count.items() if len(new) == 1 and len(old) > 5}
+    words = "|".join(map(re.escape, sorted(single, key=len, reverse=True)))
+    return re.sub(rf"(?<=`)({words})(?=[`.(])", lambda match: single[match[1]], text)
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:
