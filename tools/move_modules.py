@@ -212,14 +212,15 @@ def _renamed(source: str, module: str, names: Mapping[str, Mapping[str, str]]) -
 
 
 def _is_type(tree: ast.AST, row: int, column: int) -> bool:
-    """Whether a string is written where a type is."""
+    """Whether a string is written where a type is, or a name that a module hands out."""
     for node in ast.walk(tree):
         parts: list[ast.AST | None] = []
         if isinstance(node, ast.arg | ast.AnnAssign):
             parts = [node.annotation]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             parts = [node.returns]
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.List):
+            # An alias of a type, or ``__all__``.
             parts = [node.value]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "cast":
             parts = list(node.args[:1])
