@@ -152,7 +152,7 @@ def _renamed(source: str, module: str, names: Mapping[str, Mapping[str, str]]) -
                 known = names.get(node.module, {})
                 if alias.name in known:
                     imported[node.module, alias.name] = known[alias.name]
-                    if alias.asname is None:
+                    if alias.asname in (None, alias.name):
                         local[alias.name] = known[alias.name]
                 bound = alias.asname or alias.name
                 for old, new in names.get(f"{node.module}.{alias.name}", {}).items():
@@ -184,7 +184,8 @@ def _renamed(source: str, module: str, names: Mapping[str, Mapping[str, str]]) -
         row, column = token.start
         if token.type == tokenize.NAME:
             new = None
-            if statement is not None and (statement, token.string) in imported and texts[-1:] != ["as"]:
+            if statement is not None and (statement, token.string) in imported:
+                # An alias of the same name hands it on; another one stays.
                 new = imported[statement, token.string]
             elif texts[-1:] != ["."] and token.string in local and statement is None:
                 new = local[token.string]
