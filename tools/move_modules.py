@@ -48,6 +48,8 @@ def main(arguments: list[str]) -> int:
         after = texts(after)
         if path.suffix == ".py":
             after = _renamed(after, _dotted(name), names)
+            if name.startswith(("vllm_delta_sync/", "trainer_side/")):
+                after = _direct(after, set(document["direct"]))
         after = _literals(after, names)
         if after != before:
             path.write_text(after)
@@ -210,6 +212,49 @@ def _renamed(source: str, module: str, names: Mapping[str, Mapping[str, str]]) -
         line = lines[row - 1]
         lines[row - 1] = line[:column] + new + line[column + length :]
     return "".join(lines)
+
+
+def _direct(source: str, aliases: set[str]) -> str:
+    """Import what is used of a module by its own name, where the module itself was imported under an alias."""
+    tree = ast.parse(source)
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    data = source.encode()
+    taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | set(_bound(tree))
+    edits: list[tuple[int, int, str]] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or len(node.names) != 1 or node.names[0].asname not in aliases:
+            continue
+        alias = node.names[0]
+        uses = [
+            use
+            for use in ast.walk(tree)
+            if isinstance(use, ast.Attribute) and isinstance(use.value, ast.Name) and use.value.id == alias.asname
+        ]
+        places = [starts[use.value.lineno - 1] + use.value.col_offset for use in uses]
+        head = f"{alias.asname}.".encode()
+        wanted = sorted({use.attr for use in uses})
+        others = sum(isinstance(use, ast.Name) and use.id == alias.asname for use in ast.walk(tree)) != len(uses)
+        clear = all(data[place : place + len(head)] == head for place in places)
+        imported = {
+            known.name
+            for other in ast.walk(tree)
+            if isinstance(other, ast.ImportFrom) and other.module == f"{node.module}.{alias.name}"
+            for known in other.names
+            if known.asname is None
+        }
+        if others or not clear or not wanted or (set(wanted) - imported) & taken:
+            sys.stderr.write(f"{alias.asname} stays: {sorted((set(wanted) - imported) & taken)}\n")
+            continue
+        edits += [(place, place + len(head), "") for place in places]
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        edits.append((start, end, f"from {node.module}.{alias.name} import {', '.join(wanted)}"))
+    for start, end, new in sorted(set(edits), reverse=True):
+        data = data[:start] + new.encode() + data[end:]
+    return data.decode()
 
 
 def _is_type(tree: ast.AST, row: int, column: int) -> bool:
