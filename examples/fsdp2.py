@@ -1,6 +1,6 @@
 """A training loop of one's own with FSDP2: every rank publishes its shards, nothing is gathered for it.
 
-    torchrun --nproc-per-node 2 examples/recipes/fsdp2.py --checkpoint Qwen3-0.6B --bucket /mnt/shared/fsdp2 --steps 20
+    torchrun --nproc-per-node 2 examples/fsdp2.py --checkpoint Qwen3-0.6B --bucket /mnt/shared/fsdp2 --steps 20
 
 With CUDA devices each rank takes one (NCCL), otherwise the ranks share the CPU (gloo). What is trained on here is a
 sentence; put your loss in ``loss_of``.
