@@ -20,6 +20,7 @@ if __name__ == "__main__":
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import argparse
+import http.client
 import json
 import random
 import shutil
@@ -74,6 +75,7 @@ WARM_UP_TARGET, WARM_UP_STEPS = 0.28, 600
 START_SECONDS, END_SECONDS, SERVED_SECONDS, POLL_SECONDS = 240.0, 15.0, 60.0, 1.0
 SMOOTH_STEPS = 20
 MARKER = ".delta-sync-trl"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Log = dict[str, Any]
 
 SERVED_VERSION = "sample/served_version"
@@ -330,7 +332,8 @@ def train(out: Path, bucket: str, notice: str, options: argparse.Namespace, prog
         token_budget=0,
         max_staleness=4,
         max_inflight_tasks=BATCH,
-        queue_maxsize=BATCH,
+        # Answers that wait make the batch older, where training is slower than the server.
+        queue_maxsize=SAMPLES,
         weight_sync_steps=1,
         # For a toy that learns in minutes; large models want smaller steps.
         learning_rate=3e-4,
@@ -382,7 +385,8 @@ class Server:
         command = Path(sys.executable).with_name(arguments[0])
         place = ("--host", "127.0.0.1", "--port", str(port))
         self._command = [str(command), "serve", str(model), *arguments[1:], *place, *names, *sizes, *quiet]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DELTA_SYNC_", "VLLM_"))}
+        ours = ("DELTA_SYNC_", "VLLM_", "OMP_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         self._environment = kept | {
             "VLLM_CPU_OMP_THREADS_BIND": str(core),
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -424,9 +428,9 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as response:
+            with DIRECT.open(request, timeout=seconds) as response:
                 text = response.read()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             shown = error.read()[:500].decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else error
             raise ExampleError(f"{self._name}: {method} {path}: {shown}; see {self._log}") from error
         return json.loads(text) if text else None

@@ -13,11 +13,11 @@ from benchmarks.common.tables import grid, value_of
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("apply", "breakeven", "codec", "publish", "scaling", "stores")
+    for name in ("apply", "breakeven", "codec", "notice", "publish", "scaling", "stores")
 ]
 
 
-@pytest.mark.parametrize("bench", ["catchup", "notice", *SLOW])
+@pytest.mark.parametrize("bench", ["catchup", *SLOW])
 def test_quick_run_writes_rows_that_become_tables(tmp_path: Path, bench: str) -> None:
     file = tmp_path / f"{bench}.json"
     module = importlib.import_module(f"benchmarks.{bench}.__main__")
