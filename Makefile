@@ -85,7 +85,7 @@ example-fleet: $(STAMP) ## a fleet behind slow links beside full-weight sync, so
 	$(BIN)/python -m examples.fleet $(FLEET_FLAGS)
 
 example-trl: $(STAMP) ## TRL's AsyncGRPOTrainer with its weights through a bucket, some 6 minutes; writes trl-out/
-	$(BIN)/python -m examples.trl_async $(TRL_FLAGS)
+	$(BIN)/python examples/trl_async.py $(TRL_FLAGS)
 
 example-three-machines: $(STAMP) ## trainer, rollouts, environment apart, killed one by one; writes three-out/
 	$(BIN)/python -m examples.three_machines $(THREE_FLAGS)
@@ -125,12 +125,12 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## run every benchmark; writes bench-out/NAME.json and docs/benchmarks.md
-	@mkdir -p bench-out
-	@for name in $(BENCHMARKS); do \
-		echo "make: $$name, to bench-out/$$name.json" >&2; \
-		$(BIN)/python -m "benchmarks.$$name" --json "bench-out/$$name.json" $(BENCH_FLAGS); done
-	@$(BIN)/python -m benchmarks.render
+bench: $(STAMP) ## run every benchmark; writes benchmarks/results/ and docs/benchmarks.md (with BENCH_FLAGS: bench-out/)
+	@out="$(if $(BENCH_FLAGS),bench-out,benchmarks/results)"; \
+	for name in $(BENCHMARKS); do \
+		echo "make: $$name, to $$out/$$name.json" >&2; \
+		$(BIN)/python -m "benchmarks.$$name" --json "$$out/$$name.json" $(BENCH_FLAGS); done
+	@$(if $(BENCH_FLAGS),,$(BIN)/python -m benchmarks.render --charts)
 
 models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes docs/models.md. Downloads torchvision
 	$(PIP) install -qq --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)

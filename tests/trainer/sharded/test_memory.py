@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.apply_measure import peak_extra_bytes
+from benchmarks.common.timing import peak_extra_bytes
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Publisher
 from vllm_delta_sync import open_run

@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 def torchrun(base: Path, url: Path, folder: Path, steps: int) -> str:
     """Train with two ranks → what was printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "examples" / "recipes" / "fsdp2.py"), "--checkpoint", str(base), "--bucket", str(url)]
+    script = [str(ROOT / "examples" / "fsdp2.py"), "--checkpoint", str(base), "--bucket", str(url)]
     settings = ["--steps", str(steps), "--lr", "1e-3", "--save", str(folder)]
     done = subprocess.run(
         [*command, *script, *settings],
