@@ -444,7 +444,7 @@ class Trainer:
         if self._progress.run != publisher.run or self._progress.step not in (recorded, recorded + 1):
             raise StateError(
                 f"{self._state} is of step {self._progress.step} of run {self._progress.run}, and "
-                f"{self._options.bucket} holds run {publisher.run} up to step {recorded}; give its last trainer's --folder"
+                f"{self._options.bucket} holds run {publisher.run} up to step {recorded}; give the --folder of that"
             )
         if held is None:
             save_state(self._state, self._progress, self._policy)

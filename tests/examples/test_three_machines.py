@@ -1,4 +1,4 @@
-"""The three machines' scripts without vLLM: trajectories, the trainer's kills, rollouts, environment, verdict, run.sh."""
+"""The three machines' scripts without vLLM: trajectories, kills of the trainer, rollouts, environment, verdict, run."""
 
 import gzip
 import json
@@ -205,7 +205,7 @@ def test_what_is_too_old_or_no_batch_of_this_run_is_left_out_and_recorded(traini
     assert [one["trained"] for one in consumed] == [[key_of("w1", number)] for number in (0, 1, 3)]
     assert consumed[2]["stale"] == [key_of("w1", 2)] == [event["key"] for event in trainings.events("stale")]
     reasons = {event["key"].split("/")[1]: event["why"] for event in trainings.events("set_aside")}
-    assert sum((one["set_aside"] for one in consumed), []) == [key_of(name, 0) for name in reasons]
+    assert [key for one in consumed for key in one["set_aside"]] == [key_of(name, 0) for name in reasons]
     assert reasons.keys() == {"broken", "other", "prophet"}
     assert "is of run ffff" in reasons["other"]
     assert "names version 9" in reasons["prophet"]
@@ -345,7 +345,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """What rollouts see of a server: random words, their versions, and a status. ``failing``: answers that are errors."""
+    """What rollouts see of a server: random words, their versions, a status. ``failing``: answers that are errors."""
 
     daemon_threads = True
 
@@ -367,7 +367,13 @@ class World:
 
     def rollouts(self, **options: Any) -> "subprocess.Popen[str]":
         server, rated = (f"http://127.0.0.1:{one.server_address[1]}" for one in (self.server, self.environment))
-        settings = {"server": server, "environment": rated, "games": self.games, "bucket": "unused", "folder": "unused"}
+        settings: dict[str, Any] = {
+            "server": server,
+            "environment": rated,
+            "games": self.games,
+            "bucket": "unused",
+            "folder": "unused",
+        }
         settings |= {"worker": "w1", "groups": 3, "plays": 4, "versions": 9, **options}
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, str(FOLDER / "rollouts.py"), *words]
@@ -636,7 +642,8 @@ def test_a_machine_has_one_way_out_and_an_interrupt_leaves_nothing(tmp_path: Pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         deadline = time.monotonic() + SECONDS
         while not mentioning(Path(f"THREE_MACHINE={process.pid}-trainer")):
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         variables = dict(line.split("=", 1) for line in (out / "store.env").read_text().splitlines())
         host, _, port = variables["STORE_trainer"].removeprefix("http://").rpartition(":")

@@ -34,7 +34,7 @@ def some_batch(
     """A batch with three plays of each game, log-probs drawn at random; the same for the same arguments."""
     rng = random.Random(f"{worker} {number}")
     games = []
-    for group in range(groups):
+    for group in range(2):
         for _ in range(3):
             turns = [
                 {
