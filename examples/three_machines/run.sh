@@ -173,8 +173,7 @@ keep rollout "${client[@]}" AWS_ENDPOINT_URL="$(value STORE_rollout)" \
 rollout=$!
 touch "$out"/{trainer,rollout}/events.jsonl
 tail -qn +1 -f "$out"/{trainer,rollout}/events.jsonl 2>/dev/null {lifeline}>&- |
-  grep --line-buffered -E '"event": "(ready|away|back|impatient|set_aside|verified|done)"|"step": [0-9]*0, ' |
-  cut -c 1-180 {lifeline}>&- &
+  grep --line-buffered -oE '^.*("event": "(ready|away|back|impatient|set_aside|verified|done)"|"step": [0-9]*0, ).{0,150}' &
 
 left=("$trainer" "$rollout")
 while ((${#left[@]})); do

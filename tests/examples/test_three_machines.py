@@ -24,6 +24,7 @@ from transformers import Qwen3ForCausalLM
 
 from examples.three_machines import environment, rollouts, trainer, verdict
 from examples.three_machines.trainer import Batch, BatchError
+from tests.support import three_seen
 from tests.support.running import mentioning
 from tests.support.three import RUN, key_of, packed, save_policy, some_batch, write_batch
 from trainer_side import Publisher
@@ -674,3 +675,48 @@ def test_what_is_not_its_own_is_not_removed(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "holds files that this did not write" in done.stderr
     assert os.listdir(tmp_path) == ["mine"]
+
+
+# What tests/e2e/test_three_machines.py looks with
+
+TCP = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0000 100 0 0 10 0
+   1: 02014D0A:A3E2 01014D0A:0050 02 00000000:00000000 00:00000000 00000000     0        0 4712 1 0000 100 0 0 10 0
+"""
+TCP6 = """\
+  sl  local_address                         remote_address                        st tx_queue rx_queue tr tm->when
+   1: 0000000000000000FFFF00000100007F:1F40 0000000000000000FFFF00000100007F:A3E2 01 00000000:00000000 00:0 0 0 0 14 1
+"""
+
+
+def test_connections_to_what_is_not_allowed_are_found() -> None:
+    listening, outward = three_seen.read_table(TCP)
+    assert listening == (("127.0.0.1", 8000), ("0.0.0.0", 0), three_seen.LISTENING, 4711)
+    assert outward == (("10.77.1.2", 41954), ("10.77.1.1", 80), 2, 4712)
+    (served,) = three_seen.read_table(TCP6)
+    assert served == (("127.0.0.1", 8000), ("127.0.0.1", 41954), 1, 14)
+    rows = [listening, outward, served]
+    assert three_seen.strange(rows, [("10.77.1.1", 80)]) == []
+    assert three_seen.strange(rows, []) == ["10.77.1.2:41954 → 10.77.1.1:80"]
+    assert three_seen.strange([outward, served], [("10.77.1.1", 80)]) == ["127.0.0.1:8000 → 127.0.0.1:41954"]
+
+
+def test_a_connection_between_two_machines_is_found_and_what_one_was_told_is_read() -> None:
+    mark = f"THREE_MACHINE={os.getpid()}-"
+    connect = "import socket, sys; c = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); print(); input()"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = ["env", f"{mark}trainer", sys.executable, "-uc", connect, str(port), f"http://127.0.0.1:{port}/"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "\n"
+            seen = three_seen.Seen(os.getpid(), {name: set() for name in three_seen.MACHINES}, isolated=False)
+            seen.look()
+            assert [text.rpartition(" ")[2] for text in seen.found] == [f"127.0.0.1:{port}"]
+            texts = three_seen.given(seen.pids("trainer"))
+            assert three_seen.told(texts, [f"127.0.0.1:{port}", "127.0.0.1:1", "27.0.0.1"]) == [f"127.0.0.1:{port}"]
+            seen.allowed["trainer"].add(("127.0.0.1", port))
+            seen.look()
+            assert list(seen.found.values()) == [1]
+            process.communicate("\n")

@@ -3,8 +3,8 @@
     python -m tests.tools.slow_store BUCKET --mbit 100 --round-trip-ms 50 --link LINK=HOST --forward LINK=HOST:PORT
 
 Opens a port of HOST for each ``--link``, which leads through that link to the store, and for each ``--forward`` one
-that leads to HOST:PORT. Prints lines ``NAME=VALUE``: the variables of an S3 client, ``STORE_LINK`` with the URL of each way
-to the store, ``FORWARD_LINK`` with that of each other. Serves until its standard input ends.
+that leads to HOST:PORT. Prints lines ``NAME=VALUE``: the variables of an S3 client, ``STORE_LINK`` with the URL of each
+way to the store, ``FORWARD_LINK`` with that of each other. Serves until its standard input ends.
 """
 
 import argparse
