@@ -231,8 +231,9 @@ class Links:
         self.process.terminate()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
 
 
 def difference(after: dict[str, Passed], before: dict[str, Passed]) -> dict[str, Passed]:
