@@ -274,13 +274,11 @@ class Worker:
 
     def _put(self, run: str, plays: list[Play]) -> str:
         """Write the batch under the next free number; returns its key."""
-        versions = [span["version"] for play in plays for turn in play.turns for span in turn["spans"]]
         games = [
             {"game": play.game, "turns": play.turns, "solved": play.answer["solved"], "reward": play.answer["reward"]}
             for play in plays
         ]
-        batch = {"format_version": 1, "run": run, "worker": self._options.worker, "plays": self._options.plays}
-        batch |= {"lowest": min(versions), "highest": max(versions), "games": games}
+        batch = {"format_version": 1, "run": run, "worker": self._options.worker, "games": games}
         while True:
             key = f"trajectories/{self._options.worker}/{self._number:010d}.json.gz"
             data = gzip.compress(json.dumps(batch | {"number": self._number}).encode(), mtime=0)

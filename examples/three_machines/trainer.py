@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -127,26 +128,18 @@ class Game(Part):
 
 
 class Batch(Part):
-    """One object: ``plays`` plays of one game after the other; ``lowest`` and ``highest`` version in any span."""
+    """One object: games of one worker, each played several times, and the run whose versions the spans name."""
 
     format_version: Annotated[int, Field(ge=1, le=1)]
     run: str
     worker: str
     number: int
-    lowest: Version
-    highest: Version
-    plays: Annotated[int, Field(ge=1)]
     games: Annotated[list[Game], Field(min_length=1, max_length=4096)]
 
-    @model_validator(mode="after")
-    def _grouped(self) -> Self:
-        groups = [self.games[at : at + self.plays] for at in range(0, len(self.games), self.plays)]
-        if len(groups[-1]) != self.plays or any(len({play.game for play in group}) > 1 for group in groups):
-            raise ValueError(f"the games are not groups of {self.plays} plays of one game")
-        versions = {span.version for game in self.games for turn in game.turns for span in turn.spans}
-        if (min(versions), max(versions)) != (self.lowest, self.highest):
-            raise ValueError(f"versions {self.lowest} to {self.highest} are not those of the spans")
-        return self
+    @property
+    def versions(self) -> set[int]:
+        """All that sampled a token."""
+        return {span.version for game in self.games for turn in game.turns for span in turn.spans}
 
     @classmethod
     def from_object(cls, data: bytes, key: str) -> Self:
@@ -306,10 +299,12 @@ def warm_up(policy: Policy, seed: int, limit: int) -> None:
 
 
 def advantages_of(batch: Batch) -> torch.Tensor:
-    """Reward minus the mean of its group, over the group's standard deviation; (games,) float32."""
-    rewards = torch.tensor([game.reward for game in batch.games]).view(-1, batch.plays)
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return (centred / (rewards.std(dim=1, unbiased=False, keepdim=True) + 1e-6)).flatten()
+    """Reward minus the mean over all plays of the same game, over their standard deviation; (games,) float32."""
+    groups: dict[int, list[float]] = {}
+    for play in batch.games:
+        groups.setdefault(play.game, []).append(play.reward)
+    scale = {game: (statistics.fmean(rewards), statistics.pstdev(rewards)) for game, rewards in groups.items()}
+    return torch.tensor([(play.reward - scale[play.game][0]) / (scale[play.game][1] + 1e-6) for play in batch.games])
 
 
 def off_policy_loss(
@@ -505,17 +500,17 @@ class Trainer:
             batch = Batch.from_object(data, key)
             if batch.run != self._progress.run:
                 raise BatchError(f"{key} is of run {batch.run}, this one is {self._progress.run}")
-            if batch.highest > self._version:
-                raise BatchError(f"{key} names version {batch.highest}; the newest is {self._version}")
+            if max(batch.versions) > self._version:
+                raise BatchError(f"{key} names version {max(batch.versions)}; the newest is {self._version}")
         except StoreError:
             raise
         except (BatchError, DeltaSyncError) as error:
             self._consumed.set_aside.append(key)
             tell("set_aside", key=key, why=str(error)[:300])
             return None
-        if self._version - batch.lowest > self._options.max_staleness:
+        if self._version - min(batch.versions) > self._options.max_staleness:
             self._consumed.stale.append(key)
-            tell("stale", key=key, version=self._version, lowest=batch.lowest)
+            tell("stale", key=key, version=self._version, lowest=min(batch.versions))
             return None
         return batch
 

@@ -119,18 +119,25 @@ def not_once(found: Found) -> list[str]:
     return wrong
 
 
+def versions_of(batch: dict[str, Any]) -> tuple[int, int]:
+    """Lowest and highest version that sampled a token."""
+    spans = [span["version"] for game in batch["games"] for turn in game["turns"] for span in turn["spans"]]
+    return min(spans), max(spans)
+
+
 def too_stale(found: Found, most: int) -> list[str]:
     """What was trained on was young enough, and what was left out as too old was not."""
     wrong = []
     for version, one in found.consumed.items():
         held = version - 1
         for batch in found.trained(version):
-            if held - batch["lowest"] > most or batch["highest"] > held:
-                versions = f"{batch['lowest']} to {batch['highest']}"
-                wrong.append(f"batch {batch['number']} of versions {versions} was trained on by version {held}")
+            lowest, highest = versions_of(batch)
+            if held - lowest > most or highest > held:
+                text = f"batch {batch['number']} of versions {lowest} to {highest}"
+                wrong.append(f"{text} was trained on by version {held}")
         for key in one["stale"]:
-            if key in found.batches and held - found.batches[key]["lowest"] <= most:
-                wrong.append(f"{key} of version {found.batches[key]['lowest']} was left out as too old at {held}")
+            if key in found.batches and held - versions_of(found.batches[key])[0] <= most:
+                wrong.append(f"{key} was left out as too old at version {held}")
     return wrong
 
 
@@ -189,7 +196,7 @@ def curve_of(found: Found) -> list[dict[str, Any]]:
     for version, manifest in sorted(found.manifests.items()):
         games = [game for batch in found.trained(version) for game in batch["games"]]
         fresh = found.served.get(version, math.inf) - found.called.get(version, math.inf)
-        ages = [version - 1 - batch["lowest"] for batch in found.trained(version)]
+        ages = [version - 1 - versions_of(batch)[0] for batch in found.trained(version)]
         row = {name: getattr(manifest, name) for name in ("version", "changed", "total", "payload_bytes", "full_bytes")}
         row |= {"reward": statistics.fmean(game["reward"] for game in games) if games else 0.0}
         row |= {"solved": statistics.fmean(game["solved"] for game in games) if games else 0.0}

@@ -58,9 +58,6 @@ def setting(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (setting("number", 1), "holds batch 1 of worker 'w1'"),
         (setting("worker", "w2"), "of worker 'w2'"),
         (setting("games", []), "'games'"),
-        (setting("plays", 4), "groups of 4 plays"),
-        (setting("games.1.game", 9), "groups of 3 plays"),
-        (setting("highest", 9), "versions 0 to 9"),
         (setting("games.0.reward", "1.0"), "'games.0.reward'"),
         (setting("games.0.turns.0.output", []), "'games.0.turns.0.output'"),
         (setting("games.0.turns.0.output.0", 4000), "'games.0.turns.0.output.0'"),
@@ -262,6 +259,14 @@ def test_a_game_is_one_sequence_in_which_its_guesses_alone_are_marked() -> None:
     assert [tokens[row, 1:][answers[row]].tolist() for row in range(2)] == [[5, 6, 7, 8], [5, 6]]
 
 
+def test_advantages_compare_the_plays_of_one_game() -> None:
+    document = some_batch()
+    for play, reward in zip(document["games"], (1.0, 0.0, 0.5, 0.2, 0.2, 0.2), strict=True):
+        play["reward"] = reward
+    found = trainer.advantages_of(Batch.from_object(packed(document), KEY))
+    torch.testing.assert_close(found, torch.tensor([1.5**0.5, -(1.5**0.5), 0.0, 0.0, 0.0, 0.0]), atol=1e-4, rtol=0)
+
+
 def test_importance_weights_are_truncated_and_pass_no_gradient_themselves() -> None:
     ratio = torch.tensor([[0.5, 1.0, 1.5, 8.0]])
     logprobs = torch.full((1, 4), -1.0, requires_grad=True)
@@ -429,7 +434,8 @@ def test_batches_hold_whole_games_and_killed_it_goes_on_under_the_next_number(wo
     batches = world.batches()
     assert batches[: len(held)] == held
     assert [batch.number for batch in batches] == list(range(len(batches)))
-    assert {(batch.run, batch.highest - batch.lowest, len(batch.games)) for batch in batches} == {(RUN, 1, 12)}
+    assert {(batch.run, len(batch.games)) for batch in batches} == {(RUN, 12)}
+    assert (batches[0].versions, batches[-1].versions) == ({0, 1}, {1, 2})
     assert len({play.game for batch in batches for play in batch.games}) == 3 * len(batches)
     for play in batches[0].games:
         guesses = ["".join(rollouts.CHARACTERS[token] for token in turn.output) for turn in play.turns]
@@ -555,7 +561,6 @@ def test_each_claim_can_fail(story: Path) -> None:
     found.scan["fingerprint"] = "0" * 32
     found.consumed[2]["trained"] = [key_of("w1", 0)]
     found.consumed[3] = {"step": 3, "trained": [key_of("w1", 3)], "stale": [], "set_aside": []}
-    found.batches[key_of("w1", 3)] |= {"lowest": 3}
     wrong_model = Qwen3ForCausalLM.from_pretrained(story / "trainer" / "policy", dtype=torch.float32)
     sampled_by(wrong_model, found.batches[key_of("w1", 3)])
     summary = verdict.judge(found, Namespace(out=story, **OPTIONS))
