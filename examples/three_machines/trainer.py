@@ -41,7 +41,7 @@ from trainer_side import Publisher
 from trainer_side.result import PublishResult
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.errors import DeltaSyncError, PublishError, StoreError
+from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, PublishError, StoreError
 
 CHARACTERS = ["<pad>", "<eos>", "<unk>", ">", *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"01234567"]
 IDS = {character: number for number, character in enumerate(CHARACTERS)}
@@ -397,13 +397,15 @@ class Trainer:
     """Trains from the newest version to the last one."""
 
     def __init__(self, options: argparse.Namespace, policy: Policy) -> None:
+        """Raises StateError: there is a state, and it cannot be used."""
         self._options, self._policy = options, policy
         self._state = options.folder / "state.safetensors"
+        self._held = load_state(self._state, policy)
         self._published: PublishResult | None = None
         self._called: dict[int, float] = {}  # step → when its weights were handed to the publisher
 
     def run(self) -> None:
-        """Until the run has as many versions as asked for. Raises StateError, DeltaSyncError."""
+        """Train until the run has as many versions as asked for. Raises StateError, DeltaSyncError."""
         files = self._options.folder / "policy"
         with open_bucket(self._options.games) as games:
             with self._retry(lambda: Publisher(self._policy.served, self._options.bucket, files=files)) as publisher:
@@ -431,9 +433,8 @@ class Trainer:
 
     def _resume(self) -> None:
         """See that the state is of the run's newest version, or of the next; that one is published first."""
-        publisher = self._publisher
+        publisher, held = self._publisher, self._held
         self._version = publisher.version
-        held = load_state(self._state, self._policy)
         recorded = self._recorded_step()
         self._progress = held or Progress(run=publisher.run)
         if self._progress.run != publisher.run or self._progress.step not in (recorded, recorded + 1):
@@ -502,9 +503,7 @@ class Trainer:
                 raise BatchError(f"{key} is of run {batch.run}, this one is {self._progress.run}")
             if max(batch.versions) > self._version:
                 raise BatchError(f"{key} names version {max(batch.versions)}; the newest is {self._version}")
-        except StoreError:
-            raise
-        except (BatchError, DeltaSyncError) as error:
+        except (BatchError, NotFoundError, LimitError) as error:
             self._consumed.set_aside.append(key)
             tell("set_aside", key=key, why=str(error)[:300])
             return None

@@ -288,6 +288,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     axes[0].plot(numbers, [row["solved"] for row in curve], ":", label="games solved")
     axes[0].set(title="A word game, learnt by three machines that meet in a bucket only")
     axes[0].legend(frameon=False)
+    axes[2].set(yscale="log", ylim=(None, None))
     axes[-1].set(xlabel="version")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
