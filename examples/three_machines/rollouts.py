@@ -38,7 +38,7 @@ CHARACTERS = ["<pad>", "<eos>", "<unk>", ">", *"abcdefghijklmnopqrstuvwxyz", *"A
 IDS = {character: number for number, character in enumerate(CHARACTERS)}
 LETTERS, GUESSES = 3, 4
 CONNECTIONS = 4
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 RETRY_SECONDS = 0.5
 SERVE = (
     *("--load-format", "delta_sync", "--poll-seconds", "0.2", "--served-model-name", MODEL, "--dtype", "bfloat16"),

@@ -18,7 +18,7 @@ RUN = Path(__file__).parents[2] / "examples" / "three_machines" / "run.sh"
 VERSIONS = 14
 KILLS = {"environment": 2, "worker": 4, "rollout": 6, "trainer": 9}
 """Part → version at which it is killed, once what was killed before has recovered."""
-SECONDS = 600
+SECONDS = 900
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)"
 LISTEN = "import socket, sys; s = socket.create_server((sys.argv[1], 9000)); print(flush=True); sys.stdin.read()"
 CLAIMS = ("weights_exact", "trained_once", "none_too_stale", "versions_explain_tokens")
