@@ -37,7 +37,7 @@ def links() -> Iterator[Links]:
 @contextmanager
 def echo() -> Iterator[tuple[int, list[socket.socket]]]:
     """Port of a server that sends back what it gets, connection by connection, and the connections so far."""
-    connections = []
+    connections: list[socket.socket] = []
 
     def serve() -> None:
         while True:
