@@ -64,6 +64,13 @@ FOREIGN_FLAGS = {
     "--update-weight-mode",
     "--custom-update-weight-post-write-path",
     "--rollout-function-path",
+    "--environment",
+    "--folder",
+    "--games",
+    "--out",
+    "--host",
+    "--quick",
+    "--versions",
 }
 SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
 """Members of the status that an API server adds; tests/receiver/test_layout_leading.py sees them."""

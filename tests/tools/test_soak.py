@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from examples.three_machines.fits import Answered, Span, fits_of, one_thread, recompute
+from tests.support.fits import Answered, Span, fits_of, one_thread, recompute
 from tests.support.tiny import make_model, make_model_like, save_checkpoint
 from tests.tools.soak import proof
 from tests.tools.soak.load import covers, read_plain, read_stream

@@ -1,29 +1,20 @@
-"""What a link really is: round trip and throughput, measured through it like anybody's traffic.
+"""What a link really is: round trip and throughput, measured through it like anybody's traffic."""
 
-    python -m examples.fleet.probe HOST PORT BITS_PER_SECOND
-
-measures from the machine it runs on, and prints the document of ``Measured``.
-"""
-
-import json
 import socket
 import statistics
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-
-from examples.fleet.links import Links
-from examples.fleet.shaping import HOST
+from dataclasses import dataclass
 
 PINGS = 9
 SECONDS = 0.5
 """How long the link is filled, each way."""
 PATIENCE_SECONDS = 60.0
 PIECE = bytes(64 * 1024)
+HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -33,10 +24,6 @@ class Measured:
     round_trip_ms: float
     up_mbit_s: float
     down_mbit_s: float
-
-    def document(self) -> dict[str, float]:
-        """For summary.json."""
-        return {name: round(value, 2) for name, value in asdict(self).items()}
 
 
 @contextmanager
@@ -51,23 +38,18 @@ def far_end() -> Iterator[int]:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-def measure(links: Links, link: str, far_port: int, bits_per_second: float) -> Measured:
-    """Measure one link from its machine's end. Raises OSError: the connection failed."""
-    return measure_at((HOST, links.forward(link, far_port)), bits_per_second)
-
-
-def measure_at(address: tuple[str, int], bits_per_second: float) -> Measured:
-    """Measure the link whose near end is at this address. Raises OSError: the connection failed."""
+def measure(port: int, bits_per_second: float) -> Measured:
+    """Measure the link whose near end is at this port. Raises OSError: the connection failed."""
     count = int(SECONDS * bits_per_second / 8)
-    with socket.create_connection(address, PATIENCE_SECONDS) as connection:
+    with socket.create_connection((HOST, port), PATIENCE_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _exchange(connection, 0, 0)
-        empty = statistics.median(_exchange(connection, 0, 0) for _ in range(PINGS))
-        up, down = _exchange(connection, count, 0), _exchange(connection, 0, count)
+        exchange(connection, 0, 0)
+        empty = statistics.median(exchange(connection, 0, 0) for _ in range(PINGS))
+        up, down = exchange(connection, count, 0), exchange(connection, 0, count)
     return Measured(1e3 * empty, 8e-6 * count / (up - empty), 8e-6 * count / (down - empty))
 
 
-def _exchange(connection: socket.socket, sent: int, wanted: int) -> float:
+def exchange(connection: socket.socket, sent: int, wanted: int) -> float:
     """Seconds until so many bytes were sent and so many have come back, and a byte of acknowledgement."""
     start = time.monotonic()
     connection.sendall(struct.pack("<QQ", sent, wanted))
@@ -77,15 +59,13 @@ def _exchange(connection: socket.socket, sent: int, wanted: int) -> float:
     return time.monotonic() - start
 
 
-def _drain(connection: socket.socket, count: int) -> bytes:
-    """Read exactly so many bytes; the last of them. Raises ConnectionError: there are fewer."""
-    data = b""
+def _drain(connection: socket.socket, count: int) -> None:
+    """Read exactly so many bytes. Raises ConnectionError: there are fewer."""
     while count:
         data = connection.recv(min(count, len(PIECE)))
         if not data:
             raise ConnectionError("the other end closed the connection")
         count -= len(data)
-    return data
 
 
 def _accept(listener: socket.socket) -> None:
@@ -100,20 +80,12 @@ def _accept(listener: socket.socket) -> None:
 def _serve(connection: socket.socket) -> None:
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while True:
-            try:
-                header = connection.recv(16, socket.MSG_WAITALL)
-                if len(header) < 16:
-                    return
+        try:
+            while len(header := connection.recv(16, socket.MSG_WAITALL)) == 16:
                 count, wanted = struct.unpack("<QQ", header)
-                if count:
-                    _drain(connection, count)
+                _drain(connection, count)
                 for at in range(0, wanted, len(PIECE)):
                     connection.sendall(PIECE[: wanted - at])
                 connection.sendall(b".")
-            except OSError:
-                return
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure_at((sys.argv[1], int(sys.argv[2])), float(sys.argv[3])).document()))
+        except OSError:
+            return

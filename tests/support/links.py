@@ -1,28 +1,42 @@
-"""Slow links on a fast machine: TCP connections on loopback that pass through a line of given rate and delay.
+"""Slow links on a fast machine: TCP connections that pass through a line of given rate and delay, in userspace.
 
 A link joins one machine to the others. It has two ways, up and down; each sends bytes one after the other at the link's
 rate, whatever connection they belong to, and delivers them a fixed time later. A new connection waits one round trip
 before its first byte, as a handshake would have it; where asked for, it starts slowly, as TCP does. Not imitated: loss,
-TLS, headers of packets.
+TLS, headers of packets. No rights are needed.
+
+The links run in a process of their own, ``python -m tests.support.links BYTES_PER_SECOND ROUND_TRIP_SECONDS
+[slow-start]``, which ``Links`` starts and talks to in JSON lines.
 """
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 HOST = "127.0.0.1"
+SLOW_START = "slow-start"
 CHUNK_BYTES = 16 * 1024
 QUEUE_SECONDS = 0.02
 """Bytes that stand in line, in time: enough for the line never to be idle because this process woke up late."""
 UNDERWAY_CHUNKS = 512
 """Of one connection: where the receiving end does not read, the sending one is held up."""
-
 FIRST_WINDOW_BYTES = 14_600
 """Ten packets: what TCP sends before it has heard anything (RFC 6928)."""
 IDLE_SECONDS = 1.0
 """After so long without traffic a connection starts slowly again."""
+
+Passed = dict[str, int]
+"""Bytes that a link has passed: ``up`` and ``down``."""
 
 
 class Way:
@@ -97,27 +111,22 @@ class Link:
     @classmethod
     def make(cls, bytes_per_second: float, round_trip_seconds: float, slow_start: bool) -> "Link":
         """A link that is the same both ways; half a round trip each."""
-        delay = round_trip_seconds / 2
-        ways = Way(bytes_per_second, delay), Way(bytes_per_second, delay)
+        ways = Way(bytes_per_second, round_trip_seconds / 2), Way(bytes_per_second, round_trip_seconds / 2)
         return cls(*ways, round_trip_seconds, slow_start)
 
-    async def forward(self, target_port: int, inward: bool = False, host: str = HOST, target: str = HOST) -> int:
-        """Pass connections on to a port of ``target``.
+    async def forward(self, target: tuple[str, int], inward: bool = False, host: str = HOST) -> int:
+        """Pass connections on to an address; the port of ``host`` at which clients find it.
 
         Args:
             inward: the target is the machine at the end of this link, and clients are elsewhere; otherwise the clients
                 are that machine.
-            host: address of this machine at which clients find it.
-
-        Returns:
-            the port to connect to.
         """
         there, back = (self.down, self.up) if inward else (self.up, self.down)
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(self.round_trip)
             try:
-                far_reader, far_writer = await asyncio.open_connection(target, target_port, limit=CHUNK_BYTES)
+                far_reader, far_writer = await asyncio.open_connection(*target, limit=CHUNK_BYTES)
             except OSError:
                 writer.close()
                 return
@@ -145,8 +154,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way:
         group.create_task(_deliver(underway, writer))
         while True:
             await way.room()
-            allowed = CHUNK_BYTES if window is None else min(CHUNK_BYTES, await window.room())
-            data = await reader.read(allowed)
+            data = await reader.read(CHUNK_BYTES if window is None else min(CHUNK_BYTES, await window.room()))
             arrives = way.send(len(data))
             if window is not None:
                 window.send(len(data), arrives + way.delay)
@@ -165,3 +173,95 @@ async def _deliver(underway: asyncio.Queue[tuple[float, bytes]], writer: asyncio
             return
         writer.write(data)
         await writer.drain()
+
+
+class Links:
+    """All links, in a process that ends with this one; any thread may ask.
+
+    Attributes:
+        process: the links' own.
+    """
+
+    def __init__(self, bits_per_second: float, round_trip_seconds: float, slow_start: bool = False) -> None:
+        words = [str(bits_per_second / 8), str(round_trip_seconds), *([SLOW_START] if slow_start else [])]
+        command = [sys.executable, "-m", __name__, *words]
+        root = Path(__file__).resolve().parents[2]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
+        self._lock = threading.Lock()
+
+    def forward(self, link: str, port: int, *, host: str = HOST, target: str = HOST, inward: bool = False) -> int:
+        """A port of ``host`` through which this link's machine reaches ``port`` of ``target``.
+
+        A link is made when it is first named.
+
+        Args:
+            inward: the other way round: through which others reach it on the link's machine.
+
+        Raises:
+            RuntimeError: the process is gone.
+        """
+        return int(self._ask({"link": link, "target": [target, port], "inward": inward, "host": host}))
+
+    def passed(self) -> dict[str, Passed]:
+        """Bytes so far, of every link. Raises RuntimeError: the process is gone."""
+        answer: dict[str, Passed] = self._ask({})
+        return answer
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with self._lock:
+            try:
+                self.process.stdin.write(json.dumps(question) + "\n")
+                self.process.stdin.flush()
+            except BrokenPipeError:
+                pass
+            line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process of the links is gone")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.terminate()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+
+
+def difference(after: dict[str, Passed], before: dict[str, Passed]) -> dict[str, Passed]:
+    """Bytes that passed between two calls of ``Links.passed``."""
+    none = {"up": 0, "down": 0}
+    return {name: {way: ways[way] - before.get(name, none)[way] for way in ways} for name, ways in after.items()}
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until standard input ends."""
+    rate, round_trip = map(float, arguments[:2])
+    links: dict[str, Link] = {}
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    for line in sys.stdin:
+        question = json.loads(line)
+        if question:
+            name = question["link"]
+            links.setdefault(name, Link.make(rate, round_trip, SLOW_START in arguments[2:]))
+            answer = run(links[name].forward(tuple(question["target"]), question["inward"], question["host"]))
+        else:
+            answer = {name: {"up": link.up.passed, "down": link.down.passed} for name, link in links.items()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
