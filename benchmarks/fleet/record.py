@@ -4,8 +4,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.common.rows import Row, row
 from benchmarks.fleet.probe import Measured
-from benchmarks.rows import Row, row
 from tests.support.links import Passed
 
 BENCH = "fleet"
