@@ -12,7 +12,7 @@ from tests.support.damage import TABLE
 from tests.support.samples import RunWriter
 from tests.trust.test_verify_signed import Signed
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.errors import ConflictError, SettingsError, SignatureError, UsageError
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.trust import Keyring
@@ -308,11 +308,3 @@ def test_a_key_that_others_can_read_is_refused(world: KeyedRun) -> None:
     gone = world.keys("--revoke", world.public["trainer"], "--version", "none")
     assert (gone["versions"], gone["head"]) == ([0], None)
     assert any("no version of the run is believed any more" in note for note in gone["notes"])
-
-
-def test_python_sees_the_same(world: KeyedRun) -> None:
-    world.run.deltas("packed")
-    world.change(add=[world.public["trainer"]])
-    assert Run(open_bucket(world.url), Keyring.load(world.pub("root"))).verify().checked
-    with pytest.raises(SignatureError):
-        open_run(world.url, Keyring.load(world.pub("stranger")))

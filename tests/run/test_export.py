@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -365,38 +364,6 @@ def test_two_exports_into_one_folder(chain: Chain, tmp_path: Path) -> None:
         exported(chain, out, version, progress=meanwhile)
         assert seen
         seen.clear()
-
-
-def test_many_exports_into_one_folder_at_once(chain: Chain, tmp_path: Path) -> None:
-    """However they meet, each either does it all or is refused, and what is there at the end is whole."""
-    out = tmp_path / "out"
-    errors: list[BaseException] = []
-    start = threading.Barrier(4)
-    deadline = time.monotonic() + 120
-
-    def work(version: int) -> None:
-        start.wait()
-        done = 0
-        while not done and time.monotonic() < deadline:
-            try:
-                export(open_run(chain.url), out, version, shard_bytes=SHARD_BYTES if version % 2 else 10**9)
-                done += 1
-            except ConflictError:
-                time.sleep(0.01)
-            except BaseException as error:  # noqa: BLE001  shown by the test
-                errors.append(error)
-                return
-
-    threads = [threading.Thread(target=work, args=(version,)) for version in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert time.monotonic() < deadline
-    version = json.loads((out / EXPORT_NAME).read_bytes())["version"]
-    assert held(out) == expected(TABLE, chain.bits[version])
-    assert names(out) == json.loads((out / EXPORT_NAME).read_bytes())["files"]
 
 
 def test_a_lock_whose_owner_is_gone_is_nobodys(chain: Chain, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_damaged_merged_delta_or_delta_is_avoided(tree: Written) -> None:
     # An anchor is taken for its own version only.
     forge(tree, side.anchor_key(6), tree.run.anchor(2), version=6)
     expect(tree.run, tree, 6, 6)
+    tree.lose(side.anchor_key(6))
     tree.flip(tree.run.anchor(2).objects[0].key)
     with pytest.raises(DigestError):
         tree.run.snapshot(9)
