@@ -12,7 +12,6 @@ from tests.support.collecting import TABLE
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.upkeep import retention
 from vllm_delta_sync.wire.documents import Lease, lease_key
@@ -144,25 +143,6 @@ def test_gc_says_who_holds_what_would_go(url: str) -> None:
     open_bucket(url).put(lease_key("east-1"), lease.to_bytes())
     answer("gc", "--bucket", url, "--keep-last", "1")
     assert "by receivers east-1" in reasons(url, "--keep-last", "1")
-
-
-def test_an_interrupted_gc_leaves_the_run_whole(url: str) -> None:
-    left = 5
-    delete = LocalBucket.delete
-
-    def interrupt(bucket: LocalBucket, key: str) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-        delete(bucket, key)
-
-    with mock.patch.object(LocalBucket, "delete", interrupt):
-        assert delta_sync("gc", "--bucket", url, "--keep-last", "2").code == 130
-    run = open_run(url)
-    for version in (19, 20):
-        assert run.snapshot(version).fingerprint == run.manifest(version).model_fingerprint
-    assert len(answer("gc", "--bucket", url, "--keep-last", "2")["removed"]["objects"]) == 17 - 3
 
 
 def test_tag(url: str) -> None:

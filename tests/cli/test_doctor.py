@@ -1,5 +1,6 @@
 """``delta-sync doctor``: sound buckets and servers, every promise of either broken in turn, and what it prints."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -14,7 +15,6 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import EROFS
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ import pytest
 
 from tests.golden.regenerate import DIRECTORY, RUN, SIGNED
 from tests.support import hub_store, s3_store
+from tests.support.answers import Answer, Answers, Asked, closed_port
+from tests.support.answers import answering as web
 from tests.support.commands import answer, delta_sync
 from tests.support.exporting import file_size_limit
 from tests.support.modules import checkpoint_tensors, save_base
@@ -239,6 +241,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
 
+def only_begun(run: Path) -> None:
+    shutil.rmtree(run / "versions")
+    (run / "HEAD.json").unlink()
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "run.json damaged": (lambda run: cut(run / "run.json"), "failed", "format"),
     "tensors.json gone": (lambda run: (run / "tensors.json").unlink(), "failed", "not_found"),
@@ -248,7 +255,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "HEAD damaged": (lambda run: cut(run / "HEAD.json"), "failed", "format"),
     "run.json gone": (lambda run: (run / "run.json").unlink(), "failed", "not_found"),
     "HEAD gone": (lambda run: (run / "HEAD.json").unlink(), "warning", ""),
-    "only begun": (lambda run: [shutil.rmtree(run / "versions"), (run / "HEAD.json").unlink()], "ok", ""),
+    "only begun": (only_begun, "ok", ""),
 }
 
 
@@ -305,7 +312,12 @@ def test_caches(run: Path, tmp_path: Path) -> None:
 
 def test_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def asked(url: str, version: str | None) -> dict[str, Finding]:
-        monkeypatch.setattr(doctor_door, "_version", lambda name: version)
+        def installed(name: str) -> str:
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", installed)
         return look(url, size=0)
 
     missing = asked("s3://bucket/run", None)
@@ -465,12 +477,10 @@ def test_broken_promises(broken: Broke, name: str) -> None:
         ]
         assert verdicts(found)["skipped"] == needs_writes
         assert "failed" not in verdicts(broken(methods, reads_only=True))
-
-
-def test_without_keep_going_the_first_failure_is_the_last_check(broken: Broke) -> None:
-    found = broken(LAGGING, keep_going=False)
-    assert verdicts(found)["failed"] == ["list"]
-    assert verdicts(found)["skipped"] == list(BUCKET_CHECKS[BUCKET_CHECKS.index("list") + 1 :])
+    # Without --keep-going the first failure is the last check.
+    found = broken(methods, keep_going=False)
+    assert verdicts(found)["failed"] == [check]
+    assert verdicts(found)["skipped"] == list(BUCKET_CHECKS[BUCKET_CHECKS.index(check) + 1 :])
 
 
 def test_a_store_without_create_if_absent_is_a_warning(broken: Broke) -> None:
@@ -624,33 +634,16 @@ def look_at(server: str, bucket: Path | str = "/nowhere") -> dict[str, Finding]:
 
 
 @contextmanager
-def answering(answers: dict[str, tuple[int, bytes]], asked: Callable[[str], None] = lambda path: None) -> Iterator[str]:
-    """The URL of a server that has these answers by path, and 404 otherwise. Args: asked: told of each request."""
+def answering(answers: dict[str, tuple[int, bytes]]) -> Iterator[Answers]:
+    """A server that has these answers by path, and 404 otherwise."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked(self.path)
-            status, body = answers.get(self.path.partition("?")[0], (404, b"{}"))
-            self.send_response(status)
-            if status == 302:
-                self.send_header("Location", "/elsewhere")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def reply(asked: Asked) -> Answer:
+        status, body = answers.get(asked.path.partition("?")[0], (404, b"{}"))
+        return Answer(status, body, {"Location": "/elsewhere"} if status == 302 else {})
 
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            return None
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join(120)
+    with web() as server:
+        server.reply = reply
+        yield server
 
 
 def status_of(**members: Any) -> dict[str, tuple[int, bytes]]:
@@ -660,8 +653,8 @@ def status_of(**members: Any) -> dict[str, tuple[int, bytes]]:
 
 
 def told(**members: Any) -> dict[str, Finding]:
-    with answering(status_of(**members)) as url:
-        return look_at(url)
+    with answering(status_of(**members)) as server:
+        return look_at(server.url)
 
 
 @pytest.fixture
@@ -717,8 +710,8 @@ def test_a_server_without_a_run(tmp_path: Path, site: Site) -> None:
 
 
 def test_a_plain_vllm_has_no_plugin() -> None:
-    with answering({"/health": (200, b""), "/v1/models": (401, b'{"error": "no key"}')}) as url:
-        found = look_at(url)
+    with answering({"/health": (200, b""), "/v1/models": (401, b'{"error": "no key"}')}) as server:
+        found = look_at(server.url)
     assert found["server"].figures == {"health": 200, "models": [], "api_key": True}
     assert found["plugin"].verdict == "failed"
     for word in ("VLLM_PLUGINS", "DELTA_SYNC_BUCKET", "--worker-extension-cls", "delta-sync serve"):
@@ -771,18 +764,19 @@ def test_states(name: str) -> None:
 
 
 def test_a_server_that_is_behind_is_waited_for() -> None:
-    answers = status_of(head={**POINT, "version": 4}, lag=1)
-    asked: list[str] = []
+    there = {**POINT, "version": 4}
+    with answering(status_of(head=there, lag=1)) as server:
+        behind = server.reply
 
-    def note(path: str) -> None:
-        asked.append(path)
-        if path.startswith("/delta_sync/wait"):
-            answers.update(status_of(served={**POINT, "version": 4}, head={**POINT, "version": 4}))
+        def reply(asked: Asked) -> Answer:
+            waited = any("/wait?" in each.path for each in server.asked)
+            status, body = status_of(served=there, head=there)["/delta_sync/status"]
+            return Answer(status, body) if waited and asked.path.endswith("/status") else behind(asked)
 
-    with answering(answers, note) as url:
-        found = look_at(url)["lag"]
-    assert (found.verdict, found.figures["served"]) == ("ok", 4)
-    assert "/delta_sync/wait?version=4&timeout=5" in asked
+        server.reply = reply
+        found = look_at(server.url)["lag"]
+        assert (found.verdict, found.figures["served"]) == ("ok", 4)
+        assert "/delta_sync/wait?version=4&timeout=5" in [asked.path for asked in server.asked]
 
 
 def test_the_exit_code_is_of_the_servers_error() -> None:
@@ -793,8 +787,8 @@ def test_the_exit_code_is_of_the_servers_error() -> None:
 
 def test_admin() -> None:
     for status, verdict in ((401, "ok"), (403, "ok"), (400, "ok"), (200, "warning"), (404, "warning")):
-        with answering({**status_of(), "/delta_sync/rollback": (status, b"{}")}) as url:
-            found = look_at(url)["admin"]
+        with answering({**status_of(), "/delta_sync/rollback": (status, b"{}")}) as server:
+            found = look_at(server.url)["admin"]
         assert (found.verdict, found.figures["status"]) == (verdict, status)
 
 
@@ -813,15 +807,13 @@ ANSWERS: dict[str, tuple[dict[str, tuple[int, bytes]], str, str]] = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers(name: str) -> None:
     answers, check, said = ANSWERS[name]
-    with answering(answers) as url:
-        found = look_at(url)[check]
+    with answering(answers) as server:
+        found = look_at(server.url)[check]
     assert (found.verdict, said in found.said) == ("failed", True), found
 
 
 def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as opened:
-        port = opened.getsockname()[1]
-    assert error_of(look_at(f"http://127.0.0.1:{port}")["server"]) == ("unavailable", 4)
+    assert error_of(look_at(f"http://127.0.0.1:{closed_port()}")["server"]) == ("unavailable", 4)
 
 
 @pytest.mark.parametrize(
@@ -865,8 +857,8 @@ def test_urls_that_are_none_of_a_server() -> None:
 def test_proxies_are_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://192.0.2.1:1")
-    with answering({"/health": (200, b"")}) as url:
-        assert Client(url).ask("/health").status == 200
+    with answering({"/health": (200, b"")}) as server:
+        assert Client(server.url).ask("/health").status == 200
 
 
 # The command
@@ -896,8 +888,8 @@ def test_for_people(run: Path, tmp_path: Path) -> None:
 def test_as_json(run: Path) -> None:
     evil = status_of(state="refused", served=None, last_error={"kind": "store", "message": "\x1b[2Jboo"})
     with answering(status_of()) as well, answering(evil) as other:
-        document = answer("doctor", "--bucket", run, "--bytes", "0", "--server", well, code=1)
-        done = delta_sync("doctor", "--bucket", run, "--read-only", "--server", other)
+        document = answer("doctor", "--bucket", run, "--bytes", "0", "--server", well.url, code=1)
+        done = delta_sync("doctor", "--bucket", run, "--read-only", "--server", other.url)
     assert [row["check"] for row in document["findings"]] == [*BUCKET_CHECKS, *SERVER_CHECKS]
     assert {"check", "verdict", "kind", "said", "mend", "figures"} == set(document["findings"][0])
     # The golden run is another one than the server says that it follows.
@@ -929,7 +921,8 @@ def test_settings_are_read(tmp_path: Path) -> None:
         assert (done.code, name in done.err.upper()) == (2, True)
     settings = {"MIRROR": str(tmp_path), "CACHE_DIR": str(tmp_path / "cache"), "CACHE_BYTES": "5"}
     variables = {f"DELTA_SYNC_{name}": value for name, value in settings.items()}
-    found = {row["check"]: row for row in answer("doctor", "--bucket", GOLDEN, "--read-only", **variables)["findings"]}
+    document = answer("doctor", "--bucket", GOLDEN, "--read-only", code=0, **variables)
+    found = {row["check"]: row for row in document["findings"]}
     assert found["mirror"]["verdict"] == "warning"
     assert found["cache"]["figures"]["cache_bytes"] == 5
 

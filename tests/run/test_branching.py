@@ -223,10 +223,10 @@ def test_the_run_whose_documents_stay_counts(
 
 @pytest.fixture
 def branched(source: Source, tmp_path: Path) -> tuple[Path, Path, list[Bits]]:
-    """A run's folder, that of a branch at its version 2, and the bits of that."""
+    """A run's folder, that of a branch at its version 9, and the bits of that."""
     run, bits = source
-    branch(run, 2, str(tmp_path / "branch"))
-    return tmp_path / "source", tmp_path / "branch", bits[2]
+    branch(run, 9, str(tmp_path / "branch"))
+    return tmp_path / "source", tmp_path / "branch", bits[9]
 
 
 def copied(folder: Path, url: str, store: StoreOptions | None = None) -> str:
@@ -278,6 +278,6 @@ def test_nothing_that_was_opened_for_a_branch_stays_open(
     other.reference(random_bits(TABLE, np.random.default_rng(1)), "/nowhere")
     stranger = copied(source.parent / "other", f"memory://{source.parent.name}-other")
     stores_of_before_end()
-    with pytest.raises(NotFoundError, match=r"versions/0000000002\.json"):
+    with pytest.raises(NotFoundError, match=r"versions/0000000009\.json"):
         open_run(str(folder)).snapshot(base=stranger)
     assert stores_are_closed()

@@ -378,9 +378,9 @@ def test_everything_temporary_goes_where_it_is_told_to(
         monkeypatch.setattr(chain_read, name, 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     version = run.head().version
-    for options, named in (({}, "TMPDIR"), ({"scratch": tmp_path / "nowhere"}, "name another folder")):
+    for where, named in ((None, "TMPDIR"), (tmp_path / "nowhere", "name another folder")):
         with pytest.raises(StoreError, match=named):
-            make_anchor(run, version, **options)
+            make_anchor(run, version, scratch=where)
     assert make_anchor(run, version, scratch=scratch).fingerprint == expected.hex()
     assert list(scratch.iterdir()) == []
 

@@ -210,8 +210,8 @@ def test_order_of_the_first_keys_and_one_content_once(bucket: Hooked, trainer: T
 
 def test_the_callback_keeps_the_trainers_tokenizer(url: str, own: Path, tmp_path: Path) -> None:
     model, tokenizer = make_model("qwen3", hidden_size=32), make_tokenizer()
-    for place, options in ((url, {}), (url + "-2", {"files": own})):
-        trainer = trainer_of(model, tmp_path, [DeltaSyncCallback(place, **options)], max_steps=1)
+    for callback in (DeltaSyncCallback(url), DeltaSyncCallback(url + "-2", files=own)):
+        trainer = trainer_of(model, tmp_path, [callback], max_steps=1)
         trainer.callback_handler.processing_class = tokenizer
         trainer.train()
     run = open_run(url)
