@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from tests.support.damage import TABLE
-from tests.support.written import Written
+from tests.support.samples import state_of
+from tests.support.written import Written, assert_bits
 from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain import read as chain_read
-from vllm_delta_sync.chain.read import scratch_file
+from vllm_delta_sync.chain.plan import Step, path
+from vllm_delta_sync.chain.read import apply_mapped, apply_step, scratch_file
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
     DigestError,
+    FingerprintError,
     NotFoundError,
     StoreError,
     TensorMismatchError,
@@ -113,6 +116,18 @@ def test_damaged_merged_delta_or_delta_is_avoided(tree: Written) -> None:
     tree.flip(tree.run.anchor(2).objects[0].key)
     with pytest.raises(DigestError):
         tree.run.snapshot(9)
+
+
+def test_what_a_step_declares_is_checked_before_it_is_applied(tree: Written) -> None:
+    run = tree.run
+    for held, target, field in ((8, 9, "fingerprint"), (0, 4, "first_fingerprint"), (0, 4, "last_fingerprint")):
+        [step] = path(run, held, target)
+        liar = Step(run, step.document.model_copy(update={field: "0" * 32}))
+        for apply in (apply_step, apply_mapped):
+            state = state_of(TABLE, tree.writer.bits[held])
+            with pytest.raises(FingerprintError):
+                apply(liar, state)
+            assert_bits(state, tree.writer.bits[held])
 
 
 def test_branch_begins_where_it_left(tmp_path: Path) -> None:
