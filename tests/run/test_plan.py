@@ -14,7 +14,7 @@ from tests.support.samples import state_of
 from tests.support.written import Written, assert_bits
 from vllm_delta_sync.chain.plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
 from vllm_delta_sync.chain.read import apply_mapped, apply_step
-from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 
@@ -161,6 +161,8 @@ def test_cheapest_root_is_taken(tree: Written) -> None:
     assert plan(tree.run, head, avoid={side.anchor_key(11)}).root.version == 3
     assert plan(tree.run, head, anchors=False).root.version == 0
     assert plan(tree.run, tree.run.manifest(2)).root.version == 0
+    with pytest.raises(NotFoundError, match="version 0"):
+        plan(tree.run, head, avoid={keys.version_key(0)}, anchors=False)
 
 
 @given(st.data())
