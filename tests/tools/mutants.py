@@ -42,9 +42,9 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "security/test_bytes_numbers.py",
         "security/test_bytes_counts.py",
     ),
-    "vllm_delta_sync/chain/plan.py": ("run/test_chain_plan.py", "receiver/test_receiver_chain.py"),
-    "vllm_delta_sync/chain/read.py": ("run/test_chain_read.py", "run/test_chain.py", "run/test_chain_damage.py"),
-    "vllm_delta_sync/chain/verify.py": ("run/test_chain_verify.py", "trust/test_verify_signed.py"),
+    "vllm_delta_sync/chain/plan.py": ("run/test_plan.py", "receiver/test_receiver_chain.py"),
+    "vllm_delta_sync/chain/read.py": ("run/test_restore.py", "run/test_history.py"),
+    "vllm_delta_sync/chain/verify.py": ("run/test_verify.py", "run/test_history.py", "trust/test_verify_signed.py"),
     "vllm_delta_sync/chain/authentic.py": ("trust/test_trust_keys.py", "trust/test_receiver_trust.py"),
     "trainer_side/committer.py": (
         "trainer/test_publisher.py",

@@ -1,4 +1,4 @@
-"""``delta-sync serve`` without MODEL: what it sets, runs and writes, and what it refuses before vLLM starts."""
+"""``delta-sync serve``: whose arguments are whose, what it sets, runs and writes, and what it refuses."""
 
 import json
 import os
@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.test_cli import GOLDEN
+from tests.golden.regenerate import DIRECTORY
+from tests.support.commands import answer, delta_sync, shown
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
+from vllm_delta_sync.cli import split_serve
+from vllm_delta_sync.config import Settings
 from vllm_delta_sync.trust import keys
 
+GOLDEN = str(DIRECTORY)
 FILES = {"config.json": '{"model_type": "qwen3"}', "tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}"}
 
 
@@ -61,6 +65,50 @@ def serve(
 ) -> Command:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Command(tmp_path / "cache", capsys, caplog)
+
+
+def test_every_setting_is_a_flag() -> None:
+    assert {field for field, _, _ in cli.SERVE_FLAGS} == set(Settings.model_fields)
+
+
+def test_our_arguments_are_parted_from_those_of_vllm() -> None:
+    behind = "--policy=strict --mirror --json -h -- --bucket v"
+    for line, ours, rest in (
+        (
+            "model --port 8000 --bucket u --policy=manual --enforce-eager --notice n -tp 2",
+            "--bucket u --policy=manual --notice n model",
+            "--port 8000 --enforce-eager -tp 2",
+        ),
+        ("--bucket u model -- x", "--bucket u model", "x"),
+        (f"model -tp 2 --bucket u -- {behind}", "--bucket u model", f"-tp 2 {behind}"),
+        # MODEL is ours, so it is missing here; without it the run's own files are taken.
+        ("--bucket u -- model", "--bucket u", "model"),
+        ("--port 1 --bucket u", "--bucket u", "--port 1"),
+    ):
+        assert split_serve(line.split()) == (ours.split(), rest.split())
+
+
+def test_dry_run() -> None:
+    arguments = ["serve", "base", "--bucket", GOLDEN]
+    flags = ["--poll-seconds", "0.5", "--port", "8000", "--dry-run"]
+    document = answer(*arguments, *flags)
+    assert document["environment"]["DELTA_SYNC_BUCKET"] == GOLDEN
+    assert document["environment"]["DELTA_SYNC_POLL_SECONDS"] == "0.5"
+    assert "delta_sync" in document["environment"]["VLLM_PLUGINS"].split(",")
+    command = document["command"]
+    assert command[command.index("serve") + 1] == "base"
+    assert command[-2:] == ["--port", "8000"]
+    assert f"DELTA_SYNC_BUCKET={GOLDEN} \\\n" in shown(*arguments, *flags)
+    # What stands behind -- is vLLM's, whatever it is called.
+    behind = ["--policy", "strict", "--dry-run", "--json"]
+    text = shown(*arguments, "--dry-run", "--", *behind)
+    assert text.endswith(" " + " ".join(behind) + "\n")
+    assert "DELTA_SYNC_POLICY" not in text
+    document = json.loads(shown(*arguments, "--dry-run", "--json", "--", *behind))
+    assert document["command"][-4:] == behind
+    wrong = delta_sync(*arguments, "--pause-mode", "never", "--dry-run")
+    assert wrong.code == 2
+    assert wrong.err.startswith("delta-sync: settings: setting 'pause_mode' is 'never'")
 
 
 def test_model_name_and_format_come_from_the_run(tmp_path: Path, serve: Command) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.damage import TABLE as SMALL
 from tests.support.damage import Whole
 from tests.support.samples import RunWriter, changes_between, nudge, random_bits, state_of
-from tests.support.written import TABLE, Written
+from tests.support.written import TABLE, Written, assert_bits
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.chain import read as chain_read
@@ -24,12 +23,8 @@ from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import lazy as reading
 from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.container import Container
 from vllm_delta_sync.wire.delta import FINGERPRINTS, DeltaContext, encode
-from vllm_delta_sync.wire.manifest import Manifest
-from vllm_delta_sync.wire.old import OldTensor
-from vllm_delta_sync.wire.state import ModelState
 
 
 @pytest.fixture(scope="module")
@@ -40,37 +35,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Written:
     written.publish(codec="raw")
     written.publish(codec="context", full=[1])
     written.publish(share=0.0, codec="context")
-    publish_by_two(written)
+    written.publish_by_ranks(2, "context")
     written.publish(codec="context", base=4)
     return written
-
-
-def publish_by_two(written: Written) -> Manifest:
-    """Both change elements of every tensor."""
-    writer = written.writer
-    old, version = writer.bits[-1], len(writer.manifests)
-    new = nudge(old, written.random, 0.1)
-    half = [np.concatenate([n[: n.size // 2], o[o.size // 2 :]]) for n, o in zip(new, old, strict=True)]
-    context = DeltaContext(writer.run, version, version - 1)
-    parts = [changes_between(writer.table, old, half), changes_between(writer.table, half, new)]
-    data = [
-        encode(part, writer.table, "context", "zstd", context, lambda tensor: OldTensor(old[tensor])) for part in parts
-    ]
-    return writer._commit(
-        new,
-        data,
-        "delta",
-        sum(part.changed for part in parts),
-        requires=["context", "zstd"],
-        base_version=version - 1,
-        codec="context",
-        compression="zstd",
-    )
-
-
-def assert_bits(state: ModelState, bits: list[Bits]) -> None:
-    for found, expected in zip(state.bits, bits, strict=True):
-        assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("pieces", [False, True])
@@ -123,14 +90,10 @@ def test_a_version_is_not_taken_back(mixed: Written) -> None:
         with pytest.raises(UnsupportedError, match="at hand"):
             apply(Step(run, liar, backwards=True), state)
     assert_bits(state, mixed.writer.bits[2])
-
-
-def test_a_version_that_says_it_can_be_taken_back_is_found() -> None:
     whole = Whole()
     whole.delta("context")
-    liar = whole.writer.manifests[1].model_copy(update={"reversible": True})
-    whole.bucket.put(keys.version_key(1), liar.to_bytes())
-    whole.writer.manifests[1] = liar
+    whole.writer.manifests[1] = whole.writer.manifests[1].model_copy(update={"reversible": True})
+    whole.bucket.put(keys.version_key(1), whole.writer.manifests[1].to_bytes())
     whole.writer.head(1)
     with pytest.raises(FormatError, match="take the bits before to read"):
         verify_run(whole.run)
@@ -150,45 +113,23 @@ def test_other_weights_are_refused_and_stay(mixed: Written, apply: object) -> No
 
 def test_a_flipped_bit_is_refused_wherever_it_is(mixed: Written) -> None:
     """With the digest of the damaged object in the manifest, as a writer with bad memory would leave it."""
-    run, before = mixed.run, mixed.writer.bits[1]
-    manifest, table = run.manifest(2), mixed.writer.table
+    run, manifest = mixed.run, mixed.run.manifest(2)
     data = run.fetch(manifest.objects[0])
     refused = 0
-    for place in range(8, len(data), 17):
+    for place in range(8, len(data), 29):
         bad = bytearray(data)
         bad[place] ^= 4
         digest = sha256(bad).hexdigest()
         ref = manifest.objects[0].model_copy(update={"sha256": digest, "key": keys.object_key(digest)})
         mixed.bucket.put(ref.key, bytes(bad))
-        state = state_of(table, before)
+        state = state_of(TABLE, mixed.writer.bits[1])
         step = Step(run, manifest.model_copy(update={"objects": [ref]}))
         try:
             apply_step(step, state)
             assert_bits(state, mixed.writer.bits[2])
         except DeltaSyncError:
             refused += 1
-    assert refused > 50
-
-
-def test_damage_in_the_bucket_names_the_tensor() -> None:
-    whole = Whole(seed=3)
-    whole.deltas("packed", "context", "packed")
-    right = whole.bucket.get(whole.object_of(2))
-    named = set()
-    for place in [*range(0, 100, 25), *range(len(right) - 80, len(right))]:
-        whole.flip(whole.object_of(2), place)
-        [finding] = [item for item in verify_run(whole.run, findings=True).findings if item.version == 2]
-        assert finding.key == whole.object_of(2)
-        named.add(finding.tensor)
-        whole.bucket.put(whole.object_of(2), right)
-    carried = {SMALL[tensor].name for tensor in range(len(SMALL)) if changed(whole, 2, tensor)}
-    assert len(carried) > 1
-    assert named == {None, *carried}
-
-
-def changed(whole: Whole, version: int, tensor: int) -> bool:
-    before, after = (whole.writer.bits[number][tensor] for number in (version - 1, version))
-    return bool((before != after).any())
+    assert refused > 30
 
 
 def test_what_can_be_checked_without_weights_is(tmp_path: Path) -> None:
@@ -240,16 +181,6 @@ def test_inspect_says_how_much_changed_without_weights(mixed: Written) -> None:
 
 
 # Repair and retention
-
-
-def test_a_lost_object_is_encoded_again() -> None:
-    whole = Whole(seed=5)
-    whole.deltas("packed", "context", "packed", "packed")
-    whole.beside(2)
-    right, key = whole.bucket.get(whole.object_of(2)), whole.object_of(2)
-    whole.bucket.delete(key)
-    report = repair(whole.run)
-    assert (report.lost, whole.bucket.get(key)) == ([], right)
 
 
 def test_a_lost_version_is_not_taken_back_to() -> None:

@@ -1,24 +1,18 @@
-"""``delta-sync gc``, ``tag`` and ``branch``, as a user runs them."""
+"""``delta-sync gc``, ``tag`` and ``branch``."""
 
-import io
-import json
 import os
 import re
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
-from tests.support.collecting import TABLE, write_whole
-from tests.support.samples import RunWriter, nudge, random_bits
-from vllm_delta_sync import cli
+from tests.support.collecting import TABLE
+from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.cli.retention import _duration
 from vllm_delta_sync.upkeep import retention
 from vllm_delta_sync.wire.documents import Lease, lease_key
 from vllm_delta_sync.wire.manifest import timestamp
@@ -26,35 +20,16 @@ from vllm_delta_sync.wire.manifest import timestamp
 VERSIONS = 20
 
 
-def call(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    with mock.patch.dict(os.environ), redirect_stdout(out), redirect_stderr(err):
-        os.environ.pop("DELTA_SYNC_BUCKET", None)
-        code = cli.run(arguments)
-    return code, out.getvalue(), err.getvalue()
-
-
-def answer(*arguments: str) -> Any:
-    code, out, err = call(*arguments, "--json")
-    assert (code, err) == (0, "")
-    return json.loads(out)
-
-
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     """A run of twenty versions that were published a day ago."""
-    folder = tmp_path / "run"
-    random = np.random.default_rng(3)
-    writer = RunWriter(open_bucket(str(folder)), TABLE)
-    bits = random_bits(TABLE, random)
-    writer.anchor(bits, write_whole(tmp_path, bits))
+    written = Written(tmp_path / "run", table=TABLE)
     for _ in range(VERSIONS):
-        writer.delta(nudge(writer.bits[-1], random, 0.2))
-    writer.fold(0, 4)
-    writer.fold(0, 16)
-    age(folder, 24 * 3600)
-    return str(folder)
+        written.publish(0.2)
+    written.writer.fold(0, 4)
+    written.writer.fold(0, 16)
+    age(written.folder, 24 * 3600)
+    return str(written.folder)
 
 
 def age(folder: Path, seconds: float) -> None:
@@ -81,15 +56,14 @@ def test_gc(url: str) -> None:
 
 def test_gc_for_people(url: str) -> None:
     answer("tag", "best", "--bucket", url, "--version", "7")
-    code, out, err = call("gc", "--bucket", url, "--keep-last", "1", "--dry-run")
-    assert (code, err) == (0, "")
+    out = shown("gc", "--bucket", url, "--keep-last", "1", "--dry-run")
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
     assert lines["head"] == "version 20"
     assert lines["kept"] == "2 versions: 7, 20"
     assert re.fullmatch(r"\d+ objects, 0 anchors, \d folded ranges, [\d.]+ k?B", lines["would remove"])
     assert re.search(r"^ +7  tag best$", out, re.MULTILINE)
     open_bucket(url).delete(open_run(url).manifest(6).objects[0].key)
-    _, out, _ = call("gc", "--bucket", url, "--keep-last", "1")
+    out = shown("gc", "--bucket", url, "--keep-last", "1", code=1)
     assert "versions 7 should be kept and cannot be rebuilt; see delta-sync repair" in out
     assert re.search(r"^removed +\d+ objects", out, re.MULTILINE)
 
@@ -107,20 +81,22 @@ def test_gc_takes_its_policy_from_the_command_line(url: str) -> None:
         answer("gc", "--bucket", url, "--dry-run")
         flags = "--keep-last 5 --keep-every 3 --keep-for 7d --no-tagged --min-age 15m --longest-pin 2h --dry-run"
         answer("gc", "--bucket", url, *flags.split())
+        answer("gc", "--bucket", url, "--keep-for", "90s", "--min-age", "0s", "--dry-run")
     assert chosen == [
         retention.Policy(),
         retention.Policy(),
         retention.Policy(5, 3, False, 7 * 86400.0, 900.0, 7200.0),
+        retention.Policy(keep_seconds=90.0, min_age=0.0),
     ]
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-tagged",), ("--min-age", "0s", "--longest-pin", "1d")])
 def test_gc_without_a_policy_asks_for_one(url: str, flags: tuple[str, ...]) -> None:
     before = {file: file.read_bytes() for file in Path(url).rglob("*.*")}
-    code, out, err = call("gc", "--bucket", url, *flags)
-    assert (code, out) == (2, "")
+    done = delta_sync("gc", "--bucket", url, *flags)
+    assert (done.code, done.out) == (2, "")
     for word in ("--keep-last", "--keep-every", "--keep-for", "--yes", "--dry-run", "newest 100"):
-        assert word in err
+        assert word in done.err
     assert {file: file.read_bytes() for file in Path(url).rglob("*.*")} == before
     assert answer("gc", "--bucket", url, *flags, "--keep-for", "2d")["kept"]
     assert answer("gc", "--bucket", url, *flags, "--yes")["kept"]
@@ -129,11 +105,10 @@ def test_gc_without_a_policy_asks_for_one(url: str, flags: tuple[str, ...]) -> N
 def reasons(url: str, *flags: str) -> str:
     """Why nothing is removed: the same in a dry run, in the document and for people."""
     planned = answer("gc", "--bucket", url, *flags, "--dry-run")
-    code, text, _ = call("gc", "--bucket", url, *flags, "--dry-run")
+    text = shown("gc", "--bucket", url, *flags, "--dry-run")
     done = answer("gc", "--bucket", url, *flags)
     assert not any(done["removed"].values())
     lines = [re.split(r"  +", line, maxsplit=1)[1] for line in text.splitlines() if line.startswith("nothing, because")]
-    assert code == 0
     said = ["\n".join(lines), *("\n".join(document["nothing_because"]) for document in (planned, done))]
     # A moment passes between them.
     assert len({re.sub(r"may go in .*", "", one) for one in said}) == 1
@@ -170,42 +145,17 @@ def test_gc_says_who_holds_what_would_go(url: str) -> None:
     assert "by receivers east-1" in reasons(url, "--keep-last", "1")
 
 
-def test_durations() -> None:
-    assert [_duration(text) for text in ("90s", "15m", "2h", "7d", "0s")] == [90.0, 900.0, 7200.0, 604800.0, 0.0]
-
-
-def test_an_interrupted_gc_leaves_the_run_whole(url: str) -> None:
-    left = 5
-    delete = LocalBucket.delete
-
-    def interrupt(bucket: LocalBucket, key: str) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-        delete(bucket, key)
-
-    with mock.patch.object(LocalBucket, "delete", interrupt), pytest.raises(KeyboardInterrupt):
-        call("gc", "--bucket", url, "--keep-last", "2")
-    run = open_run(url)
-    for version in (19, 20):
-        assert run.snapshot(version).fingerprint == run.manifest(version).model_fingerprint
-    assert len(answer("gc", "--bucket", url, "--keep-last", "2")["removed"]["objects"]) == 17 - 3
-
-
 def test_tag(url: str) -> None:
     made = answer("tag", "best", "--bucket", url, "--version", "7", "--milestone")
     assert (made["tag"], made["version"], made["milestone"], made["branch"]) == ("best", 7, True, None)
-    assert call("tag", "newest", "--bucket", url) == (0, "version 20 is newest\n", "")
+    assert shown("tag", "newest", "--bucket", url) == "version 20 is newest\n"
     rows = answer("tag", "--bucket", url)["tags"]
     assert [(row["tag"], row["version"]) for row in rows] == [("best", 7), ("newest", 20)]
-    _, out, _ = call("tag", "--bucket", url)
-    assert re.search(r"^best +7  yes ", out, re.MULTILINE)
+    assert re.search(r"^best +7  yes ", shown("tag", "--bucket", url), re.MULTILINE)
     assert answer("tag", "moved", "--bucket", url, "--version", "tag:best")["version"] == 7
-    assert call("tag", "best", "--bucket", url, "--delete") == (0, "tag best is deleted\n", "")
-    code, _, err = call("tag", "best", "--bucket", url, "--delete")
-    assert (code, err.split(":")[1]) == (3, " not_found")
-    assert call("tag", "best", "--bucket", url, "--version", "21")[0] == 3
+    assert shown("tag", "best", "--bucket", url, "--delete") == "tag best is deleted\n"
+    assert kind(3, "tag", "best", "--bucket", url, "--delete") == "not_found"
+    assert kind(3, "tag", "best", "--bucket", url, "--version", "21") == "not_found"
 
 
 def test_branch(url: str, tmp_path: Path) -> None:
@@ -215,49 +165,8 @@ def test_branch(url: str, tmp_path: Path) -> None:
     run = open_run(new)
     assert (made["run"], made["url"]) == (run.info.run, run.bucket.url)
     assert run.snapshot().fingerprint.hex() == made["fingerprint"] == open_run(url).manifest(7).fingerprint
-    assert call("branch", new, "--bucket", url)[0] == 5
-    assert call("branch", url, "--bucket", url)[0] == 2
-    code, out, _ = call("branch", str(tmp_path / "third"), "--bucket", url, "--version", "tag:" + next(iter(tags(url))))
-    assert code == 0
+    assert kind(5, "branch", new, "--bucket", url) == "conflict"
+    assert kind(2, "branch", url, "--bucket", url) == "usage"
+    tag = answer("tag", "--bucket", url)["tags"][0]["tag"]
+    out = shown("branch", tmp_path / "third", "--bucket", url, "--version", f"tag:{tag}")
     assert "begins at    version 7 of file://" in out
-
-
-def tags(url: str) -> dict[str, Any]:
-    return {row["tag"]: row for row in answer("tag", "--bucket", url)["tags"]}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "gc",
-        "gc --bucket x --keep-last 0",
-        "gc --bucket x --keep-every two",
-        "gc --bucket x --keep-for 7",
-        "gc --bucket x --min-age -1s",
-        "gc --bucket x --min-age 1.5h",
-        "tag",
-        "tag best",
-        "tag --bucket x --delete",
-        "tag --bucket x --version 3",
-        "tag best --bucket x --version two",
-        "tag best --bucket x --delete --version 3",
-        "branch",
-        "branch --bucket x",
-        "branch y",
-    ],
-)
-def test_usage_errors(arguments: str) -> None:
-    code, out, err = call(*arguments.split())
-    assert (code, out) == (2, "")
-    assert err.startswith("delta-sync: usage: ")
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("command", ["gc", "tag", "branch"])
-def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.run([command, "--help"])
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert "examples:" in out
-    assert "--json" in out

@@ -1,4 +1,4 @@
-"""Collections beside others: tags, publishers, other collectors, each at every moment of a collection."""
+"""Garbage collection beside others: tags, publishers, other collections, each at every moment of one."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +19,7 @@ from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.documents import Collection
 
 FEW = Policy(keep_last=3)
-Meanwhile = Callable[[Grown], None]
+Meanwhile = Callable[[Grown], object]
 
 
 def interleaved(folder: Path, make: Callable[[Path], Grown], policy: Policy, meanwhile: Meanwhile) -> list[Grown]:
@@ -50,10 +50,15 @@ def interleaved(folder: Path, make: Callable[[Path], Grown], policy: Policy, mea
         at += 1
 
 
-def test_a_tag_set_meanwhile_holds_or_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [False, True], ids=["alone", "beside another"])
+def test_a_tag_set_meanwhile_holds_or_is_refused(tmp_path: Path, second: bool) -> None:
+    """Also where a second collection, which keeps more, begins right before it."""
     outcomes: list[bool] = []
 
     def tag(grown: Grown) -> None:
+        if second:
+            with suppress(ConflictError):
+                collect(grown.run_, Policy(keep_last=3, keep_every=6))
         try:
             set_tag(grown.run_, "late", 18)
             outcomes.append(True)
@@ -64,8 +69,7 @@ def test_a_tag_set_meanwhile_holds_or_is_refused(tmp_path: Path) -> None:
     assert len(runs) == len(outcomes) > 20
     for grown, held in zip(runs, outcomes, strict=True):
         assert (side.tag_key("late") in grown.memory.held) == held
-        if held:
-            assert grown.equals(18)
+        assert not held or grown.equals(18)
     assert {True, False} == set(outcomes)
 
 
@@ -88,15 +92,9 @@ def test_a_tag_that_was_checked_before_the_collection_holds(tmp_path: Path) -> N
     set_tag(grown.run_, "again", 21)
 
 
-def grow_once(grown: Grown) -> None:
-    grown.grow()
-
-
 def test_publishing_meanwhile(tmp_path: Path) -> None:
-    for grown in interleaved(tmp_path, lambda folder: long_run(folder, 24), FEW, grow_once):
-        assert grown.equals(25)
-        assert grown.equals(24)
-        assert grown.equals(22)
+    for grown in interleaved(tmp_path, lambda folder: long_run(folder, 24), FEW, Grown.grow):
+        assert all(grown.equals(version) for version in (22, 24, 25))
 
 
 def test_of_two_collections_one_is_refused(tmp_path: Path) -> None:
@@ -114,7 +112,7 @@ def test_of_two_collections_one_is_refused(tmp_path: Path) -> None:
     runs = interleaved(tmp_path, lambda folder: long_run(folder, 16, LARGE), FEW, meanwhile)
     assert len(runs) == len(refused) > 10
     for grown, error in zip(runs[1:-1], refused[1:-1], strict=True):
-        assert f"under way ({side.collection_key(1)}); start this one again when that is done" in error
+        assert side.collection_key(1) in error
         assert all(grown.equals(version) for version in (14, 15, 16))
     # Before the claim of the first one, and for the end of it.
     assert refused[0] == ""
@@ -151,23 +149,21 @@ def test_a_collection_that_was_killed_delays_the_next_one_for_as_long_as_its_cla
     grown = long_run(tmp_path, 16)
 
     def crash(action: str, key: str) -> None:
-        if action == "delete":
-            raise Crash
-        if key.endswith(".end"):
+        if action == "delete" or key.endswith(".end"):
             raise Crash
 
     grown.memory.before = crash
     with pytest.raises(Crash):
         collect(grown.run_, FEW)
     grown.memory.before = lambda action, key: None
-    with pytest.raises(ConflictError, match=rf"under way \({side.collection_key(1)}\).* or in 59\d s if it was killed"):
+    with pytest.raises(ConflictError, match=side.collection_key(1)):
         collect(grown.run_, FEW)
     grown.memory.clock += CLAIM_SECONDS
     assert collect(grown.run_, FEW).objects
     assert grown.equals(14)
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"x" * 200_000])
+@pytest.mark.parametrize("data", [b"{", b"x" * 200_000])
 def test_a_claim_that_cannot_be_read_holds_as_long_as_any(tmp_path: Path, data: bytes) -> None:
     grown = long_run(tmp_path, 8)
     grown.bucket.put(side.collection_key(7), data)
@@ -244,27 +240,7 @@ def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
     assert len(objects(grown.memory)) == len(before) - 1
 
 
-def test_a_tag_that_another_collection_lets_through_keeps_its_version(tmp_path: Path) -> None:
-    """A second collection, which keeps more, begins while the first removes, and a tag is set right after it."""
-    tagged: list[bool] = []
-
-    def meanwhile(grown: Grown) -> None:
-        with suppress(ConflictError):
-            collect(grown.run_, Policy(keep_last=3, keep_every=6))
-        try:
-            set_tag(grown.run_, "late", 18)
-            tagged.append(True)
-        except NotFoundError:
-            tagged.append(False)
-
-    runs = interleaved(tmp_path, lambda folder: long_run(folder, 24), FEW, meanwhile)
-    assert len(runs) == len(tagged) > 20
-    for number, (grown, held) in enumerate(zip(runs, tagged, strict=True)):
-        assert not held or grown.equals(18), number
-    assert {True, False} == set(tagged)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     steps=st.lists(STEPS, min_size=3, max_size=12),
