@@ -11,7 +11,7 @@ from tests.e2e.features import DRAFT, VERSIONS
 from tests.e2e.servers import plain_vllm_serve, refused
 from tests.support.tiny import make_model, save_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline")]
 
 EAGER = {"enforce_eager": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -35,16 +35,14 @@ def run(root: Path, options: dict[str, Any]) -> warm.Ended:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="compiled"),
-        pytest.param({**EAGER, "sleep": 2}, id="sleep-2"),
+        pytest.param({"compilation_config": {"mode": 3, "backend": "eager"}}, id="compiled-eager"),
+        pytest.param({}, id="compiled", marks=pytest.mark.slow),
+        pytest.param({**EAGER, "sleep": 2}, id="sleep-2", marks=pytest.mark.slow),
         pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8}, id="lora", marks=pytest.mark.slow),
         pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model", marks=pytest.mark.slow),
         pytest.param({**EAGER, "sleep": 1}, id="sleep-1", marks=pytest.mark.slow),
         pytest.param({**EAGER, "kv_cache_dtype": "fp8"}, id="kv-cache-fp8", marks=pytest.mark.slow),
         pytest.param({**EAGER, "speculative_config": NGRAM}, id="ngram", marks=pytest.mark.slow),
-        pytest.param(
-            {"compilation_config": {"mode": 3, "backend": "eager"}}, id="compiled-eager", marks=pytest.mark.slow
-        ),
         pytest.param({"enable_lora": True, "max_lora_rank": 8}, id="lora-compiled", marks=pytest.mark.slow),
     ],
 )
