@@ -1,7 +1,6 @@
 """A trainer, and the engines of a server with any layout of ranks.
 
-Run as ``python -m tests.e2e.layouts FOLDER FAMILY FLAG=VALUE...`` (flags of ``AsyncEngineArgs``, and the publisher's
-``codec``).
+Run as ``python -m tests.e2e.layouts FOLDER FAMILY FLAG=VALUE...`` (flags of ``AsyncEngineArgs``).
 
 The engines are those that ``vllm serve`` starts, with their own processes, behind the same client and the same port.
 After every version each rank of each engine compares its parameters with those that it loads anew by vLLM's own loader.
@@ -74,7 +73,7 @@ async def said(client: Any) -> list[list[dict[str, Any]]]:
     return found
 
 
-async def follow(root: Path, family: str, flags: dict[str, Any], codec: Any) -> None:
+async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     from trainer_side import Publisher
     from vllm_delta_sync.config import load_settings
     from vllm_delta_sync.engine.core_guard import missing_names
@@ -82,10 +81,7 @@ async def follow(root: Path, family: str, flags: dict[str, Any], codec: Any) -> 
     from vllm_delta_sync.engine.layout import check_layout
     from vllm_delta_sync.engine.ports import ServerPort
     from vllm_delta_sync.engine.receiver import Receiver
-    from vllm_delta_sync.wire import tiles
 
-    # The tensors of this model are so small that a writer would not cut them.
-    tiles.CUT_ELEMENTS[2] = 0
     model = make_model(family, seed=5, **SIZES.get(family, {}))
     base = save_checkpoint(model, root / "base")
     steps = train_steps(model, lr=3e-5)
@@ -105,7 +101,7 @@ async def follow(root: Path, family: str, flags: dict[str, Any], codec: Any) -> 
             }
         )
 
-    with Publisher(model, bucket=str(root / "run"), base=base, codec=codec) as publisher:
+    with Publisher(model, bucket=str(root / "run"), base=base) as publisher:
         await look(base, await asyncio.to_thread(receiver.advance))
         seen[-1]["outputs"] = await said(client)
         for step in range(1, VERSIONS + 1):
@@ -132,8 +128,7 @@ async def fresh(root: Path, flags: dict[str, Any]) -> None:
 
 
 async def main(root: Path, family: str, flags: dict[str, Any]) -> None:
-    codec = flags.pop("codec", "auto")
-    await follow(root, family, flags, codec)
+    await follow(root, family, flags)
     await fresh(root, flags)
 
 

@@ -1,7 +1,4 @@
-"""Codec ``context`` under tensor parallelism, on real vLLM: each rank decodes the tiles that it holds.
-
-With experts besides: tests/e2e/test_layouts.py, TP2-EP.
-"""
+"""Codec ``context`` under tensor parallelism, on real vLLM: each rank decodes the tiles that it holds."""
 
 import json
 from pathlib import Path

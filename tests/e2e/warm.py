@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
     "HF_HUB_OFFLINE": "1",
 }
+LOOK_SECONDS = 0.002
 # Not our own packages: each process imports those, so that what PYTHONPATH and sitecustomize change of them is changed.
 IMPORTS = (
     "vllm.entrypoints.cli.main",
@@ -226,14 +227,43 @@ def _run(command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-def _main() -> None:
-    """Start processes until the tests hang up. The processes that are started return from here as well."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _import_all() -> None:
     for name in IMPORTS:
         # What a release of vLLM has elsewhere is imported by who needs it.
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    registry: Any = sys.modules.get("vllm.model_executor.models.registry")
+    if hasattr(registry, "_run_in_subprocess"):
+        # What vLLM asks a class of models when it first meets it, it asks in a process that imports everything anew, to
+        # leave GPUs alone.
+        registry._run_in_subprocess = lambda function: function()
+    queues: Any = sys.modules.get("vllm.distributed.device_communicators.shm_broadcast")
+    if hasattr(queues, "SpinCondition"):
+        queues.SpinCondition.__init__ = _sleeping(queues.SpinCondition.__init__)
+
+
+def _sleeping(original: Callable[..., None]) -> Callable[..., None]:
+    """Let readers of a queue between vLLM's processes sleep as soon as it is empty, not after a second of looking.
+
+    A server that a test leaves alone would keep a core busy: it has something to say to its ranks more often than that.
+    """
+
+    @functools.wraps(original)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.is_reader:
+            # At first it looks as long as ever, until its sockets are connected.
+            self.last_read += self.busy_loop_s
+            self.busy_loop_s = LOOK_SECONDS
+
+    return made
+
+
+def _main() -> None:
+    """Start processes until the tests hang up. The processes that are started return from here as well."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _import_all()
     ended: dict[int, int] = {}
     for line in sys.stdin:
         order = json.loads(line)

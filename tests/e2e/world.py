@@ -98,7 +98,7 @@ class Follower:
         *("--pause-seconds", "5"),
         *("--min-version-seconds", "3"),
         *("--max-lag", "5"),
-        *("--undo-bytes", "5000000"),
+        *("--undo-bytes", "12000000"),
     )
 
     def __init__(self, root: Path) -> None:
