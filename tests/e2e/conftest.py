@@ -26,7 +26,7 @@ def follower(shared_follower: Follower) -> Follower:
 
     Tests that use it are of xdist_group("follower"), so that one process starts it.
     """
-    shared_follower.settle()
+    shared_follower.reset()
     return shared_follower
 
 

@@ -51,8 +51,8 @@ class Server:
     url: str
     process: "subprocess.Popen[bytes] | WarmProcess"
     log: Path
-    page: int = 0
-    """Where in the log ``said`` begins."""
+    log_start: int = 0
+    """Where in the log ``logged`` begins."""
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE_SECONDS, verify=PLAIN, **kwargs)
@@ -124,28 +124,28 @@ class Server:
         text = self.get("/metrics").text
         return {name: float(value) for name, value in re.findall(r"^(delta_sync_\S+) (\S+)$", text, re.MULTILINE)}
 
-    def turn_page(self) -> None:
-        """Let ``said`` begin here: what was logged before is of no interest any more."""
-        self.page = self.log.stat().st_size
+    def skip_log(self) -> None:
+        """Let ``logged`` begin here: what was logged before is of no interest any more."""
+        self.log_start = self.log.stat().st_size
 
-    def said(self) -> str:
-        """The log, since ``turn_page``."""
+    def logged(self) -> str:
+        """The log, since ``skip_log``."""
         with self.log.open("rb") as file:
-            file.seek(self.page)
+            file.seek(self.log_start)
             return file.read().decode(errors="replace")
 
-    def lines(self, words: str) -> list[str]:
-        """Lines of ``said`` with these words."""
-        return [line for line in self.said().splitlines() if words in line]
+    def log_lines(self, words: str) -> list[str]:
+        """Lines of ``logged`` with these words."""
+        return [line for line in self.logged().splitlines() if words in line]
 
-    def wait_said(self, words: str, timeout: float = 300) -> str:
+    def wait_logged(self, words: str, timeout: float = 300) -> str:
         """Block until there is such a line, and return it."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            if lines := self.lines(words):
+            if lines := self.log_lines(words):
                 return lines[0]
             time.sleep(0.05)
-        raise AssertionError(f"no {words!r} within {timeout} s:\n{self.said()[-4000:]}")
+        raise AssertionError(f"no {words!r} within {timeout} s:\n{self.logged()[-4000:]}")
 
 
 class Load:

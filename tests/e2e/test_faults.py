@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.servers import Server, eventually
-from tests.e2e.world import Follower, World, expect_served, kill, none_left, ranks_bound
+from tests.e2e.world import Follower, World, expect_served, kill, no_process_left, ranks_bound
 from tests.support.forge import BAD_VERSIONS
 from vllm_delta_sync import open_run
 
@@ -230,10 +230,10 @@ def end(follower: Follower, moment: str) -> None:
         return
     if moment == HUNG:
         world.faults.arm("rank.before_scatter", "stop")
-        with none_left(server):
+        with no_process_left(server):
             world.publish()
             assert server.process.wait(SECONDS) == 1
-        assert "ending the engine" in server.said()
+        assert "ending the engine" in server.logged()
         return
     world.faults.arm(moment, "hang")
     world.publish()

@@ -33,14 +33,14 @@ def test_metrics_and_log_lines_of_a_server_that_follows(follower: Follower) -> N
     pauses = sum(each["timings_ms"]["pause"] for each in recent) / 1e3
     assert grown(before, found, "delta_sync_pause_seconds_sum") == pytest.approx(pauses, abs=1e-4)
     assert found["delta_sync_look_timestamp_seconds"] > 1e9
-    (line,) = server.lines(f"version {version} (step {version}) served")
+    (line,) = server.log_lines(f"version {version} (step {version}) served")
     assert re.search(r"served: [\d.]+ % changed, .* paused [\d.]+ \(committed [\d.]+, resumed [\d.]+\)", line)
     assert server.post("/delta_sync/rollback", {"version": version - 1}).status_code == 200
     held = server.metrics()
     assert held['delta_sync_state{state="held"}'] == 1
     assert grown(found, held, 'delta_sync_commits_total{move="rollback"}') == 1
-    assert len(server.lines(f"(step {version - 1}) served: gone back from version {version}; ")) == 1
-    assert "Traceback" not in server.said()
+    assert len(server.log_lines(f"(step {version - 1}) served: gone back from version {version}; ")) == 1
+    assert "Traceback" not in server.logged()
 
 
 def grown(before: dict[str, float], after: dict[str, float], name: str) -> float:
@@ -63,11 +63,11 @@ def test_no_run_is_shown_and_logged_once(follower: Follower) -> None:
     eventually(lambda: server.status()["looks"] >= looks + 3, "it looks again and again")
     assert server.status()["served"]["version"] == world.version
     assert server.outputs() == answers
-    assert len(server.lines("its run.json is gone")) == 1
+    assert len(server.log_lines("its run.json is gone")) == 1
     away.rename(run)
     assert server.post("/delta_sync/sync", {}).json()["last_error"] is None
     server.wait_served(world.publish())
-    assert "Traceback" not in server.said()
+    assert "Traceback" not in server.logged()
 
 
 @pytest.mark.parametrize(

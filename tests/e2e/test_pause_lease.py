@@ -8,7 +8,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.e2e.servers import PLAIN, Load, Server
-from tests.e2e.world import Follower, expect_served, none_left
+from tests.e2e.world import Follower, expect_served, no_process_left
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("follower")]
 LOST = "controller.after_commit"
@@ -28,8 +28,8 @@ def test_generation_goes_on_when_the_controller_stands_still(follower: Follower)
     with Load(server, threads=1) as load:
         version = world.publish()
         try:
-            server.wait_said(f"fault: stop at {LOST}")
-            expect_reverted(server.wait_said(OVER), version)
+            server.wait_logged(f"fault: stop at {LOST}")
+            expect_reverted(server.wait_logged(OVER), version)
             assert psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED
         finally:
             # Whoever waits for its answers would wait for ever.
@@ -50,9 +50,9 @@ def test_pause_that_comes_during_a_commit_answers_requests_like_any_other(follow
     check_paused_until_resumed(server, served)
     world.faults.arm(LOST, "wait")
     world.publish()
-    server.wait_said(f"fault: wait at {LOST}")
+    server.wait_logged(f"fault: wait at {LOST}")
     assert server.post("/pause?mode=wait").status_code == 200
-    assert server.lines(OVER)
+    assert server.log_lines(OVER)
     assert answer_while_paused(server) == usual
     check_paused_until_resumed(server, served)
     world.faults.let_go()
@@ -83,11 +83,11 @@ def test_generation_goes_on_when_the_controller_is_lost(follower: Follower) -> N
     world.faults.arm(LOST, "hang")
     with Load(server, threads=1) as load:
         version = world.publish()
-        server.wait_said(f"fault: hang at {LOST}")
-        expect_reverted(server.wait_said(OVER), version)
+        server.wait_logged(f"fault: hang at {LOST}")
+        expect_reverted(server.wait_logged(OVER), version)
     assert all(answer.json()["usage"]["completion_tokens"] == Load.TOKENS for answer in load.answers)
     assert [span["version"] for span in server.spans()] == [version - 1]
-    with none_left(server):
+    with no_process_left(server):
         server.process.kill()
 
 
@@ -101,10 +101,10 @@ def test_pauses_of_others_stay_what_they_are(follower: Follower) -> None:
     check_paused_until_resumed(server, version)
     world.faults.arm(LOST, "wait")
     world.publish()
-    server.wait_said(f"fault: wait at {LOST}")
-    assert not server.lines(OVER)
+    server.wait_logged(f"fault: wait at {LOST}")
+    assert not server.log_lines(OVER)
     assert server.post("/pause?mode=keep").status_code == 200
-    assert server.lines(OVER)
+    assert server.log_lines(OVER)
     check_paused_until_resumed(server, version)
 
 
@@ -114,9 +114,9 @@ def test_rank_that_hangs_in_a_commit_ends_the_server(follower: Follower) -> None
     world, server = follower.world, follower.server
     world.faults.arm("rank.after_scatter", "hang")
     world.publish()
-    server.wait_said("fault: hang at rank.after_scatter")
-    with none_left(server):
+    server.wait_logged("fault: hang at rank.after_scatter")
+    with no_process_left(server):
         server.process.send_signal(signal.SIGSTOP)
-        server.wait_said("ending the engine: a pause was lost and could not be settled")
+        server.wait_logged("ending the engine: a pause was lost and could not be settled")
         server.process.send_signal(signal.SIGCONT)
         assert server.process.wait(300) == 1

@@ -87,7 +87,7 @@ class World:
 
 
 class Follower:
-    """A server that tests share: each gets it as it is wanted, by ``settle``, and may leave it as it likes.
+    """A server that tests share: each gets it as it is wanted, by ``reset``, and may leave it as it likes.
 
     Attributes:
         before: status and metrics from before there was a run at its URL.
@@ -122,7 +122,7 @@ class Follower:
         self.server = server
         return server
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """It runs, serves the head of its own run, and is free to follow."""
         self.world.faults.disarm()
         if self.server.process.poll() is not None:
@@ -134,7 +134,7 @@ class Follower:
         self.server.post("/delta_sync/release")
         self.server.wait_served(self.world.version)
         self.server.wait_idle()
-        self.server.turn_page()
+        self.server.skip_log()
 
     def close(self) -> None:
         self._stack.close()
@@ -152,12 +152,12 @@ def expect_served(world: World, server: Server, version: int) -> None:
 
 def kill(server: Server) -> None:
     """SIGKILL to the API server; every process of it is gone soon."""
-    with none_left(server):
+    with no_process_left(server):
         server.process.send_signal(signal.SIGKILL)
 
 
 @contextmanager
-def none_left(server: Server) -> Iterator[None]:
+def no_process_left(server: Server) -> Iterator[None]:
     """The server ends in here, and no process of it outlives that."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     yield

@@ -25,7 +25,7 @@ def _refused(siege: Siege, body: Any, **headers: str) -> None:
         assert siege.server.status()["state"] != "held"
 
 
-@attack("no token", NETWORK, "refused", telling=True)
+@attack("no token", NETWORK, "refused", quick=True)
 def no_token(siege: Siege) -> None:
     """Every route that changes state."""
     _refused(siege, None)
@@ -59,7 +59,7 @@ def url_in_a_request(siege: Siege) -> None:
         assert answer.status_code in (400, 422)
 
 
-@attack("giant body", NETWORK, "refused, answered in a line", telling=True)
+@attack("giant body", NETWORK, "refused, answered in a line", quick=True)
 def giant_body(siege: Siege) -> None:
     """32 MB, and 100,000 levels."""
     headers = {**siege.admin, "Content-Type": "application/json"}

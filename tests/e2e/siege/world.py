@@ -291,7 +291,7 @@ class Attack:
 
     Attributes:
         who: what the attacker has. what: what is done. outcome: what must come of it.
-        act: does it, checks what it must, and undoes it. telling: `make test` tries it too, not only the full run.
+        act: does it, checks what it must, and undoes it. quick: `make test` tries it too, not only the full run.
     """
 
     name: str
@@ -299,19 +299,19 @@ class Attack:
     what: str
     outcome: str
     act: Callable[[Siege], None]
-    telling: bool
+    quick: bool
 
 
 ATTACKS: list[Attack] = []
 
 
 def attack(
-    name: str, who: str, outcome: str, *, telling: bool = False
+    name: str, who: str, outcome: str, *, quick: bool = False
 ) -> Callable[[Callable[[Siege], None]], Callable[[Siege], None]]:
     """Make a function a row of the table; its docstring says what is done."""
 
     def register(act: Callable[[Siege], None]) -> Callable[[Siege], None]:
-        ATTACKS.append(Attack(name, who, (act.__doc__ or "").rstrip("."), outcome, act, telling))
+        ATTACKS.append(Attack(name, who, (act.__doc__ or "").rstrip("."), outcome, act, quick))
         return act
 
     return register
