@@ -51,6 +51,9 @@ IMPORTS = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.sample.sampler",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama",
     "cryptography.hazmat.primitives.asymmetric.ed25519",
@@ -228,10 +231,16 @@ def _run(command: list[str]) -> None:
 
 
 def _import_all() -> None:
+    from vllm.platforms import current_platform
+
+    # Small functions of vLLM's, such as the rank of a log probability, would be compiled in each run of the tests.
+    backend = type(current_platform).simple_compile_backend
+    type(current_platform).simple_compile_backend = "eager"
     for name in IMPORTS:
         # What a release of vLLM has elsewhere is imported by who needs it.
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    type(current_platform).simple_compile_backend = backend
     registry: Any = sys.modules.get("vllm.model_executor.models.registry")
     if hasattr(registry, "_run_in_subprocess"):
         # What vLLM asks a class of models when it first meets it, it asks in a process that imports everything anew, to
