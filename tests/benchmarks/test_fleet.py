@@ -14,11 +14,11 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from benchmarks import fleet
+from benchmarks.common.tables import value_of
 from benchmarks.fleet.__main__ import main
 from benchmarks.fleet.noise import SHARE, SIZES, NoisyAdam
 from benchmarks.fleet.probe import Measured, exchange, far_end, measure
 from benchmarks.fleet.record import Arrival, Change, Full, Record
-from benchmarks.tables import value_of
 from tests.support.links import FIRST_WINDOW_BYTES, IDLE_SECONDS, Links, Window, difference
 from tests.support.s3_store import serving
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
