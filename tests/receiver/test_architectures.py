@@ -14,32 +14,36 @@ from torch import nn
 from tests.tools.models.reachable import differences, reachable
 
 SECONDS = 400
-FAMILIES = [
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Phi3ForCausalLM",
-    "OPTForCausalLM",
-    "GPT2LMHeadModel",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "GptOssForCausalLM",
-    "Mamba2ForCausalLM",
-    "JambaForCausalLM",
-    "AriaForConditionalGeneration",
-]
+
+
+REPRESENTATIVES = {
+    "Qwen3ForCausalLM": "projections fused, norms copied",
+    "LlamaForCausalLM": "the same, with rotary embeddings",
+    "Gemma2ForCausalLM": "head and embedding tied",
+    "Qwen3MoeForCausalLM": "a tensor per expert, stacked while loading",
+    "GptOssForCausalLM": "experts stacked in the checkpoint",
+    "DeepseekV2ForCausalLM": "weights computed after loading",
+    "Mamba2ForCausalLM": "weights computed while loading",
+}
+
+
+OTHERS = [
+    "Qwen2ForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM",
+    "OPTForCausalLM", "GPT2LMHeadModel", "DeepseekV3ForCausalLM", "JambaForCausalLM", "AriaForConditionalGeneration",
+]  # fmt: skip
+
+
+FAMILIES = [*REPRESENTATIVES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
+"""One family per way in which a loader goes about it for every run, the others for ``make test-full``."""
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """One process for all: importing vLLM takes longer than any family."""
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One process for all that are asked for: importing vLLM takes longer than any family."""
     found = tmp_path_factory.mktemp("models") / "rows.json"
-    command = [sys.executable, "-m", "tests.tools.models", "--only", *FAMILIES, "--json", str(found)]
+    chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    families = [spec.params["family"] for spec in chosen if spec is not None and "family" in spec.params]
+    command = [sys.executable, "-m", "tests.tools.models", "--only", *families, "--json", str(found)]
     done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
     assert found.exists(), done.stderr[-3000:]
     return {row["architecture"]: row for row in json.loads(found.read_text())}
@@ -133,6 +137,7 @@ sys.exit(__main__.main())
 """
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_wrong_bit_are_rows(tmp_path: Path) -> None:
     """Whatever ends the process of one architecture, the others are tried; and either makes the command fail."""
     found = tmp_path / "rows.json"

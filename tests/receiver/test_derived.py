@@ -1,8 +1,8 @@
-"""Weights that a model computes from its checkpoint, through the whole receiver: followed, taken back, found when they
-were changed from outside, replaced by an anchor; or refused by name where nothing shows what they are."""
+"""Weights that a model computes from its checkpoint, through the whole receiver: followed, rolled back, found when they
+were changed from outside; or refused by name where nothing shows what they are."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel, c
 from tests.support.world import World
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine import load_watch
+from vllm_delta_sync.engine.load_watch import Process
 from vllm_delta_sync.engine.loader import Loaded
 from vllm_delta_sync.engine.loading import is_runtime_state
 from vllm_delta_sync.engine.receiver import Receiver
@@ -74,8 +75,18 @@ def load(tensors: dict[str, torch.Tensor], ranks: int = 1) -> list[Any]:
     return models
 
 
+Prepare = Callable[[Any], object]
+
+
 class WorkedWorld(World):
-    """A world whose model computes; its ranks know the folder that they were loaded from."""
+    """A world whose model computes; its ranks know the folder that they were loaded from.
+
+    Attributes:
+        made: class of the models that ``serve`` makes. record: what was noted while the last one was loaded.
+    """
+
+    made: Any = Worked
+    record: Any = None
 
     def __init__(self, root: Path, ranks: int = 1, **rest: Any) -> None:
         self.folder = str(root / "base")
@@ -107,8 +118,24 @@ def every(model: nn.Module) -> torch.Tensor:
     return torch.cat([found[at].detach().reshape(-1).contiguous().view(torch.uint8) for at in sorted(found)])
 
 
-@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
-@pytest.mark.parametrize("ranks", [1, 2])
+def serve(world: WorkedWorld, process: Process = finish, prepare: Prepare = lambda model: None) -> Any:
+    """Let the world serve a model that is loaded, prepared and worked on like that, and load such models anew."""
+
+    def fresh() -> list[Any]:
+        model: Any = world.made(0, 1)
+        model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
+        prepare(model)
+        world.record = load_watch.watched(model, process, is_runtime_state)
+        return [model]
+
+    world.fresh = fresh  # type: ignore[method-assign]
+    world.models = fresh()
+    (world.model,) = world.models
+    world.use(ModulePort(world.model))
+    return world.model
+
+
+@pytest.mark.parametrize(("ranks", "codec"), [(1, "packed"), (2, "context"), (2, "raw")])
 def test_versions_are_followed_and_taken_back(tmp_path: Path, ranks: int, codec: str) -> None:
     world = WorkedWorld(tmp_path, ranks, codec=codec)
     seen = [world.bits()]
@@ -240,11 +267,7 @@ def test_a_copy_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
         model.handle = pack(model.body.qkv.data)
 
     world = WorkedWorld(tmp_path)
-    model = Worked(0, 1)
-    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
-    load_watch.watched(model, packed)
-    world.models = [model]
-    world.use(ModulePort(model))
+    serve(world, packed)
     assert "delta_sync_test.pack" in world.expect_fails("model").message
 
 
@@ -266,11 +289,7 @@ def test_a_step_that_talks_to_other_ranks_is_refused(tmp_path: Path, all_reduce:
     world = WorkedWorld(tmp_path)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        model = Worked(0, 1)
-        model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
-        load_watch.watched(model, summed)
-        world.models = [model]
-        world.use(ModulePort(model))
+        serve(world, summed)
         assert "talk to other ranks" in world.expect_fails("model").message
     finally:
         torch.distributed.destroy_process_group()
@@ -288,11 +307,7 @@ def test_a_step_that_changes_the_default_dtype_of_the_process_is_refused(tmp_pat
             torch.set_default_dtype(before)
 
     world = WorkedWorld(tmp_path)
-    model = Worked(0, 1)
-    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
-    load_watch.watched(model, casting)
-    world.models = [model]
-    world.use(ModulePort(model))
+    serve(world, casting)
     assert "default dtype of the whole process to torch.float64" in world.expect_fails("model").message
     assert torch.get_default_dtype() == torch.float32
 
@@ -304,52 +319,40 @@ class Impl:
         self.scale = 0.125
 
 
-def cached_product(model: Any) -> None:
-    model.latent.impl.scales = model.latent.packed.float() * 2
-
-
-def cached_concatenation(model: Any) -> None:
-    model.latent.combined = torch.cat([model.latent.packed, model.latent.packed])
-
-
-def cached_number(model: Any) -> None:
-    model.latent.impl.product_scale = float(model.latent.packed.abs().max()) + 0.3
-
-
-def changed_number(model: Any) -> None:
-    model.latent.impl.scale *= 0.7
+def with_impl(model: Any) -> None:
+    model.latent.impl = Impl()
 
 
 @pytest.mark.parametrize(
-    ("cache", "named"),
+    ("place", "cached", "named"),
     [
-        (cached_product, r"latent\.impl\.scales"),
-        (cached_concatenation, r"latent\.combined"),
-        (cached_number, r"latent\.impl\.product_scale \(now .*, absent after loading\)"),
-        (changed_number, r"latent\.impl\.scale \(now 0\.0875, 0\.125 after loading\)"),
+        ("impl.scales", lambda packed: packed.float() * 2, r"latent\.impl\.scales"),
+        ("combined", lambda packed: torch.cat([packed, packed]), r"latent\.combined"),
+        (
+            "impl.product_scale",
+            lambda packed: float(packed.abs().max()) + 0.3,
+            r"latent\.impl\.product_scale \(now .*, absent after loading\)",
+        ),
+        ("impl.scale", lambda packed: 0.0875, r"latent\.impl\.scale \(now 0\.0875, 0\.125 after loading\)"),
     ],
 )
-def test_what_a_kernel_keeps_since_loading_is_refused_by_name(tmp_path: Path, cache: Any, named: str) -> None:
+def test_what_a_kernel_keeps_since_loading_is_refused_by_name(
+    tmp_path: Path, place: str, cached: Any, named: str
+) -> None:
     """Made of weights at the first forward pass, it would not follow them; nothing but its appearance shows that."""
     world = WorkedWorld(tmp_path)
-    model = Worked(0, 1)
-    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
-    model.latent.impl = Impl()  # type: ignore[assignment]
-    load_watch.watched(model, finish)
-    cache(model)
-    world.models = [model]
-    world.use(ModulePort(model))
-    error = world.expect_fails("model")
-    assert re.search(named + ".*did not exist after loading", error.message)
+    latent = serve(world, prepare=with_impl).latent
+    setattr(latent.impl if "." in place else latent, place.split(".")[-1], cached(latent.packed))
+    assert re.search(named + ".*did not exist after loading", world.expect_fails("model").message)
 
 
 def test_what_an_engine_fills_itself_is_not_taken_for_weights(tmp_path: Path) -> None:
+    def prepare(model: Any) -> None:
+        with_impl(model)
+        model.table = torch.ones(4, 4)
+
     world = WorkedWorld(tmp_path)
-    model = Worked(0, 1)
-    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
-    model.latent.impl = Impl()  # type: ignore[assignment]
-    model.table = torch.ones(4, 4)
-    load_watch.watched(model, finish, is_runtime_state)
+    model = serve(world, prepare=prepare)
     latent: Any = model.latent
     latent.kv_cache = [torch.zeros(2, 3), torch.zeros(2, 3)]
     latent.lora_a_stacked = (torch.zeros(1, 8),)
@@ -358,8 +361,6 @@ def test_what_an_engine_fills_itself_is_not_taken_for_weights(tmp_path: Path) ->
     latent.rows = latent.packed.data[:2]
     latent.impl.softmax_scale, latent.impl.batch = latent.impl.scale, 64.0
     model.table = model.table.bfloat16()
-    world.models = [model]
-    world.use(ModulePort(model))
     world.receiver.advance()
     world.train(1)
     world.receiver.advance()
@@ -381,29 +382,23 @@ class Copies(TorchDispatchMode):
 
 
 def test_copies_made_while_loading_are_in_host_memory(tmp_path: Path) -> None:
-    """On a device they would be in vLLM's memory pool, which sleep unmaps."""
+    """On a device they would be in vLLM's memory pool, which sleep unmaps. A part without data is left as it is."""
+
+    def prepare(model: Any) -> None:
+        model.register_buffer("map", torch.arange(4), persistent=False)
+        # As vLLM leaves what it does not serve of a multimodal model.
+        model.tower = nn.Linear(2, 2, device="meta")
+
     world = WorkedWorld(tmp_path)
-    model = Worked(0, 1)
-    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
-    model.register_buffer("map", torch.arange(4), persistent=False)
     with Copies() as copies:
-        record = load_watch.watched(model, lambda model, paths: None)
-    assert record.initial
+        serve(world, lambda model, paths: None, prepare)
+    record = world.record
+    assert ("tower", "weight") not in record.initial
     assert {tensor.device.type for tensor in record.initial.values()} == {"cpu"}
     # Asked for by name: a clone would stay where the weights are.
-    assert {(operator, str(device)) for operator, device, _ in copies.seen} == {("aten._to_copy.default", "cpu")}
+    made = {(operator, str(device)) for operator, device, _ in copies.seen if device is not None}
+    assert ("aten._to_copy.default", "cpu") in made
     assert record.skeleton.map.device.type == "cpu"
-
-
-def test_a_part_of_a_model_without_data_is_left_as_it_is(tmp_path: Path) -> None:
-    """As vLLM leaves what it does not serve of a multimodal model."""
-    world = WorkedWorld(tmp_path)
-    model = Worked(0, 1)
-    model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
-    model.tower = nn.Linear(2, 2, device="meta")
-    record = load_watch.watched(model, finish)
-    assert ("tower", "weight") not in record.initial
-    assert record.initial
 
 
 class Keeping(Worked):
@@ -418,34 +413,22 @@ class Keeping(Worked):
 
 def test_what_a_loader_keeps_is_loaded_again_with_all_that_is_fused(tmp_path: Path) -> None:
     world = WorkedWorld(tmp_path)
-
-    def fresh() -> Any:
-        model = Keeping(0, 1)
-        model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
-        load_watch.watched(model, finish)
-        return model
-
-    model = fresh()
-    world.models = [model]
-    world.use(ModulePort(model))
+    world.made = Keeping
+    serve(world)
     for version in range(1, 4):
         world.train(version)
         world.receiver.advance()
-        assert torch.equal(every(model), every(fresh()))
+        world.expect_exact()
     assert world.receiver.status()["ranks"][0]["derived"] == ["k.weight", "model.norm.weight", "q.weight", "v.weight"]
 
 
 def test_a_step_that_reaches_for_the_model_itself_is_refused(tmp_path: Path) -> None:
     world = WorkedWorld(tmp_path)
-    (model,) = load(world.tensors)
+    model = serve(world)
 
     def reaching(_: Any, paths: Iterable[str] | None) -> None:
         if paths is not None:
             model.latent.absorbed.mul_(2)
 
-    record = load_watch.record_of(model)
-    assert record is not None
-    record.process = reaching
-    world.models = [model]
-    world.use(ModulePort(model))
+    world.record.process = reaching
     assert "write to the model itself" in world.expect_fails("model").message

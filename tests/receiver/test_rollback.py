@@ -5,20 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.forge import BAD_VERSIONS
 from tests.support.world import World
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.lease import common_version
 from vllm_delta_sync.engine.patch import StagedPatch
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.undo_log import ENTRIES, FINGERPRINT_BYTES, Applied, UndoLog
-from vllm_delta_sync.errors import BusyError, ChainError, DeltaSyncError, FingerprintError, NotFoundError
+from vllm_delta_sync.errors import BusyError, ChainError, FingerprintError, NotFoundError
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 
-@pytest.fixture(params=[("packed", 1), ("raw", 1), ("packed", 2), ("raw", 2)], ids=str)
+@pytest.fixture(params=[("packed", 1), ("raw", 2)], ids=str)
 def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
     codec, ranks = request.param
     return World(tmp_path, codec=codec, ranks=ranks)
@@ -36,20 +34,6 @@ def test_versions_that_came_meanwhile_are_one_commit(world: World) -> None:
     assert world.receiver.verify()["verdict"]
 
 
-def test_whole_tensors_fold_with_what_comes_after(world: World) -> None:
-    world.receiver.advance()
-    for step in range(1, 6):
-        if step in (2, 4):
-            for name in ("q.weight", "k.weight", "out.weight"):
-                world.tensors[name].mul_(-3.0)
-        world.train(step)
-    world.receiver.advance()
-    # Two where the publisher has made an anchor by then, which is less to read than whole tensors again and again.
-    assert world.port.log.count("pause") <= 2
-    world.expect_exact()
-    assert world.receiver.verify()["verdict"]
-
-
 def test_fold_keeps_within_its_memory(world: World) -> None:
     world.follow(stage_bytes=0)
     world.receiver.advance()
@@ -57,21 +41,6 @@ def test_fold_keeps_within_its_memory(world: World) -> None:
         world.train(step)
     world.receiver.advance()
     assert world.port.log.count("pause") == 3
-    world.expect_exact()
-
-
-def test_good_versions_before_a_bad_one_are_served(world: World) -> None:
-    world.receiver.advance()
-    for step in range(1, 5):
-        world.train(step)
-    bad = next(bad for bad in BAD_VERSIONS if bad.name == "truncated object")
-    forgery = bad.write(Path(world.url))
-    with pytest.raises(DeltaSyncError):
-        world.receiver.advance()
-    assert world.receiver.served_version == 4
-    forgery.remove()
-    world.train(5)
-    world.receiver.advance()
     world.expect_exact()
 
 
@@ -281,21 +250,6 @@ def test_second_receiver_finds_what_the_ranks_hold(world: World) -> None:
     world.expect_exact()
 
 
-def test_whoever_touched_the_weights_is_checked(world: World) -> None:
-    world.follow_each(1)
-    for rank in world.port.ranks:
-        rank.touch("update_weights")
-    world.train(2)
-    world.receiver.advance()
-    world.expect_exact()
-    assert all(rank.touched is None for rank in world.port.ranks)
-    world.models[0].norm.data.view(torch.int16)[0] ^= 1
-    world.port.ranks[0].touch("update_weights")
-    with pytest.raises(FingerprintError, match="changed from outside \\(update_weights\\)"):
-        world.receiver.advance()
-    assert world.receiver.status()["served"] is None
-
-
 def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
     world.follow_each(3)
     for model in world.models:
@@ -338,32 +292,4 @@ def test_repair_that_cannot_be_made_leaves_the_weights_and_is_tried_again(world:
     hidden.rename(tmp_path / "base")
     world.receiver.advance()
     assert world.receiver.served_version == 1
-    world.expect_exact()
-
-
-def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> None:
-    world.receiver.advance()
-    world.train(1)
-    pause = world.port.pause
-
-    def touch() -> None:
-        pause()
-        world.port.ranks[-1].touch("update_weights")
-
-    world.port.pause = touch  # type: ignore[method-assign]
-    world.expect_fails("engine")
-    world.port.pause = pause  # type: ignore[method-assign]
-    world.receiver.advance()
-    world.expect_exact()
-
-
-def test_sleeping_engine_is_left_alone(world: World) -> None:
-    world.receiver.advance()
-    world.train(1)
-    for rank in world.port.ranks:
-        rank.memory.asleep = True
-    world.expect_fails("busy")
-    for rank in world.port.ranks:
-        rank.memory.asleep = False
-    world.receiver.advance()
     world.expect_exact()

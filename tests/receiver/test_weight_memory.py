@@ -29,6 +29,8 @@ from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 
 MAIN, BACKGROUND = "MainThread", "delta-sync-stage"
+
+
 SECONDS = 60
 
 
@@ -163,34 +165,20 @@ def test_a_patch_stays_on_the_device_until_its_commit_is_confirmed(relative: boo
     assert sparse.uploaded is None
 
 
-def test_what_is_committed_stays_uploaded_until_all_ranks_have_confirmed(world_of_two: World) -> None:
-    seen: list[tuple[str, bool]] = []
-    world, port = world_of_two, world_of_two.port
-    call = port.call
+def test_what_is_committed_is_confirmed_once_all_ranks_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it stays on the device."""
+    world, during = World(tmp_path, ranks=2), []
+    confirm = UndoLog.confirm
 
-    def watching(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        answers = call(method, arguments)
-        if method == "commit":
-            for rank in port.ranks:
-                for sparse in rank._log._applied[-1].patch.sparse:
-                    sparse.uploaded = to_device(sparse, slice(None), torch.device("cpu"))
-        if method in ("commit", "describe", "trim") and port.ranks[0]._log._applied:
-            patches = [sparse for rank in port.ranks for sparse in rank._log._applied[-1].patch.sparse]
-            seen.append((method, all(sparse.uploaded is not None for sparse in patches)))
-        return answers
+    def noted(log: UndoLog) -> None:
+        during.append(world.port.log[-1])
+        confirm(log)
 
     world.receiver.advance()
     world.train(1)
-    port.call = watching  # type: ignore[method-assign]
+    monkeypatch.setattr(UndoLog, "confirm", noted)
     world.receiver.advance()
-    assert ("commit", True) in seen
-    assert seen[-1] == ("trim", False)
-    assert all(kept for method, kept in seen if method != "trim")
-
-
-@pytest.fixture
-def world_of_two(tmp_path: Path) -> World:
-    return World(tmp_path, ranks=2)
+    assert during == ["trim", "trim"]
 
 
 class Worker:

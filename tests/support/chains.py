@@ -28,6 +28,8 @@ SHAPES = {
     "q.weight": (16, WIDTH),
     "v.weight": (16, WIDTH),
 }
+
+
 TABLE = TensorTable(TensorSpec(name, "BF16", shape) for name, shape in SHAPES.items())
 
 
@@ -123,9 +125,11 @@ class Chain(RunWriter):
 class Server:
     """A receiver on models that hold given weights."""
 
-    def __init__(self, chain: Chain, bits: list[Bits], ranks: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, chain: Chain, bits: list[Bits], ranks: int = 1, port: type[ModulePort] = ModulePort, **settings: Any
+    ) -> None:
         self.models = models_of(bits, ranks)
-        self.port = ModulePort(*self.models)
+        self.port: Any = port(*self.models)
         self.follow(chain, **settings)
 
     def follow(self, chain: Chain, **settings: Any) -> None:

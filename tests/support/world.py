@@ -58,7 +58,7 @@ class World:
 
     def use(self, port: ModulePort) -> None:
         """Start over with a receiver on another port."""
-        self.port = port
+        self.port: Any = port
         self.follow()
 
     def follow(self, **settings: Any) -> None:

@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from tests.support.modules import ModulePort
+from tests.support.seeds import seeds
 from tests.support.world import World
 from vllm_delta_sync.engine import transaction
 from vllm_delta_sync.engine.lease import common_version, is_settled
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 
-SEEDS = (*range(25), 105)
+SEEDS = (*seeds(12, 25), 105)
+
+
 ACTIONS = ("train", "train", "grow", "advance", "advance", "advance", "rollback", "hold", "release", "verify")
+
+
 LOOKED_AT = ("poll", "describe")
 
 

@@ -2,13 +2,12 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.chains import Chain, Server, models_of
-from tests.support.hooks import HookedPort, failing
+from tests.support.hooks import Hook, HookedPort, failing
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.engine.lineage import across, line
 from vllm_delta_sync.engine.loader import Loaded
@@ -31,8 +30,7 @@ def no_whole_reads(chain: Chain) -> None:
     shutil.rmtree(chain.root / "base", ignore_errors=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("held", [3, 6, 9])
+@pytest.mark.parametrize(("held", "ranks"), [(3, 1), (6, 2), (9, 2)])
 def test_branch_is_followed_from_a_version_of_its_source(source: Chain, held: int, ranks: int) -> None:
     """Before, at, and behind the version that the branch begins with."""
     branch = source.branch("branch", 6, seed=1)
@@ -109,51 +107,34 @@ def test_way_across_that_is_lost_is_gone_around(source: Chain, anchored: bool) -
     server.reaches(5, commits=2 if anchored else 1)
 
 
-def test_version_0_of_a_branch_is_recognized_without_a_commit(source: Chain) -> None:
+@pytest.mark.parametrize(("held", "commits"), [(6, 0), (9, 1)], ids=["recognized", "reached through the source"])
+def test_version_0_of_a_branch_needs_a_commit_only_if_the_weights_differ(
+    source: Chain, held: int, commits: int
+) -> None:
     branch = source.branch("branch", 6, seed=1)
     server = Server(source, source.bits[0])
-    server.receiver.advance(6)
+    server.receiver.advance(held)
     server.follow(branch)
-    server.reaches(0, commits=0)
-
-
-def test_branch_with_nothing_of_its_own_is_reached_through_its_source(source: Chain) -> None:
-    branch = source.branch("branch", 6, seed=1)
-    server = Server(source, source.bits[0])
-    server.receiver.advance(9)
-    server.follow(branch)
-    server.reaches(0, commits=1)
+    server.reaches(0, commits)
+    assert server.commits == 1 + commits
 
 
 def test_failures_on_the_way_across_lose_nothing(source: Chain) -> None:
     branch = source.branch("branch", 6, seed=1)
     branch.grow(3)
     no_whole_reads(source)
-    server = Server(source, source.bits[0])
+    server = Server(source, source.bits[0], port=HookedPort)
     server.receiver.advance(8)
-    port = HookedPort(*server.models)
-    port.ranks = server.port.ranks
-    server.port = port
     server.follow(branch)
-    for method in ("start", "commit", "adopt"):
-        port.before = failing(method, times=1)
+    faults: list[tuple[str, Hook]] = [("before", failing(method)) for method in ("start", "commit", "adopt")]
+    for when, fault in [*faults, ("after", failing("commit"))]:
+        setattr(server.port, when, fault)
         with pytest.raises(EngineError):
             server.receiver.advance()
         server.holds(source.bits[8])
         assert server.receiver.status()["served"] is None
         # A controller that starts over hears the same from the ranks.
         server.follow(branch)
-
-    def lose(method: str, arguments: dict[str, Any]) -> None:
-        if method == "commit":
-            port.after = lambda method, arguments: None
-            raise EngineError("the answer was lost")
-
-    port.after = lose
-    with pytest.raises(EngineError):
-        server.receiver.advance()
-    server.holds(source.bits[8])
-    server.follow(branch)
     server.reaches(3, commits=1)
 
 

@@ -1,6 +1,11 @@
-"""What the receiver makes of faults: it serves a version and says so, or says that it does not."""
+"""A version is applied on all ranks or on none, whatever fails when; the receiver serves a version and says so, or
+says that it does not."""
 
 import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +17,21 @@ from tests.support.hooks import HookedPort, failing, hooked, nothing, watch_comm
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine import commit as commits
+from vllm_delta_sync.engine.background import Background
+from vllm_delta_sync.engine.interrupts import postponed
 from vllm_delta_sync.engine.lease import common_version, is_settled
 from vllm_delta_sync.engine.mover import REPAIRS
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.errors import (
+    BusyError,
     DeltaSyncError,
     EngineError,
     FingerprintError,
     FormatError,
     MemoryLimitError,
     StoreError,
+    WeightsLostError,
 )
 
 
@@ -37,6 +47,70 @@ def expect_serves(world: World, version: int, bits: list[torch.Tensor], state: s
     assert [rank.version for rank in world.port.ranks] == [version] * world.ranks
     assert world.receiver.verify()["verdict"]
     assert world.port.ended == []
+
+
+# One rank of several fails
+
+
+RANKS = 2
+
+
+def failing_rank(*where: tuple[int, str, str], times: int = 99) -> Callable[[int, str, str], None]:
+    """Fail those calls, so many in all: (rank, method, "before" or "after")."""
+    left = [times]
+
+    def hook(rank: int, method: str, when: str) -> None:
+        if (rank, method, when) in where and left[0]:
+            left[0] -= 1
+            raise EngineError("injected")
+
+    return hook
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> World:
+    """Two ranks with hooks, versions 1 and 2; 1 is served."""
+    world = World(tmp_path, ranks=RANKS)
+    hooked(world)
+    world.follow_each(1)
+    world.train(2)
+    return world
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_one_rank_that_fails_is_taken_back_on_all(pair: World, rank: int, when: str) -> None:
+    pair.port.on_rank = failing_rank((rank, "commit", when))
+    pair.expect_fails("engine")
+    assert pair.receiver.status()["state"] == "idle"
+    assert pair.port.ended == []
+    pair.port.on_rank = failing_rank()
+    pair.receiver.advance()
+    pair.expect_exact()
+    assert pair.receiver.verify()["verdict"]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_rank_that_can_neither_commit_nor_go_back_ends_the_engine(pair: World, rank: int) -> None:
+    paused = pair.port.log.count("resume")
+    pair.port.on_rank = failing_rank((rank, "revert", "before"), (rank, "commit", "after"))
+    with pytest.raises(WeightsLostError):
+        pair.receiver.advance()
+    assert len(pair.port.ended) == 1
+    assert pair.port.log.count("resume") == paused
+    assert pair.receiver.status()["state"] == "lost"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_rollback_that_fails_on_one_rank_leaves_all_where_they_were(pair: World, when: str) -> None:
+    pair.receiver.advance()
+    pair.port.on_rank = failing_rank((1, "revert", when), times=1)
+    with pytest.raises(EngineError, match="injected"):
+        pair.receiver.rollback(1)
+    assert (pair.receiver.status()["state"], pair.receiver.served_version) == ("idle", 2)
+    pair.expect_exact()
+    pair.receiver.rollback(1)
+    assert pair.receiver.served_version == 1
 
 
 def test_drift_found_beside_several_staged_versions_stops_them_all(world: World) -> None:
@@ -405,3 +479,210 @@ def test_one_bad_version_behind_many_good_ones_costs_few_pauses(world: World) ->
     # Logarithmic; one by one it would be a pause and a rescan per version.
     assert world.port.log.count("pause") <= 6
     assert world.port.log.count("revert") <= 2
+
+
+# Ctrl-C and failures while weights are written
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def moved(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    """Version 1 is served, and version 2 is there."""
+    world = World(tmp_path, ranks=request.param)
+    world.follow_each(1)
+    world.train(2)
+    return world
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """Whatever runs these tests gets its own handler back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def expect_before(moved: World, bits: list[torch.Tensor]) -> None:
+    """Version 1 is served and held, generation goes on, and the next look takes version 2."""
+    moved.expect_bits(bits)
+    assert moved.port.log[-2:] == ["label 1", "resume"]
+    assert [rank.version for rank in moved.port.ranks] == [1] * moved.ranks
+    assert moved.receiver.verify()["verdict"]
+    moved.receiver.advance()
+    assert moved.receiver.served_version == 2
+    moved.expect_exact()
+
+
+def at_passes(monkeypatch: pytest.MonkeyPatch, when: set[int], do: Callable[[], None]) -> list[int]:
+    """Do something right after the loop of those passes has written weights, before anybody has noted that."""
+    apply, passes = commits.apply_sparse, [0]
+
+    def wrapped(*arguments: Any) -> Any:
+        change = apply(*arguments)
+        passes[0] += 1
+        if passes[0] in when:
+            do()
+        return change
+
+    monkeypatch.setattr(commits, "apply_sparse", wrapped)
+    return passes
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("when", [{1}, {2}, {4}, {1, 2, 3, 4, 5, 6}], ids=str)
+def test_interrupt_while_weights_are_written(moved: World, when: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = moved.bits()
+    passes = at_passes(monkeypatch, when, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        moved.receiver.advance()
+    assert passes[0] >= max(when)
+    monkeypatch.undo()
+    expect_before(moved, before)
+
+
+def test_interrupt_while_an_interrupted_commit_is_taken_back(moved: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An impatient Ctrl-C, twice: the second comes in the way back."""
+    before = moved.bits()
+    call = moved.port.call
+
+    def revert(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if method == "revert":
+            interrupt()
+        return call(method, arguments)
+
+    monkeypatch.setattr(moved.port, "call", revert)
+    at_passes(monkeypatch, {1}, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        moved.receiver.advance()
+    monkeypatch.undo()
+    expect_before(moved, before)
+
+
+@pytest.mark.parametrize("method", ["advance", "rollback"])
+def test_failure_right_after_the_scatter(moved: World, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are written and the call fails all the same: the rank must know what it holds, and go back."""
+    before = moved.bits()
+    real, left = commits.commit, [1]
+
+    def fails_once(*arguments: Any) -> Any:
+        measured = real(*arguments)
+        if left:
+            left.pop()
+            raise RuntimeError("failed after the scatter")
+        return measured
+
+    monkeypatch.setattr(commits, "commit", fails_once)
+    with pytest.raises(EngineError, match="failed after the scatter"):
+        moved.receiver.advance() if method == "advance" else moved.receiver.rollback(0)
+    expect_before(moved, before)
+
+
+class AfterFirst:
+    """Does something every time but the first."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self.do, self.done = do, False
+
+    def take(self) -> None:
+        if self.done:
+            self.do()
+        self.done = True
+
+
+def test_way_back_that_fails_too_is_lost_and_not_served(moved: World) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    rank = moved.port.ranks[0]
+    watch_commits(rank, "transposed", fail)
+    for name in ("embedding", "qkv", "norm"):
+        watch_commits(rank, name, AfterFirst(fail).take)
+    with pytest.raises(WeightsLostError):
+        moved.receiver.advance()
+    assert not rank.intact
+    assert moved.receiver.status()["state"] == "lost"
+    assert len(moved.port.ended) == 1
+
+
+def test_postponed_interrupts_come_once_at_the_end() -> None:
+    reached = []
+
+    def interrupted() -> None:
+        with postponed():
+            interrupt()
+            reached.append("inside")
+            with postponed():
+                interrupt()
+            interrupt()
+            reached.append("still inside")
+        reached.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert reached == ["inside", "still inside"]
+
+
+def test_other_threads_are_left_alone() -> None:
+    seen: list[Any] = []
+
+    def look() -> None:
+        with postponed():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+
+
+# Results of operations that ranks run in the background
+
+
+def test_a_result_crosses_to_the_controller_once(tmp_path: Path) -> None:
+    """A rank that has finished is polled until the slowest one has: a poll says only whether it still runs."""
+    world = World(tmp_path, ranks=2)
+    port, seen = world.port, []
+    call, slow = port.call, port.ranks[1]
+    let_go = threading.Event()
+    prove = slow.prove
+
+    def late(**arguments: Any) -> Any:
+        assert let_go.wait(60)
+        return prove(**arguments)
+
+    def counting(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        answers = call(method, arguments)
+        seen.append((method, answers))
+        if len([1 for name, _ in seen if name == "poll"]) > 5:
+            let_go.set()
+        return answers
+
+    slow.prove = late  # type: ignore[method-assign, assignment]
+    port.call = counting  # type: ignore[method-assign]
+    world.receiver.advance()
+    polls = [answers for method, answers in seen if method == "poll"]
+    assert len(polls) > 5
+    assert {frozenset(answer) for answers in polls for answer in answers} == {frozenset({"running"})}
+    assert [method for method, _ in seen].count("outcome") == 1
+    assert port.ranks[0].outcome()["measured"]
+
+
+def test_an_operation_that_runs_has_no_outcome_yet() -> None:
+    background, let_go = Background(nullcontext), threading.Event()
+
+    def operation(value: int) -> dict[str, Any]:
+        assert let_go.wait(60)
+        return {"value": value}
+
+    background.start("wait", operation, {"value": 3})
+    with pytest.raises(BusyError, match="still running"):
+        background.outcome()
+    with pytest.raises(BusyError, match="another one is running"):
+        background.start("wait", operation, {"value": 4})
+    let_go.set()
+    while background.is_busy:
+        pass
+    assert background.outcome() == background.outcome() == {"value": 3}

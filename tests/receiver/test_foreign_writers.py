@@ -124,9 +124,44 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
     assert (world.receiver.status()["state"], world.receiver.status()["last_error"]) == ("held", None)
     with pytest.raises(BusyError):
         world.receiver.rollback(0)
+    world.receiver.release()
+    world.train(2)
+    world.expect_fails("busy")
+    world.receiver.hold()
     for rank in world.port.ranks:
         rank.memory.asleep = False
         rank.touch("wake_up")
     world.receiver.check()
     assert all(rank.touched is None for rank in world.port.ranks)
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_whoever_touched_the_weights_is_checked(world: World) -> None:
+    world.follow_each(1)
+    for rank in world.port.ranks:
+        rank.touch("update_weights")
+    world.train(2)
+    world.receiver.advance()
+    world.expect_exact()
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.models[0].norm.data.view(torch.int16)[0] ^= 1
+    world.port.ranks[0].touch("update_weights")
+    expect_found(world)
+
+
+def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> None:
+    port = hooked(world)
+    world.receiver.advance()
+    world.train(1)
+
+    def touch(method: str, arguments: dict[str, Any]) -> None:
+        if method == "pause":
+            port.ranks[-1].touch("update_weights")
+
+    port.after = touch
+    world.expect_fails("engine")
+    port.after = nothing
+    world.receiver.advance()
     world.expect_exact()
