@@ -18,7 +18,6 @@ from vllm_delta_sync.engine import load_watch
 from vllm_delta_sync.engine.load_watch import Process
 from vllm_delta_sync.engine.loader import Loaded
 from vllm_delta_sync.engine.loading import is_runtime_state
-from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.replica import walk
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.torch_bits import bits_of
@@ -193,18 +192,6 @@ def test_an_anchor_replaces_what_was_computed_from_other_weights(tmp_path: Path)
     world.expect_exact()
     world.train(1)
     world.receiver.advance()
-    world.expect_exact()
-
-
-def test_another_receiver_finds_what_the_ranks_hold(tmp_path: Path) -> None:
-    world = WorkedWorld(tmp_path)
-    world.receiver.advance()
-    world.train(1)
-    world.receiver.advance()
-    world.receiver = Receiver(world.port, world.receiver.settings)
-    world.train(2)
-    world.receiver.advance()
-    assert world.receiver.served_version == 2
     world.expect_exact()
 
 

@@ -1,5 +1,6 @@
-"""What Prometheus is told: of each move, by one process of several, and nothing where nobody can be told."""
+"""What Prometheus and the log are told: of each move, by one process of several, and nothing where nobody listens."""
 
+import logging
 import os
 import re
 import subprocess
@@ -12,7 +13,9 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.support.world import World
-from vllm_delta_sync.engine import metrics
+from vllm_delta_sync.bucket.hashing import hashed_seconds, hashing
+from vllm_delta_sync.engine import metrics, telling
+from vllm_delta_sync.engine.reading import Clock
 from vllm_delta_sync.engine.status import STATES
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 
@@ -132,6 +135,8 @@ if sys.argv[1] != "follower":
     board.export()
     board.set(undo=list(range(int(sys.argv[2]))), state=sys.argv[3])
 """
+
+
 SHOWN = """
 from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -178,3 +183,72 @@ def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path) -> 
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     assert done.stdout.strip() == "served 1"
+
+
+# The line of the log for each change of weights
+
+
+ENDING = r"paused [\d.]+( ms)? \(committed [\d.]+, resumed [\d.]+\)"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of moves since the last call."""
+    found = [record.getMessage() for record in caplog.records if re.match(r"version \d+ \(step", record.getMessage())]
+    caplog.clear()
+    return found
+
+
+def test_every_move_has_one_line_of_the_same_form(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.delta_sync")
+    world = World(tmp_path)
+    world.receiver.advance()
+    world.train(480)
+    world.receiver.advance()
+    (line,) = lines(caplog)
+    assert re.fullmatch(rf"version 1 \(step 480\) served: [\d.]+ % changed, [\d.]+ kB; .*{ENDING}", line)
+    for step in (481, 482):
+        world.tensors["model.norm.weight"].mul_(1.5)
+        world.train(step)
+    world.receiver.advance()
+    (line,) = lines(caplog)
+    form = r"version 3 \(step 482\) served: 2 versions in one commit, ([\d,]+) elements written, [\d.]+ kB; "
+    found = re.match(form, line)
+    assert found is not None
+    # What both versions changed is written once.
+    assert 0 < int(found[1].replace(",", "")) < world.receiver.status()["recent"][-1]["changed"]
+    world.receiver.rollback(1)
+    (line,) = lines(caplog)
+    assert re.fullmatch(rf"version 1 \(step 480\) served: gone back from version 3; .*{ENDING}", line)
+    world.model.norm.data.mul_(2)
+    world.receiver.verify()
+    world.receiver.mend()
+    (line,) = lines(caplog)
+    assert line.startswith("version 1 (step 480) served: weights that were changed from outside are replaced; fetched ")
+
+
+def test_digests_count_as_verified_wherever_they_are_computed() -> None:
+    clock = Clock()
+    before = hashed_seconds()
+    with hashing():
+        sum(range(100_000))
+    spent = 1e3 * (hashed_seconds() - before)
+    clock.tick("fetch")
+    clock.tick("decode")
+    clock.tick("fetch")
+    assert list(clock.ms) == ["fetch", "verify", "decode"]
+    assert clock.ms["verify"] == pytest.approx(spent)
+    assert clock.ms["fetch"] >= 0
+
+
+def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.delta_sync")
+    world = World(tmp_path, with_base=False)
+    world.model.norm.data[:] = 0
+    world.receiver.advance()
+    (line,) = lines(caplog)
+    timings = world.receiver.status()["timings_ms"]
+    assert re.match(r"version 0 \(step \d+\) served: taken whole, [\d.]+ kB; ", line)
+    assert line.endswith(telling.durations(timings))
+    assert list(timings) == [phase for phase in telling.ORDER if phase in timings]
+    assert {"fetch", "verify", "decode", "route", "turn"} <= timings.keys()
+    assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,22 @@ import torch
 from tests.support.clouds import far_from_clouds
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from tests.support.proxy import TcpProxy
+from tests.support.services import WAIT, serving, wait_until
 from tests.support.stores import s3_server
-from tests.support.trusted import Trusted
 from tests.support.world import expect_equal
 from trainer_side import Publisher
-from vllm_delta_sync.bucket import object_config
-from vllm_delta_sync.config import Settings, load_settings
+from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.engine import service as service_module
-from vllm_delta_sync.engine import witness, worker
+from vllm_delta_sync.engine import worker
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.service import ReceiverService
 from vllm_delta_sync.engine.telling import Repeats
 from vllm_delta_sync.errors import SettingsError
 
-WAIT = 60
 POLL = 0.02
+
+
 LOGGERS = ("vllm.delta_sync", "vllm_delta_sync.bucket")
-
-
-def wait_until(reached: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not reached():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.005)
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -89,20 +82,14 @@ Serve = Callable[..., ReceiverService]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Start a service for a model; all are ended."""
-    services: list[ReceiverService] = []
+    with ExitStack() as services:
 
-    def start(model: torch.nn.Module, url: str, folder: str = "", **settings: Any) -> ReceiverService:
-        chosen = Settings(**{"bucket": url, "poll_seconds": POLL, **settings})
-        port = ModulePort(model)
-        port.ranks[0].folder = folder
-        services.append(ReceiverService(port, chosen))
-        services[-1].start()
-        return services[-1]
+        def start(model: torch.nn.Module, url: str, folder: str = "", **settings: Any) -> ReceiverService:
+            port = ModulePort(model)
+            port.ranks[0].folder = folder
+            return services.enter_context(serving(port, bucket=url, **{"poll_seconds": POLL, **settings}))
 
-    yield start
-    for service in services:
-        service.stop()
-        service.join(WAIT)
+        yield start
 
 
 def error_of(service: ReceiverService) -> dict[str, str]:
@@ -121,10 +108,8 @@ def at_s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("url", "words"),
     [
         ("s4://bucket/run", "unknown scheme 's4'; understood: a path, file:///"),
-        ("http://127.0.0.1/run", "unknown scheme 'http'"),
         ("s3:/bucket/run", "begins like s3:// and is a path; write s3://"),
         ("S3//bucket/run", "begins like s3:// and is a path"),
-        ("hf:buckets/me/runs/one", "begins like hf:// and is a path"),
         ("s3://", "names no bucket: write s3://bucket/run"),
         ("file://run", "no absolute path"),
         ("s3://me:secret@bucket/run", "has a user"),
@@ -135,11 +120,8 @@ def test_url_that_can_be_none_is_refused_before_anything_starts(url: str, words:
         load_settings({"bucket": url}, {})
     assert words in caught.value.message
     assert "secret" not in caught.value.message
-
-
-@pytest.mark.parametrize("url", ["./s3:/run", "runs/one", "s3/run", "/a:b/run", "my-s3:run", "hf://buckets/me/b/run"])
-def test_url_that_can_be_one_is_not_refused(url: str) -> None:
-    assert load_settings({"bucket": url}, {}).bucket == url
+    for good in ("./s3:/run", "runs/one", "/a:b/run", "my-s3:run"):
+        assert load_settings({"bucket": good}, {}).bucket == good
 
 
 @pytest.mark.usefixtures("at_s3")
@@ -184,31 +166,35 @@ def test_run_that_is_taken_away_and_put_back(
     wait_until(lambda: service.receiver.status()["last_error"] is None)
 
 
-def other_architecture(root: Path) -> Publisher:
-    tensors = {"model.layers.0.mlp.weight": torch.zeros(8, 8)}
-    return Publisher(lambda: tensors.items(), str(root / "run"), save_base(root / "other", tensors))  # type: ignore[arg-type]
-
-
-def other_checkpoint(root: Path) -> Publisher:
-    tensors = checkpoint_tensors(seed=1)
-    return Publisher(lambda: tensors.items(), str(root / "run"), save_base(root / "other", tensors))  # type: ignore[arg-type]
-
-
-def other_dtype(root: Path) -> Publisher:
-    tensors = checkpoint_tensors()
-    return Publisher(lambda: tensors.items(), str(root / "run"))  # type: ignore[arg-type]
+def begin_other(root: Path, tensors: dict[str, torch.Tensor], base: bool = True) -> None:
+    """Publish a run of another model."""
+    folder = save_base(root / "other", tensors) if base else None
+    Publisher(lambda: tensors.items(), str(root / "run"), folder).close()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("begin", "kind", "names"),
     [
-        (other_architecture, "model", ["loads none of the 1 tensors", "model.layers.0.mlp.weight", "setting bucket"]),
-        (other_checkpoint, "chain", ["6 of 6 tensors differ", "Start vLLM from the checkpoint", "/other"]),
-        (other_dtype, "model", ["is F32", "has it as BF16", "start vLLM from the checkpoint"]),
+        (
+            lambda root: begin_other(root, {"model.layers.0.mlp.weight": torch.zeros(8, 8)}),
+            "model",
+            ["loads none of the 1 tensors", "model.layers.0.mlp.weight", "setting bucket"],
+        ),
+        (
+            lambda root: begin_other(root, checkpoint_tensors(seed=1)),
+            "chain",
+            ["6 of 6 tensors differ", "Start vLLM from the checkpoint", "/other"],
+        ),
+        (
+            lambda root: begin_other(root, checkpoint_tensors(), base=False),
+            "model",
+            ["is F32", "has it as BF16", "start vLLM from the checkpoint"],
+        ),
     ],
+    ids=["architecture", "checkpoint", "dtype"],
 )
 def test_run_of_another_model_is_refused_once_and_another_run_in_its_place_heals(
-    begin: Callable[[Path], Publisher],
+    begin: Callable[[Path], None],
     kind: str,
     names: list[str],
     serve: Serve,
@@ -216,18 +202,18 @@ def test_run_of_another_model_is_refused_once_and_another_run_in_its_place_heals
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    begin(tmp_path).close()
+    begin(tmp_path)
     model = trainer.model()
     service = serve(model, str(tmp_path / "run"), str(trainer.base))
     wait_until(lambda: service.receiver.status()["state"] == "refused")
     wait_until(lambda: warned(caplog))
     # It is looked at again and again; nothing more is to be said.
-    time.sleep(10 * POLL)
+    looks = service.receiver.board.looks
+    wait_until(lambda: service.receiver.board.looks > looks + 5)
     error = error_of(service)
     assert error["kind"] == kind
     for name in names:
         assert name in error["message"], error
-    assert [line for line in warned(caplog) if "Traceback" in line] == []
     assert warned(caplog) == [f"{kind}: {error['message']}"]
     expect_equal(model, trainer.model())
     (tmp_path / "run").rename(tmp_path / "wrong")
@@ -276,11 +262,10 @@ def test_store_that_is_gone_for_long_fills_no_log_and_is_back_at_once(
         assert retries >= 3
         # One line of the receiver, and of what tries again one after 0, 1, 3, 7, 15 … seconds.
         assert 1 <= len(warned(caplog)) <= 8, warned(caplog)
-        assert service._delay() <= service_module.LONGEST_RETRY_SECONDS
         # Longer than this test waits: it is the notice that wakes it.
         monkeypatch.setattr(service_module.ReceiverService, "_delay", lambda self: 10 * WAIT)
         looks = service.receiver.board.looks
-        wait_until(lambda: service.receiver.board.looks > looks or service._failures > 4)
+        wait_until(lambda: service.receiver.board.looks > looks)
         network.resume()
         while service.receiver.served_version == 0:
             trainer.publish()
@@ -292,48 +277,22 @@ def test_unforeseen_error_has_one_traceback_and_is_outlived(
     serve: Serve, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer.begin(str(tmp_path / "run"))
-    trouble = [True]
+    trouble, tried = [True], [0]
     is_replaced = Receiver.is_replaced
 
     def failing(receiver: Any) -> bool:
+        tried[0] += 1
         if trouble:
             raise ZeroDivisionError(f"at {time.monotonic()}")
         return is_replaced(receiver)
 
     monkeypatch.setattr(Receiver, "is_replaced", failing)
     service = serve(trainer.model(), str(tmp_path / "run"))
-    wait_until(lambda: service._failures > 3)
+    wait_until(lambda: tried[0] > 3)
     assert error_of(service)["message"].startswith("unexpected ZeroDivisionError: at ")
     assert len(warned(caplog)) == 1
     trouble.clear()
     wait_until(lambda: service.receiver.served_version == 0)
-
-
-@pytest.mark.usefixtures("at_s3")
-def test_renewed_credentials_in_a_file_are_taken_up(
-    serve: Serve,
-    trainer: Trainer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    server = s3_server()
-    url = f"{server.create_bucket('unit-operator-keys')}/run"
-    trainer.begin(url).close()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    file = tmp_path / "credentials"
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.setattr(object_config, "RENEW_SECONDS", 0.1)
-    file.write_text("[default]\naws_access_key_id=ended\naws_secret_access_key=ended\n")
-    service = serve(trainer.model(), url)
-    wait_until(lambda: service._failures > 2)
-    assert error_of(service)["kind"] == "access"
-    assert len(warned(caplog)) == 1
-    keys = f"aws_access_key_id={server.access_key}\naws_secret_access_key={server.secret_key}\n"
-    file.write_text(f"[default]\n{keys}")
-    wait_until(lambda: service.receiver.served_version == 0)
-    assert server.secret_key not in caplog.text
 
 
 @pytest.mark.parametrize("days", [1, -1])
@@ -353,37 +312,6 @@ def test_clock_that_jumps_stops_nothing(
     wait_until(lambda: service.receiver.served_version == 2)
 
 
-@pytest.mark.parametrize("expired_head", ["warn", "refuse"])
-def test_clock_that_jumps_ahead_of_a_signed_head_is_named(
-    expired_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = Trusted(tmp_path, expired_head=expired_head)
-    world.chain.expires_at = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    world.chain.head(3)
-    world.serves(3)
-
-    class Tomorrow(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> "Tomorrow":
-            return super().now(tz) + timedelta(days=1)
-
-    monkeypatch.setattr(witness, "datetime", Tomorrow)
-    world.chain.grow(1)
-    if expired_head == "warn":
-        world.receiver.advance()
-        world.server.serves(4)
-    else:
-        world.refused("expired")
-    status = world.receiver.status()
-    assert status["last_error"]["kind"] == "expired"
-    for words in ("HEAD.json has run out at", "this machine's clock says", "or a clock is wrong"):
-        assert words in status["last_error"]["message"]
-    assert status["trust"]["expired"]
-    monkeypatch.undo()
-    world.serves(4)
-    assert not world.receiver.status()["trust"]["expired"]
-
-
 def test_lines_that_differ_in_numbers_only_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Repeats(60)
     assert told.is_due("given up after 7 tries in 60.2 s")
@@ -395,6 +323,3 @@ def test_lines_that_differ_in_numbers_only_are_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     assert told.is_due("given up after 1 tries in 1.0 s")
     assert not told.is_due("given up after 1 tries in 1.0 s")
-    for name in map(chr, range(ord("A"), ord("A") + 100)):
-        told.is_due(name)
-    assert len(told._told) <= 64

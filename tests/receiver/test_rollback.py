@@ -76,18 +76,6 @@ def test_rollback_holds_until_release(world: World) -> None:
     assert world.receiver.status()["undo"] == [1, 0]
 
 
-def test_hold_keeps_what_is_served(world: World) -> None:
-    seen = world.follow_each(1)
-    world.receiver.hold()
-    world.train(2)
-    with pytest.raises(BusyError):
-        world.receiver.advance()
-    world.expect_bits(seen[1])
-    world.receiver.advance(2)
-    assert world.receiver.status()["state"] == "held"
-    world.expect_exact()
-
-
 def test_versions_that_cannot_be_gone_back_to_are_refused_by_name(world: World) -> None:
     seen = world.follow_each(2)
     world.train(3)
@@ -270,16 +258,6 @@ def test_changed_weights_are_repaired_from_the_bucket(world: World) -> None:
     world.receiver.release()
     world.receiver.advance()
     world.expect_exact()
-
-
-def test_held_version_is_repaired_and_stays_held(world: World) -> None:
-    seen = world.follow_each(2)
-    world.receiver.rollback(1)
-    world.models[0].norm.data.mul_(2.0)
-    assert not world.receiver.verify()["verdict"]
-    world.receiver.mend()
-    assert (world.receiver.served_version, world.receiver.status()["state"]) == (1, "held")
-    world.expect_bits(seen[1])
 
 
 def test_repair_that_cannot_be_made_leaves_the_weights_and_is_tried_again(world: World, tmp_path: Path) -> None:

@@ -104,18 +104,6 @@ def test_rollback_outlives_a_restart(life: Life, loaded: int, policy: str) -> No
     life.serves(8)
 
 
-def test_hold_outlives_a_restart(life: Life) -> None:
-    service = life.start()
-    life.serves(7)
-    service.request("hold").result(WAIT)
-    life.chain.grow(2)
-    service.request("sync", 8).result(WAIT)
-    for _ in range(2):
-        service = life.start()
-        life.serves(8)
-        assert service.receiver.status()["holding"]
-
-
 def test_hold_before_anything_is_served_outlives_a_restart_too(life: Life) -> None:
     service = life.start(policy="manual")
     service.request("hold").result(WAIT)
@@ -137,23 +125,6 @@ def test_target_outlives_a_restart(life: Life, loaded: int) -> None:
     set_tag(open_run(life.chain.url), "best", 6)
     life.serves(6)
     service.request("target", ("head", None)).result(WAIT)
-    assert life.file is None
-
-
-def test_another_run_outlives_a_restart(life: Life) -> None:
-    other = life.chain.branch("other", 4, seed=1)
-    other.grow(3)
-    life.runs[other.run] = other
-    service = life.start()
-    life.serves(7)
-    service.request("target", ("head", other.url)).result(WAIT)
-    service.request("rollback", 2).result(WAIT)
-    for loaded in (0, 7):
-        service = life.start(loaded)
-        life.serves(2)
-        assert (service.receiver.served_run, service.receiver.status()["state"]) == (other.run, "held")
-    service.request("target", ("head", life.chain.url)).result(WAIT)
-    life.serves(7)
     assert life.file is None
 
 
@@ -287,7 +258,7 @@ def test_nothing_is_written_without_an_order_or_a_place_for_it(life: Life) -> No
     assert not (life.chain.root / "state").exists() or not os.listdir(life.chain.root / "state")
 
 
-@pytest.mark.parametrize("seed", seeds(2, 6))
+@pytest.mark.parametrize("seed", seeds(3, 8))
 def test_random_orders_and_restarts(tmp_path: Path, seed: int) -> None:
     """Whatever was asked for and answered last is what is served, also after a restart; every version bit for bit."""
     chance = random.Random(seed)

@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.receiver.test_service import WAIT, Site
+from tests.support.services import WAIT, Site
 from tests.support.world import World
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import foreign_writers, transfer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import rfc8785
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.signers import NEXT, ROOT, RUN, STRANGER, TIME, TRAINER, by, manifest, public, ring
@@ -71,6 +71,8 @@ def _put(value: Any, place: tuple[Any, ...], new: Any) -> None:
 
 
 _GONE = object()
+
+
 _RICH = manifest(
     9,
     manifest(8),
@@ -82,6 +84,8 @@ _RICH = manifest(
     epoch=2,
     quarantine={"reasons": ["a", "b"], "sound": 7},
 )
+
+
 _RICH_SIGNED = by(TRAINER, _RICH)
 
 
@@ -128,21 +132,6 @@ def test_every_field_of_a_signed_manifest_counts(place: tuple[Any, ...]) -> None
     assert tried
 
 
-@settings(max_examples=300)
-@given(st.data())
-def test_changed_documents_are_refused(data: st.DataObject) -> None:
-    original = json.loads(_RICH_SIGNED.to_bytes())
-    changed = json.loads(_RICH_SIGNED.to_bytes())
-    place = data.draw(st.sampled_from(_leaves(original)))
-    values = st.one_of(
-        st.none(), st.booleans(), st.integers(-1, 2**53 - 1), st.text("0123456789abcdefxyz", max_size=70)
-    )
-    _put(changed, place, data.draw(st.one_of(values, st.lists(values, max_size=3))))
-    if changed != original:
-        _refused(changed, Manifest)
-
-
-@settings(max_examples=200)
 @given(st.integers(0, len(_RICH_SIGNED.to_bytes()) - 1), st.integers(1, 255))
 def test_changed_bytes_are_refused(place: int, flip: int) -> None:
     data = bytearray(_RICH_SIGNED.to_bytes())
