@@ -14,7 +14,7 @@ import pytest
 from tests.cli.test_cli import delta_sync
 from tests.support.damage import TABLE
 from tests.support.samples import RunWriter
-from tests.trust.test_verify_signed import Signed
+from tests.support.signed_runs import Signed
 from vllm_delta_sync import cli
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run, open_run

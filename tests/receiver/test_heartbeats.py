@@ -173,8 +173,6 @@ from pathlib import Path
 from tests.support.fleets import Pauses, RecordedPort
 from tests.support.modules import FusedModel, checkpoint_tensors
 from tests.support.services import wait_until
-from vllm_delta_sync import open_run
-from vllm_delta_sync.chain.leases import read_leases
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.service import ReceiverService
 import torch, tempfile
@@ -184,7 +182,8 @@ port = RecordedPort(model, "a", Pauses(), lambda: None)
 settings = Settings(bucket=sys.argv[1], receiver_id="a", poll_seconds=0.05, state_dir=tempfile.mkdtemp())
 service = ReceiverService(port, settings)
 service.start()
-wait_until(lambda: [held.lease.served for held in read_leases(open_run(sys.argv[1])).held] == [0])
+# Once it has noted what it wrote: that is what it takes back at its end.
+wait_until(lambda: service._keeper._said is not None and service._keeper._said[1]["served"] == 0)
 """
 
 

@@ -22,6 +22,7 @@ from tests.support.services import WAIT, serving, wait_until
 from tests.support.stores import s3_server
 from tests.support.world import expect_equal
 from trainer_side import Publisher
+from vllm_delta_sync.bucket import object_config
 from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.engine import service as service_module
 from vllm_delta_sync.engine import worker
@@ -293,6 +294,28 @@ def test_unforeseen_error_has_one_traceback_and_is_outlived(
     assert len(warned(caplog)) == 1
     trouble.clear()
     wait_until(lambda: service.receiver.served_version == 0)
+
+
+@pytest.mark.usefixtures("at_s3")
+def test_renewed_credentials_in_a_file_are_taken_up(
+    serve: Serve, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = s3_server()
+    url = f"{server.create_bucket('unit-operator-keys')}/run"
+    trainer.begin(url).close()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setattr(object_config, "RENEW_SECONDS", 0.1)
+    file.write_text("[default]\naws_access_key_id=ended\naws_secret_access_key=ended\n")
+    service = serve(trainer.model(), url)
+    wait_until(lambda: service.receiver.board.looks > 2 and error_of(service)["kind"] == "access")
+    assert len(warned(caplog)) == 1
+    keys = f"aws_access_key_id={server.access_key}\naws_secret_access_key={server.secret_key}\n"
+    file.write_text(f"[default]\n{keys}")
+    wait_until(lambda: service.receiver.served_version == 0)
+    assert server.secret_key not in caplog.text
 
 
 @pytest.mark.parametrize("days", [1, -1])

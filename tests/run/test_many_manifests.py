@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 
 from tests.cli.test_cli_keys import answer
+from tests.support.signed_runs import PUBLISHER, ROOT, Signed, name_of
 from tests.support.written import Written
 from tests.trainer.faults.hooks import Hooked
-from tests.trust.test_verify_signed import PUBLISHER, ROOT, Signed, name_of
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.calls import PARALLEL, in_parallel
 from vllm_delta_sync.bucket.local import LocalBucket

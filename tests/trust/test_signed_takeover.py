@@ -1,6 +1,5 @@
 """A signed run that is taken over: nothing that a stranger has written is built upon."""
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.forge import forge
+from tests.support.forge import FORGERIES, forge
 from tests.support.signed import Keys, assert_all_signed, head_of, list_keys, publish, refuse, sign_file, stored, unsign
 from tests.trainer.faults.hooks import Hooked, Trainer, small_trainer
 from trainer_side import Publisher
@@ -36,18 +35,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def forged_unsigned(folder: Path, keys: Keys) -> None:
-    forge(folder)
+def forged(forgery: str) -> Callable[[Path, Keys], None]:
+    def write(folder: Path, keys: Keys) -> None:
+        forge(folder)
+        path = folder / version_key(3)
+        unsigned = Manifest.from_bytes(path.read_bytes())
+        path.write_bytes(FORGERIES[forgery](keys.ring("a").signed(unsigned), keys.ring("stranger")))
 
-
-def forged_by_a_stranger(folder: Path, keys: Keys) -> None:
-    forge(folder)
-    sign_file(folder, version_key(3), Manifest, keys.ring("stranger"))
-
-
-def forged_with_a_copied_signature(folder: Path, keys: Keys) -> None:
-    honest = json.loads((folder / version_key(2)).read_bytes())
-    forge(folder, change_fields=lambda fields: fields.update(signature=honest["signature"]))
+    return write
 
 
 def forged_with_head(folder: Path, keys: Keys) -> None:
@@ -67,9 +62,9 @@ def newest_without_signature(folder: Path, keys: Keys) -> None:
 @pytest.mark.parametrize(
     ("write", "remove"),
     [
-        (forged_unsigned, 3),
-        (forged_by_a_stranger, 3),
-        (forged_with_a_copied_signature, 3),
+        (forged("unsigned"), 3),
+        (forged("stranger"), 3),
+        (forged("another document's"), 3),
         (forged_with_head, 3),
         (not_json, 3),
         (newest_without_signature, 2),
@@ -206,7 +201,7 @@ def test_bucket_put_back_under_a_publisher(
     publish(publisher, trainer)
     shutil.copytree(folder, tmp_path / "backup")
     publish(publisher, trainer, 3)
-    newest = publisher._committer.newest
+    newest = Run(open_bucket(str(folder))).head()
     shutil.rmtree(folder)
     shutil.copytree(tmp_path / "backup", folder)
     with caplog.at_level(logging.ERROR):

@@ -64,8 +64,7 @@ def told(world: Theft) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("undo_bytes", [1 << 20, 0], ids=["undone", "rebuilt"])
-@pytest.mark.parametrize("revoked", [True, False], ids=["revoked", "retired"])
+@pytest.mark.parametrize(("undo_bytes", "revoked"), [(1 << 20, True), (0, False)], ids=["undone", "rebuilt"])
 def test_what_a_stolen_key_signed_is_left_once_its_word_ends(tmp_path: Path, undo_bytes: int, revoked: bool) -> None:
     world = Theft(tmp_path, undo_bytes=undo_bytes)
     honest = world.steal()
@@ -79,8 +78,7 @@ def test_what_a_stolen_key_signed_is_left_once_its_word_ends(tmp_path: Path, und
     world.serves(5)
 
 
-@pytest.mark.parametrize("undo_bytes", [1 << 20, 0], ids=["undone", "rebuilt"])
-@pytest.mark.parametrize("honest_versions", [1, 2, 3])
+@pytest.mark.parametrize(("honest_versions", "undo_bytes"), [(1, 0), (2, 1 << 20), (3, 0)])
 def test_what_a_stolen_key_signed_is_left_for_another_of_its_number(
     tmp_path: Path, honest_versions: int, undo_bytes: int
 ) -> None:

@@ -1,4 +1,5 @@
-"""Several engines behind one client: patched together or not at all, whichever of them fails, sleeps or goes on alone.
+"""Which layouts are followed; and several engines behind one client: patched together or not at all, whichever of them
+fails, sleeps or goes on alone.
 
 Everything is real but vLLM: the receiver, its port and event loop, the guards, and ranks that are torch modules.
 """
@@ -13,12 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.modules import ModulePort
 from tests.support.world import World
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import engines
+from vllm_delta_sync.engine.layout import check_layout
 from vllm_delta_sync.engine.lease import Guard
+from vllm_delta_sync.engine.plain_moe import plain_experts
 from vllm_delta_sync.engine.ports import ServerPort
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
@@ -277,3 +281,138 @@ def test_pause_that_the_others_never_join_can_be_ended(monkeypatch: pytest.Monke
     assert (core.pending_pause, core.scheduler.pause_state) == (False, PauseState.UNPAUSED)
     assert core._idle_state_callbacks == []
     assert isinstance(pending.exception(0), RuntimeError)
+
+
+# Which layouts are followed
+
+
+def config(moe: bool = False, **parallel: Any) -> Any:
+    settings = {
+        "data_parallel_size": 1,
+        "enable_eplb": False,
+        "enable_elastic_ep": False,
+        "local_engines_only": False,
+        **parallel,
+    }
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**settings),
+        model_config=SimpleNamespace(is_moe=moe),
+    )
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(config(), id="one engine"),
+        pytest.param(config(data_parallel_size=2), id="engines that know nothing of each other"),
+        pytest.param(config(data_parallel_size=4, local_engines_only=True), id="dense, other servers have the rest"),
+    ],
+)
+def test_layouts_that_are_followed(found: Any) -> None:
+    check_layout(found)
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "says"),
+    [
+        pytest.param(config(enable_eplb=True), {}, "--enable-eplb is on", id="experts that move"),
+        pytest.param(config(enable_elastic_ep=True), {}, "--enable-elastic-ep is on", id="ranks that come and go"),
+        pytest.param(config(data_parallel_size=2), {"offline": True}, "data_parallel_size is 2", id="LLM object"),
+        pytest.param(
+            config(data_parallel_size=2), {"missing": ["run_busy_loop"]}, r"no run_busy_loop\)", id="no guard"
+        ),
+        pytest.param(
+            config(moe=True, data_parallel_size=2, local_engines_only=True),
+            {},
+            "external or hybrid load balancing",
+            id="engines in step, out of reach",
+        ),
+    ],
+)
+def test_layouts_that_are_refused(found: Any, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(EngineError, match=says):
+        check_layout(found, **given)
+
+
+def test_engines_in_step_are_refused_where_vllm_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    in_step = config(moe=True, data_parallel_size=2)
+    with pytest.raises(EngineError, match="exchange tokens"):
+        check_layout(in_step)
+    monkeypatch.setattr(CpuCommunicator, "all_gatherv", lambda *args: None)
+    check_layout(in_step)
+
+
+# The plain experts of a rank that has some of a model's experts
+
+
+EXPERTS, TOKENS, CHOSEN, HIDDEN, INNER = 8, 40, 2, 32, 16
+
+
+class Layer:
+    """Random experts, and tokens that chose among them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.x = random(TOKENS, HIDDEN)
+        self.w13, self.bias13 = random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, 2 * INNER)
+        self.w2, self.bias2 = random(EXPERTS, HIDDEN, INNER), random(EXPERTS, HIDDEN)
+        self.ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(TOKENS)]).int()
+        self.weights = torch.rand(TOKENS, CHOSEN, generator=generator)
+
+    def computed(self, here: list[int] | None = None) -> torch.Tensor:
+        """What a rank makes of it that has those experts (None: one rank that has all)."""
+        rows = slice(None) if here is None else torch.tensor(here)
+        expert_map = None
+        if here is not None:
+            expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+            expert_map[rows] = torch.arange(len(here), dtype=torch.int32)
+        out = torch.full_like(self.x, torch.nan)
+        plain_experts(
+            out,
+            self.x,
+            self.w13[rows],
+            self.w2[rows],
+            self.bias13[rows],
+            self.bias2[rows],
+            self.weights,
+            self.ids,
+            expert_map,
+            "swigluoai",
+            True,
+        )
+        return out
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[6, 1], [0, 2, 3, 4, 5, 7]], [list(range(8)), [3]]])
+def test_ranks_together_are_one_rank(parts: list[list[int]]) -> None:
+    layer = Layer(torch.float32)
+    if len(parts[1]) == 1:
+        # A rank that nobody chose an expert of has nothing to add.
+        layer.ids[layer.ids == parts[1][0]] = 5
+    summed = sum((layer.computed(part) for part in parts), torch.zeros_like(layer.x))
+    torch.testing.assert_close(summed, layer.computed())
+    if len(parts[1]) == 1:
+        assert not layer.computed(parts[1]).any()
+
+
+def test_tokens_of_one_rank_are_exact() -> None:
+    """Where all that a token chose is on one rank, that rank's bits are those of a rank that has every expert."""
+    layer = Layer(torch.bfloat16)
+    here = [1, 3, 4, 6]
+    mine = torch.isin(layer.ids, torch.tensor(here)).all(1)
+    assert mine.any()
+    assert not mine.all()
+    assert torch.equal(layer.computed(here)[mine].view(torch.int16), layer.computed()[mine].view(torch.int16))
+
+
+def test_input_that_is_not_finite_stays_with_its_own_rank() -> None:
+    layer = Layer(torch.float32)
+    layer.x[0] = torch.inf
+    elsewhere = [expert for expert in range(EXPERTS) if expert not in layer.ids[0].tolist()]
+    assert not layer.computed(elsewhere)[0].any()
