@@ -13,19 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.chains import TABLE, Chain, Server, models_of
+from tests.support.chains import TABLE, Chain, Server, models_of, tensors_of
 from tests.support.hooks import HookedPort
-from tests.support.modules import ModulePort
-from tests.support.samples import RunWriter, changes_between, random_bits
-from vllm_delta_sync.bucket import open_bucket
+from tests.support.samples import changes_between, random_bits
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.chain.plan import Step
-from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import reading
 from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.engine.old import MOST_RECTANGLES, HeldBits, held_rectangles, moved
 from vllm_delta_sync.engine.reading import Clock, read_steps
-from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.engine.regions import Region, coalesce
 from vllm_delta_sync.errors import (
     DeltaSyncError,
@@ -39,7 +35,7 @@ from vllm_delta_sync.torch_bits import tensor_from_bits
 from vllm_delta_sync.wire import tiles
 from vllm_delta_sync.wire.bits import Bits, Positions
 from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.delta import Codec, DeltaContext, encode
+from vllm_delta_sync.wire.delta import DeltaContext, encode
 from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
 from vllm_delta_sync.wire.old import OldTensor
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
@@ -227,10 +223,6 @@ SLICED = TensorTable(
 )
 
 
-ODD = 21
-"""Where no writer cuts 64 rows."""
-
-
 class Sliced(nn.Module):
     """One of two ranks: rows, the first of which has so many, transposed columns, experts, and a copy of a norm."""
 
@@ -257,52 +249,32 @@ class Sliced(nn.Module):
                 self.norm.data.copy_(tensor)
 
 
-class Pair(RunWriter):
-    """A run of SLICED that begins at a checkpoint, and a receiver on two ranks that hold it."""
+class SlicedChain(Trained):
+    """A run of SLICED that begins at a checkpoint, and is served by two ranks, the first of which has so many rows."""
 
-    def __init__(self, root: Path, rows: int = 32) -> None:
-        from safetensors.torch import save_file
+    of = SLICED
+    rows = 32
 
-        self.url, self.root, self.rows = str(root / "run"), root, rows
-        self.random = np.random.default_rng(3)
-        super().__init__(open_bucket(self.url), SLICED)
-        bits = random_bits(SLICED, self.random)
-        (root / "base").mkdir()
-        save_file(dict(tensors_of(bits)), root / "base/model.safetensors")
-        self.reference(bits, str(root / "base"))
-        self.models = self.fresh(0)
-        self.port = ModulePort(*self.models)
-        self.receiver = Receiver(self.port, Settings(bucket=self.url))
+    def fresh(self) -> list[Bits]:
+        return random_bits(SLICED, np.random.default_rng(3))
 
-    def learn(self, count: int = 1, codec: Codec = "context") -> None:
-        for _ in range(count):
-            self.delta(trained(self.bits[-1], self.random), codec)
-
-    def fresh(self, version: int) -> list[Sliced]:
+    def models(self, bits: list[Bits], ranks: int) -> list[Any]:
         models = [Sliced(rank, self.rows) for rank in range(2)]
         for model in models:
-            model.load_weights(tensors_of(self.bits[version]))
+            model.load_weights(tensors_of(bits, SLICED))
         return models
 
-    def reaches(self, version: int) -> None:
-        """In one commit, bit for bit."""
-        before = self.port.log.count("pause")
-        self.receiver.advance()
-        assert self.port.log.count("pause") == before + 1
-        self.serves(version)
-        assert self.receiver.status()["last_error"] is None
 
-    def serves(self, version: int) -> None:
-        assert self.receiver.served_version == version
-        for model, other in zip(self.models, self.fresh(version), strict=True):
-            for (name, mine), right in zip(model.named_parameters(), other.parameters(), strict=True):
-                width = torch.int16 if mine.dtype == torch.bfloat16 else torch.int32
-                assert torch.equal(mine.view(width), right.view(width)), name
-        assert self.receiver.verify()["verdict"]
+@pytest.fixture
+def sliced(tmp_path: Path) -> SlicedChain:
+    return SlicedChain(tmp_path, base=True)
 
 
-def tensors_of(bits: list[Bits]) -> list[tuple[str, torch.Tensor]]:
-    return [(spec.name, tensor_from_bits(bits[tensor].copy(), spec)) for tensor, spec in enumerate(SLICED)]
+@pytest.fixture
+def odd(sliced: SlicedChain) -> SlicedChain:
+    """Cut where no writer cuts 64 rows."""
+    sliced.rows = 21
+    return sliced
 
 
 @pytest.fixture
@@ -312,14 +284,13 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_cuts")
-def test_two_ranks_decode_what_they_hold_and_together_all(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    pair.learn()
-    expected = changes_between(SLICED, pair.bits[0], pair.bits[1])
-    steps = [Step(open_run(pair.url), pair.manifests[1])]
-    declared = [fingerprint_tensor(spec.name, pair.bits[0][tensor]) for tensor, spec in enumerate(SLICED)]
+def test_two_ranks_decode_what_they_hold_and_together_all(sliced: SlicedChain) -> None:
+    sliced.learn()
+    expected = changes_between(SLICED, sliced.bits[0], sliced.bits[1])
+    steps = [Step(open_run(sliced.url), sliced.manifests[1])]
+    declared = [fingerprint_tensor(spec.name, sliced.bits[0][tensor]) for tensor, spec in enumerate(SLICED)]
     parts = []
-    for model in pair.models:
+    for model in sliced.models(sliced.bits[0], 2):
         routes = trace_routes(model, SLICED)
         parts.append(read_steps(steps, declared, routes, Clock(), HeldBits(routes, lambda: 0)))
     for tensor, spec in enumerate(SLICED):
@@ -338,46 +309,46 @@ def positions_of(changes: Changes, tensor: int) -> Positions:
 
 @pytest.mark.usefixtures("small_cuts")
 @pytest.mark.parametrize("versions", [1, 3])
-def test_two_ranks_follow_by_their_own_tiles(tmp_path: Path, versions: int, caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(tmp_path)
-    pair.learn(versions)
+def test_two_ranks_follow_by_their_own_tiles(
+    sliced: SlicedChain, versions: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sliced.learn(versions)
+    server = Server(sliced, sliced.bits[0], 2)
     with caplog.at_level(logging.INFO, "vllm.delta_sync"):
-        pair.reaches(versions)
+        server.reaches(versions, commits=1)
     assert "rebuilt" not in caplog.text
-    pair.receiver.rollback(0)
-    pair.serves(0)
+    server.receiver.rollback(0)
+    server.serves(0)
 
 
-def test_tiles_held_in_part_make_the_version_be_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(tmp_path, ODD)
+def test_tiles_held_in_part_make_the_version_be_rebuilt(odd: SlicedChain, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(odd, odd.bits[0], 2)
     with caplog.at_level(logging.WARNING, "vllm.delta_sync"):
-        pair.learn(1, "packed")
-        pair.learn(3)
-        pair.reaches(4)
-        pair.learn()
-        pair.reaches(5)
-        pair.learn(1, "packed")
-        pair.reaches(6)
+        odd.grow()
+        odd.learn(3)
+        server.reaches(4, commits=1)
+        odd.learn()
+        server.reaches(5, commits=1)
+        odd.grow()
+        server.reaches(6, commits=1)
     assert caplog.text.count("rebuilt from the bucket") == 1
     assert "holds some in part only" in caplog.text
     for version in (5, 4, 0):
-        pair.receiver.rollback(version)
-        pair.serves(version)
+        server.receiver.rollback(version)
+        server.serves(version)
 
 
-def test_what_can_neither_be_decoded_nor_rebuilt_is_said_and_served_stays(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, ODD)
-    pair.learn(1, "packed")
-    pair.reaches(1)
-    pair.learn()
-    (tmp_path / "base").rename(tmp_path / "gone")
+def test_what_can_neither_be_decoded_nor_rebuilt_is_said_and_served_stays(odd: SlicedChain) -> None:
+    server = Server(odd, odd.bits[0], 2)
+    odd.grow()
+    server.reaches(1, commits=1)
+    odd.learn()
+    (odd.root / "base").rename(odd.root / "gone")
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match=r"holds some in part only.*codec='packed'"):
-            pair.receiver.advance()
-        assert pair.receiver.status()["last_error"]["kind"] == "unsupported"
-        pair.serves(1)
-    pair.beside(2, tmp_path)
-    pair.reaches(2)
+        fails(server, UnsupportedError, r"holds some in part only.*codec='packed'")
+        server.serves(1)
+    odd.beside_it(2)
+    server.reaches(2, commits=1)
 
 
 # What a rank's model holds of each checkpoint tensor, copied out in checkpoint order

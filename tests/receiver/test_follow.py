@@ -1,4 +1,4 @@
-"""A receiver follows a real run on plain modules, refuses bad versions, and keeps weights whole: one rank and several."""
+"""A receiver follows a real run on plain modules, refuses bad versions, and keeps weights whole: one rank and more."""
 
 import shutil
 from pathlib import Path
@@ -31,8 +31,7 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.mark.parametrize(
-    ("codec", "ranks"),
-    [("packed", 1), ("context", 1), ("raw", 1), ("packed", 4), ("context", 2), ("raw", 2)],
+    ("codec", "ranks"), [("packed", 1), ("context", 1), ("raw", 1), ("packed", 4), ("context", 2), ("raw", 2)]
 )
 def test_follows_every_version(tmp_path: Path, codec: str, ranks: int) -> None:
     """The third version sends tensors in full."""

@@ -190,26 +190,6 @@ def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
     site.expect_exact()
 
 
-@pytest.mark.parametrize("engine", range(ENGINES))
-@pytest.mark.parametrize("when", ["delta_sync_pause", "delta_sync_paused_label"])
-def test_one_engine_that_fails_is_taken_back_on_all(site: Site, engine: int, when: str) -> None:
-    site.receiver.advance()
-    site.world.train(1)
-
-    def fail(utility: str, method: str) -> None:
-        if utility == when:
-            raise RuntimeError("injected")
-
-    site.cores[engine].hook = fail
-    with pytest.raises(DeltaSyncError, match="injected"):
-        site.receiver.advance()
-    site.expect(0)
-    site.cores[engine].hook = lambda utility, method: None
-    site.receiver.advance()
-    site.expect(1)
-    site.expect_exact()
-
-
 def expire(core: Core) -> None:
     """As if the pause had lasted too long: the watchdog settles the engine, which goes on."""
     lease = core.guard._lease
@@ -218,38 +198,34 @@ def expire(core: Core) -> None:
     core.guard.check()
 
 
-@pytest.mark.parametrize("engine", range(ENGINES))
-def test_no_engine_commits_where_one_has_gone_on(site: Site, engine: int) -> None:
-    site.receiver.advance()
-    site.world.train(1)
-
-    def lose(utility: str, method: str) -> None:
-        if utility == "delta_sync_renew":
-            expire(site.cores[engine])
-
-    site.cores[engine].hook = lose
-    with pytest.raises(EngineError, match="expired"):
-        site.receiver.advance()
-    assert not any(line == "delta_sync_paused_call commit" for core in site.cores for line in core.log)
-    site.expect(0)
+def fail(core: Core) -> None:
+    raise RuntimeError("injected")
 
 
 @pytest.mark.parametrize("engine", range(ENGINES))
-def test_engine_that_goes_on_in_the_middle_is_followed_back(site: Site, engine: int) -> None:
-    """One commits, the other's pause has run out just then: the first one is taken back to where the other is."""
+@pytest.mark.parametrize(
+    ("at", "fault", "commits"),
+    [
+        pytest.param("delta_sync_pause ", fail, 0, id="one cannot be paused"),
+        pytest.param("delta_sync_paused_label ", fail, 2, id="one cannot be labelled"),
+        pytest.param("delta_sync_renew ", expire, 0, id="the pause of one runs out before the commit"),
+        pytest.param("delta_sync_paused_call commit", expire, 1, id="the pause of one runs out at the commit"),
+    ],
+)
+def test_one_engine_that_fails_or_goes_on_is_followed_back_by_all(
+    site: Site, engine: int, at: str, fault: Callable[[Core], None], commits: int
+) -> None:
+    """No engine commits where one has gone on; if it went on just then, the other goes back to where it is."""
     site.receiver.advance()
     site.world.train(1)
-
-    def lose(utility: str, method: str) -> None:
-        if (utility, method) == ("delta_sync_paused_call", "commit"):
-            expire(site.cores[engine])
-
-    site.cores[engine].hook = lose
-    with pytest.raises(EngineError, match="expired"):
+    core = site.cores[engine]
+    core.hook = lambda utility, method: fault(core) if f"{utility} {method}".startswith(at) else None
+    with pytest.raises(DeltaSyncError, match="injected" if fault is fail else "expired"):
         site.receiver.advance()
-    assert "delta_sync_paused_call commit" in site.cores[1 - engine].log
+    other = site.cores[1 - engine].log
+    assert ("delta_sync_paused_call commit" in other) == (commits > 0)
     site.expect(0)
-    site.cores[engine].hook = lambda utility, method: None
+    core.hook = lambda utility, method: None
     site.receiver.advance()
     site.expect(1)
     site.expect_exact()
@@ -294,10 +270,7 @@ def config(moe: bool = False, **parallel: Any) -> Any:
         "local_engines_only": False,
         **parallel,
     }
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**settings),
-        model_config=SimpleNamespace(is_moe=moe),
-    )
+    return SimpleNamespace(parallel_config=SimpleNamespace(**settings), model_config=SimpleNamespace(is_moe=moe))
 
 
 @pytest.mark.parametrize(

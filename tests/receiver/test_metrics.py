@@ -124,37 +124,36 @@ def test_every_metric_is_documented() -> None:
     assert set(rows) == expected
 
 
-SERVER = """
-import sys
-from vllm_delta_sync.engine import metrics
-from vllm_delta_sync.engine.status import Board
-metrics.observe_gap(0.01)
-if sys.argv[1] != "follower":
-    metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=int(sys.argv[2]))
-    board = Board("follow")
-    board.export()
-    board.set(undo=list(range(int(sys.argv[2]))), state=sys.argv[3])
-"""
-
-
-SHOWN = """
+SERVERS = """
+import os
 from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm_delta_sync.engine import metrics
+from vllm_delta_sync.engine.status import Board
+
+def serve(role, versions=0, state=""):
+    metrics.observe_gap(0.01)
+    if role != "follower":
+        metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=versions)
+        board = Board("follow")
+        board.export()
+        board.set(undo=list(range(versions)), state=state)
+
+for server in (("leader", 3, "committing"), ("follower",), ("successor", 2, "idle")):
+    child = os.fork()
+    if not child:
+        serve(*server)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 print(generate_latest(get_prometheus_registry()).decode())
 """
 
 
 def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-
-    def run(code: str, *arguments: str) -> str:
-        command = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-    run(SERVER, "leader", "3", "committing")
-    run(SERVER, "follower")
-    run(SERVER, "successor", "2", "idle")
-    shown = dict(re.findall(r"^(delta_sync_\S+) (\S+)$", run(SHOWN), re.MULTILINE))
+    command = [sys.executable, "-c", SERVERS]
+    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    shown = dict(re.findall(r"^(delta_sync_\S+) (\S+)$", done.stdout, re.MULTILINE))
     assert shown["delta_sync_output_gap_seconds_count"] == "3.0"
     assert shown["delta_sync_versions_total"] == "5.0"
     assert shown['delta_sync_phase_seconds_count{phase="fetch"}'] == "2.0"
@@ -164,25 +163,17 @@ def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Pat
     assert not [name for name in shown if "pid=" in name]
 
 
-ALONE = """
-import sys
-sys.modules["prometheus_client"] = None
-from pathlib import Path
-from tests.support.world import World
-world = World(Path(sys.argv[1]))
-world.receiver.board.export()
-world.receiver.advance()
-world.train(1)
-world.receiver.advance()
-world.expect_exact()
-print("served", world.receiver.served_version)
-"""
-
-
-def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ALONE, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    assert done.stdout.strip() == "served 1"
+def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setattr(metrics, "_made", {})
+    counted = grown("versions_total")
+    world = World(tmp_path)
+    world.receiver.board.export()
+    world.receiver.advance()
+    world.train(1)
+    world.receiver.advance()
+    world.expect_exact()
+    assert (world.receiver.served_version, counted()) == (1, 0)
 
 
 # The line of the log for each change of weights

@@ -17,13 +17,7 @@ from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.chain.plan import FOLD_WIDTH
 from vllm_delta_sync.chain.read import restore
 from vllm_delta_sync.engine.rebuild import newest, rebuild
-from vllm_delta_sync.errors import (
-    ChainError,
-    DeltaSyncError,
-    DigestError,
-    FormatError,
-    NotFoundError,
-)
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, FormatError, NotFoundError
 from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.delta import DeltaContext, encode

@@ -167,10 +167,15 @@ def test_commits_that_change_nothing_take_room_too(world: World) -> None:
     assert world.receiver.status()["undo"] == [7, 6, 5]
 
 
+def push(log: UndoLog, version: int, fingerprints: int) -> None:
+    patch = StagedPatch(version, [], Fingerprint(), [], [])
+    log.push(Applied(patch, {}, [Fingerprint()] * fingerprints, version - 1))
+
+
 def test_log_keeps_so_many_commits_and_no_more() -> None:
     log = UndoLog()
     for version in range(1, ENTRIES + 50):
-        log.push(Applied(StagedPatch(version, [], Fingerprint(), [], []), {}, [], version - 1))
+        push(log, version, 0)
         log.trim(10**12)
     assert len(log.versions) == ENTRIES
     assert log.versions[0] == ENTRIES + 48
@@ -187,9 +192,8 @@ def test_memory_of_the_log_is_a_running_total(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(StagedPatch, "nbytes", property(counted))
     log = UndoLog()
-    values = [Fingerprint()] * 3
     for version in range(1, 101):
-        log.push(Applied(StagedPatch(version, [], Fingerprint(), [], []), {}, values, version - 1))
+        push(log, version, 3)
         assert log.nbytes == version * 3 * FINGERPRINT_BYTES
     for _ in range(40):
         log.walk(backwards=True)

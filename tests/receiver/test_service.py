@@ -99,25 +99,12 @@ def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Pat
     world.model.norm.data.mul_(2.0)
     assert not receiver.verify()["verdict"]
     attempts = Attempts("repair", 5)
-    states: list[str] = []
-
-    def hook(method: str, arguments: dict[str, Any]) -> None:
-        if method == "start" and arguments["operation"] == "repair":
-            states.append(before[0])
-        attempts.hook(method, arguments)
-
-    before = [receiver.board.state]
-    rest = receiver.board.rest
-
-    def rested(**values: Any) -> None:
-        rest(**values)
-        before[0] = receiver.board.state
-
-    receiver.board.rest = rested  # type: ignore[method-assign]
-    site.port.before = hook
+    states: set[str] = set()
+    receiver.board.watch(lambda: states.add(receiver.board.state))
+    site.port.before = attempts.hook
     service.start()
     attempts.expect_backoff()
-    assert set(states) == {"refused"}
+    assert states <= {"refused", "repairing"}
     assert receiver.status()["last_error"]["kind"] == "not_found"
     assert receiver.status()["served"] is None
     hidden.rename(tmp_path / "base")

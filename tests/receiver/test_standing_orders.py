@@ -150,14 +150,7 @@ def test_answer_comes_after_the_order_is_kept(life: Life) -> None:
         assert (kept["holding"], kept["target"]) == (action != "target", None if action == "rollback" else "3")
 
 
-DAMAGED = [
-    "",
-    "{",
-    "{}",
-    '{"setting":"head","holding":1}',
-    '{"setting":"head","bucket":"/elsewhere/run"}',
-    "x" * 20000,
-]
+DAMAGED = ["", "{", "{}", '{"setting":"head","holding":1}', '{"setting":"head","bucket":"/elsewhere/run"}', "x" * 20000]
 
 
 @pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))

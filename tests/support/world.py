@@ -22,8 +22,10 @@ class World:
 
     made: ClassVar[list["World"]] = []
 
-    def __init__(self, root: Path, with_base: bool = True, codec: str = "auto", ranks: int = 1) -> None:
-        self.url = str(root / "run")
+    def __init__(
+        self, root: Path, with_base: bool = True, codec: str = "auto", ranks: int = 1, url: str | None = None
+    ) -> None:
+        self.url = url or str(root / "run")
         self.with_base = with_base
         self.tensors = checkpoint_tensors()
         base = save_base(root / "base", self.tensors) if with_base else None

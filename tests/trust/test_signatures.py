@@ -45,13 +45,10 @@ def test_fields_that_this_release_does_not_know_are_signed_too() -> None:
     keys = RunKeys(ring(None, TRAINER), RUN)
     keys.check_manifest(signed, 0, "it")
     value = json.loads(signed.to_bytes())
-    for later in ([1], None):
-        changed = value | {"later": later}
+    without = {name: part for name, part in value.items() if name != "later"}
+    for changed in (value | {"later": [1]}, value | {"later": None}, without):
         with pytest.raises(SignatureError, match="was changed"):
             keys.check_manifest(Manifest.from_bytes(dump_canonical(changed)), 0, "it")
-    del value["later"]
-    with pytest.raises(SignatureError, match="was changed"):
-        keys.check_manifest(Manifest.from_bytes(dump_canonical(value)), 0, "it")
 
 
 def _leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
