@@ -79,20 +79,6 @@ def test_server_with_the_sources_base_follows_the_branch(source: Chain, ranks: i
     server.reaches(3, commits=1)
 
 
-def test_from_one_branch_to_another(source: Chain) -> None:
-    one, other = source.branch("one", 3, seed=1), source.branch("other", 8, seed=2)
-    one.grow(4)
-    other.grow(4)
-    cache = source.root / "cache"
-    server = Server(one, source.bits[0], cache_dir=cache)
-    server.reaches(4, commits=1)
-    no_whole_reads(source)
-    server.follow(other, cache_dir=cache)
-    server.reaches(4, commits=1)
-    server.follow(source, cache_dir=cache)
-    server.reaches(10, commits=1)
-
-
 @pytest.mark.parametrize("anchored", [True, False])
 def test_way_across_that_is_lost_is_gone_around(source: Chain, anchored: bool) -> None:
     branch = source.branch("branch", 6, seed=1)

@@ -25,7 +25,6 @@ from vllm_delta_sync.engine.reading import Clock, read_steps
 from vllm_delta_sync.engine.regions import Region, coalesce
 from vllm_delta_sync.errors import (
     DeltaSyncError,
-    DigestError,
     EngineError,
     FingerprintError,
     FormatError,
@@ -149,17 +148,6 @@ def test_stream_made_against_other_weights_is_refused_and_gone_around(chain: Tra
     chain.beside_it(2)
     server.reaches(2, commits=1)
     assert server.receiver.status()["last_error"] is None
-
-
-def test_damaged_object_is_refused_and_read_again(chain: Trained) -> None:
-    chain.learn(2)
-    server = Server(chain, chain.bits[0])
-    server.receiver.advance(1)
-    chain.damage(chain.manifests[2])
-    fails(server, DigestError, "SHA-256")
-    server.serves(1)
-    chain.damage(chain.manifests[2])
-    server.reaches(2, commits=1)
 
 
 def test_weights_changed_from_outside_are_told_from_a_bad_stream(chain: Trained) -> None:

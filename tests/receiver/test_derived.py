@@ -81,10 +81,10 @@ class WorkedWorld(World):
     """A world whose model computes; its ranks know the folder that they were loaded from.
 
     Attributes:
-        made: class of the models that ``serve`` makes. record: what was noted while the last one was loaded.
+        loads: class of the models that ``serve`` makes. record: what was noted while the last one was loaded.
     """
 
-    made: Any = Worked
+    loads: Any = Worked
     record: Any = None
 
     def __init__(self, root: Path, ranks: int = 1, **rest: Any) -> None:
@@ -121,7 +121,7 @@ def serve(world: WorkedWorld, process: Process = finish, prepare: Prepare = lamb
     """Let the world serve a model that is loaded, prepared and worked on like that, and load such models anew."""
 
     def fresh() -> list[Any]:
-        model: Any = world.made(0, 1)
+        model: Any = world.loads(0, 1)
         model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
         prepare(model)
         world.record = load_watch.watched(model, process, is_runtime_state)
@@ -136,16 +136,18 @@ def serve(world: WorkedWorld, process: Process = finish, prepare: Prepare = lamb
 
 @pytest.mark.parametrize(("ranks", "codec"), [(1, "packed"), (2, "context"), (2, "raw")])
 def test_versions_are_followed_and_taken_back(tmp_path: Path, ranks: int, codec: str) -> None:
+    """Versions 3 and 4 in one commit."""
     world = WorkedWorld(tmp_path, ranks, codec=codec)
     seen = [world.bits()]
     world.receiver.advance()
     for step in range(1, 5):
         world.train(step)
-        world.receiver.advance()
-        world.expect_exact()
-        assert world.receiver.verify()["verdict"]
+        if step != 3:
+            world.receiver.advance()
+            world.expect_exact()
+            assert world.receiver.verify()["verdict"]
         seen.append(world.bits())
-    assert len({value.numpy().tobytes() for value, *_ in seen}) == 5
+    assert len({value.numpy().tobytes() for value, *_ in seen}) == 4
     for version in (2, 1):
         world.receiver.rollback(version)
         world.expect_bits(seen[version])
@@ -153,16 +155,6 @@ def test_versions_are_followed_and_taken_back(tmp_path: Path, ranks: int, codec:
     world.receiver.advance()
     world.expect_bits(seen[4])
     assert [entry["derived"] for entry in world.receiver.status()["ranks"]] == [DERIVED] * ranks
-
-
-def test_several_versions_in_one_commit(tmp_path: Path) -> None:
-    world = WorkedWorld(tmp_path)
-    world.receiver.advance()
-    for step in range(1, 6):
-        world.train(step)
-    world.receiver.advance()
-    assert world.receiver.served_version == 5
-    world.expect_exact()
 
 
 @pytest.mark.parametrize("name", ["absorbed", "packed"])
@@ -370,21 +362,18 @@ class Copies(TorchDispatchMode):
 
 def test_copies_made_while_loading_are_in_host_memory(tmp_path: Path) -> None:
     """On a device they would be in vLLM's memory pool, which sleep unmaps. A part without data is left as it is."""
-
-    def prepare(model: Any) -> None:
-        model.register_buffer("map", torch.arange(4), persistent=False)
-        # As vLLM leaves what it does not serve of a multimodal model.
-        model.tower = nn.Linear(2, 2, device="meta")
-
-    world = WorkedWorld(tmp_path)
+    model = Worked(0, 1)
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in checkpoint_tensors().items())
+    model.register_buffer("map", torch.arange(4), persistent=False)
+    # As vLLM leaves what it does not serve of a multimodal model.
+    model.tower = nn.Linear(2, 2, device="meta")
     with Copies() as copies:
-        serve(world, lambda model, paths: None, prepare)
-    record = world.record
+        record = load_watch.watched(model, lambda model, paths: None)
     assert ("tower", "weight") not in record.initial
+    assert record.initial
     assert {tensor.device.type for tensor in record.initial.values()} == {"cpu"}
     # Asked for by name: a clone would stay where the weights are.
-    made = {(operator, str(device)) for operator, device, _ in copies.seen if device is not None}
-    assert ("aten._to_copy.default", "cpu") in made
+    assert {(operator, str(device)) for operator, device, _ in copies.seen} == {("aten._to_copy.default", "cpu")}
     assert record.skeleton.map.device.type == "cpu"
 
 
@@ -400,7 +389,7 @@ class Keeping(Worked):
 
 def test_what_a_loader_keeps_is_loaded_again_with_all_that_is_fused(tmp_path: Path) -> None:
     world = WorkedWorld(tmp_path)
-    world.made = Keeping
+    world.loads = Keeping
     serve(world)
     for version in range(1, 4):
         world.train(version)

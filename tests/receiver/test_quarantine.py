@@ -186,16 +186,6 @@ def test_where_all_is_quarantined_nothing_is_served(tmp_path: Path) -> None:
     foreign.reaches(3, commits=1)
 
 
-def test_quarantined_anchor_is_no_place_to_stop(tmp_path: Path) -> None:
-    chain = MarkedChain(tmp_path)
-    chain.play(".!.")
-    chain.beside_it(2)
-    server = Server(chain, spoiled(chain.bits[0]))
-    server.reaches(3, commits=2)
-    assert committed(server)[-1] == 3
-    assert 2 not in committed(server)
-
-
 def test_chain_that_ends_in_damage_is_followed_to_a_sound_version(tmp_path: Path) -> None:
     chain = MarkedChain(tmp_path)
     chain.play("..!!.")

@@ -34,16 +34,6 @@ def test_versions_that_came_meanwhile_are_one_commit(world: World) -> None:
     assert world.receiver.verify()["verdict"]
 
 
-def test_fold_keeps_within_its_memory(world: World) -> None:
-    world.follow(stage_bytes=0)
-    world.receiver.advance()
-    for step in range(1, 4):
-        world.train(step)
-    world.receiver.advance()
-    assert world.port.log.count("pause") == 3
-    world.expect_exact()
-
-
 def test_any_version_of_the_log_can_be_gone_back_to(world: World) -> None:
     seen = world.follow_each(5)
     assert world.receiver.status()["undo"] == [4, 3, 2, 1, 0]
@@ -216,18 +206,6 @@ def test_weights_changed_from_outside_are_not_gone_back_from(world: World) -> No
     world.expect_bits(before)
     assert world.receiver.status()["served"] is None
     assert world.receiver.status()["state"] == "refused"
-
-
-def test_whole_tensors_are_gone_back_from(world: World) -> None:
-    seen = world.follow_each(1)
-    for tensor in world.tensors.values():
-        tensor.mul_(-3.0)
-    world.train(2)
-    world.receiver.advance()
-    world.expect_exact()
-    world.receiver.rollback(1)
-    world.expect_bits(seen[1])
-    assert world.receiver.verify()["verdict"]
 
 
 def test_second_receiver_finds_what_the_ranks_hold(world: World) -> None:

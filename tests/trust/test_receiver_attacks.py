@@ -66,6 +66,10 @@ def of_another_run(world: Trusted) -> None:
     shutil.copy(other.folder / keys.version_key(4), world.folder / keys.version_key(4))
 
 
+def of_another_version(world: Trusted) -> None:
+    shutil.copy(world.folder / keys.version_key(2), world.folder / keys.version_key(4))
+
+
 def head_of_another_run(world: Trusted) -> None:
     shutil.copy(other_run(world, world.trainer).folder / keys.HEAD_KEY, world.folder / keys.HEAD_KEY)
 
@@ -112,10 +116,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "by a stranger": (grown("stranger", 2), "signature"),
     "changed after it was signed": (changed_after_it_was_signed, "signature"),
     "of another run": (of_another_run, "chain"),
-    "of another version": (
-        lambda world: shutil.copy(world.folder / keys.version_key(2), world.folder / keys.version_key(4)) and None,
-        "chain",
-    ),
+    "of another version": (of_another_version, "chain"),
     "head of another run": (head_of_another_run, "chain"),
     "older head and newer manifests deleted": (older_head_and_newer_manifests_deleted, "replay"),
     "newer manifests deleted": (lambda world: (world.folder / keys.version_key(3)).unlink(), "replay"),

@@ -40,7 +40,6 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.upkeep.branching import branch
 from vllm_delta_sync.upkeep.compaction import compact, make_anchor, make_fold, upkeep
-from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire.documents import (
     CLAIMS_PREFIX,
     KEYS_KEY,
@@ -245,17 +244,6 @@ def test_what_nobody_trusted_has_signed_is_made_again(
     assert_all_signed(folder, keys.hex("a"))
     reader = Run(open_bucket(str(folder)), keys.readers("a"))
     assert [(step.start, step.end) for step in way(reader, 0, 4)] == [(0, 4)]
-
-
-def test_tag_of_a_stranger_names_nothing(folder: Path, keys: Keys, trainer: Trainer) -> None:
-    run = signed_run(folder, keys, trainer, 2)
-    set_tag(run, "best", 1)
-    assert run.resolve("tag:best").version == 1
-    unsign(folder, "tags/best.json")
-    with pytest.raises(SignatureError, match=r"best\.json is not signed"):
-        run.resolve("tag:best")
-    set_tag(run, "best", 2)
-    assert run.resolve("tag:best").version == 2
 
 
 def test_branch_begins_with_a_key_that_readers_trust(
