@@ -388,30 +388,6 @@ def expect_held(spec: TensorSpec, held: OldTensor, bits: Bits) -> np.ndarray:
     return count
 
 
-def test_whole_model_is_gathered_through_fused_padded_and_transposed_weights() -> None:
-    table = TensorTable([*TABLE, TensorSpec("head.weight", "BF16", (50, 128))])
-    bits = random_bits(table, np.random.default_rng(1))
-    held = held_by(models_of(random_bits(TABLE, np.random.default_rng(2)))[0], table, bits)
-    for tensor, spec in enumerate(table):
-        assert held[tensor].bits.shape == (spec.numel,)
-        assert held[tensor].held == (() if spec.name == "head.weight" else None)
-        if spec.name != "head.weight":
-            assert np.array_equal(held[tensor].bits, bits[tensor]), spec.name
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_together_hold_every_element_of_slices(ranks: int) -> None:
-    bits = random_bits(TABLE, np.random.default_rng(1))
-    found = [held_by(model, TABLE, bits) for model in models_of(random_bits(TABLE, np.random.default_rng(2)), ranks)]
-    for tensor, spec in enumerate(TABLE):
-        count = sum(expect_held(spec, held[tensor], bits[tensor]) for held in found)
-        copied = spec.name in ("k.weight", "v.weight", "model.norm.weight")
-        assert np.all(count == (ranks if copied else 1)), spec.name
-    names = [spec.name for spec in TABLE]
-    assert found[1][names.index("q.weight")].held == ((16 // ranks, 32 // ranks, 0, 128),)
-    assert found[1][names.index("out.weight")].held == ((0, 24, 128 // ranks, 256 // ranks),)
-
-
 def test_experts_are_held_by_slices_of_the_stack_and_inside_each() -> None:
     bits = random_bits(EXPERTS, np.random.default_rng(1))
     found = [held_by(Experts(rank), EXPERTS, bits) for rank in range(2)]

@@ -3,6 +3,7 @@
 Receivers, services and stores are the real ones. docs/operations.md lists what else there is a test for elsewhere.
 """
 
+import itertools
 import logging
 import re
 import threading
@@ -20,7 +21,7 @@ from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, sa
 from tests.support.proxy import TcpProxy
 from tests.support.services import WAIT, serving, wait_until
 from tests.support.stores import s3_server
-from tests.support.world import expect_equal
+from tests.support.world import World, expect_equal
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import object_config
 from vllm_delta_sync.config import load_settings
@@ -46,35 +47,10 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-class Trainer:
-    """Publishes a run, whose base any number of servers may have started from."""
-
-    def __init__(self, root: Path) -> None:
-        self.tensors = checkpoint_tensors()
-        self.base = save_base(root / "base", self.tensors)
-        self._publisher: Publisher | None = None
-        self._steps = 0
-
-    def begin(self, url: str, **options: Any) -> Publisher:
-        self._publisher = Publisher(lambda: self.tensors.items(), url, self.base, **options)  # type: ignore[arg-type]
-        return self._publisher
-
-    def publish(self) -> None:
-        assert self._publisher is not None
-        self.tensors["q.weight"] = self.tensors["q.weight"] + 0.01
-        self._steps += 1
-        self._publisher.publish(step=self._steps, wait=True)
-        self._publisher.flush()
-
-    def model(self) -> FusedModel:
-        model = FusedModel()
-        model.load_weights((name, tensor.bfloat16()) for name, tensor in self.tensors.items())
-        return model
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(tmp_path)
+def base_model() -> FusedModel:
+    model = FusedModel()
+    model.load_weights((name, tensor.bfloat16()) for name, tensor in checkpoint_tensors().items())
+    return model
 
 
 Serve = Callable[..., ReceiverService]
@@ -127,10 +103,10 @@ def test_url_that_can_be_none_is_refused_before_anything_starts(url: str, words:
 
 @pytest.mark.usefixtures("at_s3")
 def test_bucket_that_is_not_there_and_then_has_no_run(
-    serve: Serve, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = "s3://unit-operator-late/run"
-    service = serve(trainer.model(), url)
+    service = serve(base_model(), url)
     wait_until(lambda: service.receiver.board.looks > 5)
     error = error_of(service)
     assert error["kind"] == "not_found"
@@ -139,19 +115,17 @@ def test_bucket_that_is_not_there_and_then_has_no_run(
     s3_server().create_bucket("unit-operator-late")
     wait_until(lambda: "it has no run.json; start a publisher there, or check the URL" in error_of(service)["message"])
     wait_until(lambda: len(warned(caplog)) == 2)
-    trainer.begin(url)
+    World(tmp_path, url=url)
     wait_until(lambda: service.receiver.served_version == 0)
     wait_until(lambda: service.receiver.status()["last_error"] is None)
     # A look may come when the run is begun, and not all of it there yet.
     assert len([line for line in warned(caplog) if not line.startswith("not_found: no object ")]) == 2
 
 
-def test_run_that_is_taken_away_and_put_back(
-    serve: Serve, trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_that_is_taken_away_and_put_back(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = tmp_path / "run"
-    trainer.begin(str(run))
-    service = serve(trainer.model(), str(run))
+    world = World(tmp_path)
+    service = serve(base_model(), str(run))
     wait_until(lambda: service.receiver.served_version == 0)
     run.rename(tmp_path / "away")
     wait_until(lambda: error_of(service)["kind"] == "not_found")
@@ -161,7 +135,7 @@ def test_run_that_is_taken_away_and_put_back(
     assert len(warned(caplog)) == 1
     assert service.receiver.served_version == 0
     (tmp_path / "away").rename(run)
-    trainer.publish()
+    world.train(1)
     wait_until(lambda: service.receiver.served_version == 1)
     wait_until(lambda: service.receiver.status()["last_error"] is None)
 
@@ -198,14 +172,14 @@ def test_run_of_another_model_is_refused_once_and_another_run_in_its_place_heals
     kind: str,
     names: list[str],
     serve: Serve,
-    trainer: Trainer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begin(tmp_path)
-    model = trainer.model()
-    service = serve(model, str(tmp_path / "run"), str(trainer.base))
+    save_base(tmp_path / "base", checkpoint_tensors())
+    model = base_model()
+    service = serve(model, str(tmp_path / "run"), str(tmp_path / "base"))
     wait_until(lambda: service.receiver.status()["state"] == "refused")
     wait_until(lambda: warned(caplog))
     # It is looked at again and again; nothing more is to be said.
@@ -222,9 +196,9 @@ def test_run_of_another_model_is_refused_once_and_another_run_in_its_place_heals
     for name in names:
         assert name in error["message"], error
     assert warned(caplog) == [f"{kind}: {error['message']}"]
-    expect_equal(model, trainer.model())
+    expect_equal(model, base_model())
     (tmp_path / "run").rename(tmp_path / "wrong")
-    trainer.begin(str(tmp_path / "right")).close()
+    World(tmp_path, url=str(tmp_path / "right")).close()
     # It is looked at before its first version is there.
     (tmp_path / "right" / "versions").rename(tmp_path / "versions")
     wrong = service.receiver.run_id
@@ -249,14 +223,14 @@ def test_worker_without_a_controller_says_so(monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.usefixtures("at_s3")
 def test_store_that_is_gone_for_long_fills_no_log_and_is_back_at_once(
-    serve: Serve, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = s3_server()
     url = f"{server.create_bucket('unit-operator-gone')}/run"
-    publisher = trainer.begin(url, notice="tcp://127.0.0.1:*")
+    world = World(tmp_path, url=url, notice="tcp://127.0.0.1:*")
     with TcpProxy(server.port) as network:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{network.port}")
-        service = serve(trainer.model(), url, store_deadline=0.3, notice=publisher.notice_address)
+        service = serve(base_model(), url, store_deadline=0.3, notice=world.publisher.notice_address)
         wait_until(lambda: service.receiver.served_version == 0)
         caplog.clear()
         network.cut()
@@ -274,16 +248,18 @@ def test_store_that_is_gone_for_long_fills_no_log_and_is_back_at_once(
         monkeypatch.setattr(service_module.ReceiverService, "_delay", lambda self: 10 * WAIT)
         wait_until(lambda: service.receiver.board.looks > looks)
         network.resume()
-        while service.receiver.served_version == 0:
-            trainer.publish()
+        for step in itertools.count(1):
+            if service.receiver.served_version != 0:
+                break
+            world.train(step)
             time.sleep(0.2)
         wait_until(lambda: service.receiver.status()["last_error"] is None)
 
 
 def test_unforeseen_error_has_one_traceback_and_is_outlived(
-    serve: Serve, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer.begin(str(tmp_path / "run"))
+    World(tmp_path)
     trouble, tried = [True], [0]
     is_replaced = Receiver.is_replaced
 
@@ -294,7 +270,7 @@ def test_unforeseen_error_has_one_traceback_and_is_outlived(
         return is_replaced(receiver)
 
     monkeypatch.setattr(Receiver, "is_replaced", failing)
-    service = serve(trainer.model(), str(tmp_path / "run"))
+    service = serve(base_model(), str(tmp_path / "run"))
     wait_until(lambda: tried[0] > 3)
     assert error_of(service)["message"].startswith("unexpected ZeroDivisionError: at ")
     assert len(warned(caplog)) == 1
@@ -304,18 +280,18 @@ def test_unforeseen_error_has_one_traceback_and_is_outlived(
 
 @pytest.mark.usefixtures("at_s3")
 def test_renewed_credentials_in_a_file_are_taken_up(
-    serve: Serve, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = s3_server()
     url = f"{server.create_bucket('unit-operator-keys')}/run"
-    trainer.begin(url).close()
+    World(tmp_path, url=url).close()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setattr(object_config, "RENEW_SECONDS", 0.1)
     file.write_text("[default]\naws_access_key_id=ended\naws_secret_access_key=ended\n")
-    service = serve(trainer.model(), url)
+    service = serve(base_model(), url)
     wait_until(lambda: service.receiver.board.looks > 2 and error_of(service)["kind"] == "access")
     assert len(warned(caplog)) == 1
     keys = f"aws_access_key_id={server.access_key}\naws_secret_access_key={server.secret_key}\n"
@@ -326,18 +302,18 @@ def test_renewed_credentials_in_a_file_are_taken_up(
 
 @pytest.mark.parametrize("days", [1, -1])
 def test_clock_that_jumps_stops_nothing(
-    days: int, serve: Serve, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    days: int, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer.begin(str(tmp_path / "run"))
-    service = serve(trainer.model(), str(tmp_path / "run"))
+    world = World(tmp_path)
+    service = serve(base_model(), str(tmp_path / "run"))
     wait_until(lambda: service.receiver.served_version == 0)
     real = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + 86400 * days)
-        trainer.publish()
+        world.train(1)
         wait_until(lambda: service.receiver.served_version == 1)
         assert 0 <= service.receiver.status()["looked_seconds"] < WAIT
-    trainer.publish()
+    world.train(2)
     wait_until(lambda: service.receiver.served_version == 2)
 
 

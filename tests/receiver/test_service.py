@@ -14,7 +14,6 @@ import pytest
 from tests.support.hooks import hooked
 from tests.support.services import POLL, WAIT, Site, wait_until
 from tests.support.world import World
-from trainer_side import Publisher
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import service as service_module
 from vllm_delta_sync.engine.service import ReceiverService
@@ -182,9 +181,7 @@ def test_listening_outlives_an_unexpected_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bug while a notice is read costs one retry; the next notice is heard by the same thread."""
-    world = World(tmp_path)
-    world.publisher.close()
-    world.publisher = Publisher(world.pairs, bucket=world.url, base=tmp_path / "base", notice="tcp://127.0.0.1:*")
+    world = World(tmp_path, notice="tcp://127.0.0.1:*")
     monkeypatch.setattr(service_module, "LONGEST_RETRY_SECONDS", 0.01)
     receive, left = NoticeSubscriber.receive, [2]
 

@@ -23,14 +23,20 @@ class World:
     made: ClassVar[list["World"]] = []
 
     def __init__(
-        self, root: Path, with_base: bool = True, codec: str = "auto", ranks: int = 1, url: str | None = None
+        self,
+        root: Path,
+        with_base: bool = True,
+        codec: str = "auto",
+        ranks: int = 1,
+        url: str | None = None,
+        notice: str | None = None,
     ) -> None:
         self.url = url or str(root / "run")
         self.with_base = with_base
         self.tensors = checkpoint_tensors()
         base = save_base(root / "base", self.tensors) if with_base else None
         # No folded ranges: how many versions a commit takes must not be a matter of time.
-        self.publisher = Publisher(self.pairs, bucket=self.url, base=base, codec=codec, fold=False)  # type: ignore[arg-type]
+        self.publisher = Publisher(self.pairs, self.url, base, codec=codec, notice=notice, fold=False)  # type: ignore[arg-type]
         self.made.append(self)
         self.ranks = ranks
         self.models = self.fresh()
