@@ -59,15 +59,15 @@ CORE: Mapping[str, tuple[str, ...]] = {
     "trainer_side/claims.py": ("trainer/test_fencing.py", "trainer/test_single_writer.py"),
     "vllm_delta_sync/engine/commit.py": (
         "receiver/test_commit.py",
-        "receiver/test_weight_memory.py",
+        "receiver/test_foreign_writers.py",
         "receiver/test_follow.py",
     ),
-    "vllm_delta_sync/engine/transaction.py": (
-        "receiver/test_follow.py",
+    "vllm_delta_sync/engine/transaction.py": ("receiver/test_follow.py", "receiver/test_commit_faults.py"),
+    "vllm_delta_sync/engine/undo_log.py": (
+        "receiver/test_rollback.py",
+        "receiver/test_commit.py",
         "receiver/test_commit_faults.py",
-        "receiver/test_random_faults.py",
     ),
-    "vllm_delta_sync/engine/undo_log.py": ("receiver/test_rollback.py", "receiver/test_commit.py"),
     "vllm_delta_sync/engine/routes.py": (
         "receiver/test_follow.py",
         "receiver/test_commit_faults.py",
