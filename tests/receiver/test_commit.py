@@ -16,7 +16,7 @@ from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
 from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES
 from vllm_delta_sync.wire.changes import Changes, Full
 from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 
@@ -25,10 +25,11 @@ def destination_of(bits: np.ndarray, dtype: str) -> Destination:
     return Destination("weight", TORCH_DTYPES[dtype], flat.view(SIGNED[bits.itemsize]))
 
 
-def staged_whole(new: np.ndarray, routes: RouteMap) -> StagedPatch:
+def staged_whole(old: np.ndarray, new: np.ndarray, routes: RouteMap) -> StagedPatch:
     """A version that replaces the one tensor."""
-    changes = Changes([], [Full(0, new)], {0: Fingerprint()})
-    return stage(1, changes, routes, [Fingerprint()])
+    held = fingerprint_tensor("weight", old)
+    changes = Changes([], [Full(0, new)], {0: fingerprint_tensor("weight", new) - held})
+    return stage(1, changes, routes, [held])
 
 
 @st.composite
@@ -133,7 +134,7 @@ def test_dense_patch_through_a_transpose_and_back() -> None:
     route = Route(0, Region(0, (6, 4), (1, 6)), Region(0, (6, 4), (4, 1)))
     table = TensorTable([TensorSpec("weight", "BF16", (4, 6))])
     routes = RouteMap(table, [destination], [[route]])
-    staged = staged_whole(new, routes)
+    staged = staged_whole(bits, new, routes)
     commit(staged, routes)
     assert np.array_equal(destination.bits.reshape(6, 4), new.reshape(4, 6).T)
     commit(staged, routes, backwards=True)
@@ -167,7 +168,7 @@ def test_exchange_takes_little_memory_whatever_the_shape(
     route = Route(0, Region(0, shape, strides), Region(0, shape, tuple(2 * stride for stride in strides)))
     routes = RouteMap(TensorTable([TensorSpec("weight", "BF16", shape)]), [destination], [[route]])
     new = np.arange(1, numel + 1, dtype=element.uint)
-    staged = staged_whole(new, routes)
+    staged = staged_whole(np.zeros(numel, element.uint), new, routes)
     commit(staged, routes)
     bits = whole.flat.numpy().view(element.uint)
     assert np.array_equal(bits[::2], new)

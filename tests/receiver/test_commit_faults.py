@@ -125,8 +125,7 @@ def test_drift_found_beside_several_staged_versions_stops_them_all(world: World)
     first = world.receiver.history.run.table[0].name
     assert first == "embedding.weight"
     world.models[0].embedding.data.view(torch.int16)[0, 0] ^= 1
-    for step in (1, 2, 3, 4):
-        world.train(step)
+    world.train(1, 2, 3, 4)
     with pytest.raises(FingerprintError, match=r"embedding\.weight"):
         world.receiver.advance()
     assert "pause" not in world.port.log
@@ -344,8 +343,7 @@ def test_no_version_follows_one_that_is_not_confirmed(world: World) -> None:
     seen = world.follow_each(1)
     world.follow(stage_bytes=0)
     world.receiver.advance()
-    for step in (2, 3):
-        world.train(step)
+    world.train(2, 3)
     port.before = failing("trim", times=2)
     with pytest.raises(EngineError, match="version 2 is served, but could not be confirmed"):
         world.receiver.advance()
@@ -467,15 +465,12 @@ def test_damaged_manifest_of_the_served_version_only_shows(world: World) -> None
     manifest.write_bytes(good)
     world.receiver.advance()
     assert world.receiver.status()["last_error"] is None
-    world.train(4)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(4)
 
 
 def test_one_bad_version_behind_many_good_ones_costs_few_pauses(world: World) -> None:
     world.receiver.advance()
-    for step in range(1, 17):
-        world.train(step)
+    world.train(*range(1, 17))
     next(bad for bad in BAD_VERSIONS if bad.name == "made against other weights").write(Path(world.url))
     with pytest.raises(FingerprintError, match="other weights than version 16"):
         world.receiver.advance()

@@ -187,15 +187,12 @@ def test_an_anchor_replaces_what_was_computed_from_other_weights(tmp_path: Path)
     world.use(ModulePort(*world.models))
     world.receiver.advance()
     world.expect_exact()
-    world.train(1)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(1)
 
 
 def test_shadows_come_from_the_version_that_a_server_was_started_from(tmp_path: Path) -> None:
     world = WorkedWorld(tmp_path)
-    for step in (1, 2):
-        world.train(step)
+    world.train(1, 2)
     run = open_run(world.url)
     fingerprints = [fingerprint_tensor(spec.name, bits_of(world.served(spec.name))).hex() for spec in run.table]
     loaded = Loaded(run.info.run, world.url, 2, run.manifest(2).digest, tuple(fingerprints))
@@ -206,9 +203,7 @@ def test_shadows_come_from_the_version_that_a_server_was_started_from(tmp_path: 
     world.use(port)
     world.receiver.advance()
     assert world.receiver.served_version == 2
-    world.train(3)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(3)
 
 
 def test_without_what_it_was_loaded_from_it_is_refused_by_name(tmp_path: Path) -> None:
@@ -397,9 +392,7 @@ def test_what_a_loader_keeps_is_loaded_again_with_all_that_is_fused(tmp_path: Pa
     world.loads = Keeping
     serve(world)
     for version in range(1, 4):
-        world.train(version)
-        world.receiver.advance()
-        world.expect_exact()
+        world.train_and_follow(version)
     assert world.receiver.status()["ranks"][0]["derived"] == ["k.weight", "model.norm.weight", "q.weight", "v.weight"]
 
 

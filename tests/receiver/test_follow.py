@@ -59,9 +59,7 @@ def test_anchor_replaces_other_weights(tmp_path: Path, ranks: int) -> None:
     world.receiver.advance()
     assert world.receiver.served_version == 0
     world.expect_exact()
-    world.train(1)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(1)
 
 
 def test_anchor_that_appears_late_is_taken(tmp_path: Path) -> None:
@@ -115,14 +113,11 @@ def test_bad_version_is_refused_and_healed(tmp_path: Path, bad: BadVersion) -> N
     forgery.remove()
     world.receiver.advance()
     assert world.receiver.status()["last_error"] is None
-    world.train(2)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(2)
 
 
 def test_damaged_newest_version_does_not_hide_the_good_ones(world: World) -> None:
-    for step in (1, 2):
-        world.train(step)
+    world.train(1, 2)
     damaged = Path(world.url) / "versions" / "0000000003.json"
     damaged.write_bytes(b"{}")
     with pytest.raises(FormatError):
@@ -175,9 +170,7 @@ def test_tied_head_is_listed_as_not_loaded(tmp_path: Path) -> None:
     world.receiver = Receiver(world.port, Settings(bucket=url))
     world.receiver.advance()
     assert world.receiver.status()["ranks"][0]["unloaded"] == ["head.weight"]
-    world.train(1)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(1)
     assert world.receiver.verify()["verdict"]
 
 

@@ -159,9 +159,7 @@ def test_whoever_touched_the_weights_is_checked(world: World) -> None:
     world.follow_each(1)
     for rank in world.port.ranks:
         rank.touch("update_weights")
-    world.train(2)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(2)
     assert all(rank.touched is None for rank in world.port.ranks)
     world.models[0].norm.data.view(torch.int16)[0] ^= 1
     world.port.ranks[0].touch("update_weights")
@@ -293,9 +291,7 @@ def test_weights_that_were_made_in_inference_mode_are_patched(tmp_path: Path) ->
         with torch.inference_mode():
             parameter.data = parameter.data.clone()
     world.receiver.advance()
-    world.train(1)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(1)
 
 
 @pytest.mark.parametrize("relative", [True, False])

@@ -55,7 +55,7 @@ class Core:
         self.log: list[str] = []
         self.hook: Callable[[str, str], None] = lambda utility, method: None
         self._idle_state_callbacks: list[Any] = []
-        self._port = port
+        self.port = port
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -68,7 +68,7 @@ class Core:
 
     def collective_rpc(self, name: str, timeout: float | None, args: tuple[str, Any, int]) -> list[Any]:
         method, arguments, number = args
-        return [{**self._port.call_rank(rank, method, arguments), "call": number} for rank in self._port.ranks]
+        return [{**self.port.call_rank(rank, method, arguments), "call": number} for rank in self.port.ranks]
 
     def utility(self, name: str, *args: Any) -> Any:
         method = args[0] if args else ""
@@ -123,7 +123,7 @@ class Site:
         assert self.receiver.served_version == version
         assert [core.labels[-1] for core in self.cores] == [str(version)] * ENGINES
         assert [core.scheduler.pause_state.name for core in self.cores] == ["UNPAUSED"] * ENGINES
-        held = [rank.describe() for core in self.cores for rank in core._port.ranks]
+        held = [rank.describe() for core in self.cores for rank in core.port.ranks]
         assert [rank["version"] for rank in held] == [version] * ENGINES * RANKS
         assert all(rank["intact"] for rank in held)
 
@@ -164,7 +164,7 @@ def test_touch_of_one_engine_is_looked_into(site: Site) -> None:
     site.receiver.advance()
     site.cores[1]._port.ranks[1].touch("somebody")
     site.receiver.check()
-    assert [rank.touched for core in site.cores for rank in core._port.ranks] == [None] * ENGINES * RANKS
+    assert [rank.touched for core in site.cores for rank in core.port.ranks] == [None] * ENGINES * RANKS
     site.world.train(1)
     site.receiver.advance()
     site.expect(1)

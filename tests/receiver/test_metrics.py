@@ -170,9 +170,7 @@ def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path, mon
     world = World(tmp_path)
     world.receiver.board.export()
     world.receiver.advance()
-    world.train(1)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(1)
     assert (world.receiver.served_version, counted()) == (1, 0)
 
 

@@ -243,10 +243,15 @@ def test_store_that_is_gone_for_long_fills_no_log_and_is_back_at_once(
         assert retries >= 3
         # One line of the receiver, and of what tries again one after 0, 1, 3, 7, 15 … seconds.
         assert 1 <= len(warned(caplog)) <= 8, warned(caplog)
-        # After one look more it waits for longer than this test does: it is the notice that wakes it.
-        looks = service.receiver.board.looks
-        monkeypatch.setattr(service_module.ReceiverService, "_delay", lambda self: 10 * WAIT)
-        wait_until(lambda: service.receiver.board.looks > looks)
+        waits = threading.Event()
+
+        def delay(self: Any) -> float:
+            """Longer than this test lasts: it is the notice that wakes it."""
+            waits.set()
+            return 10.0 * WAIT
+
+        monkeypatch.setattr(service_module.ReceiverService, "_delay", delay)
+        assert waits.wait(WAIT)
         network.resume()
         for step in itertools.count(1):
             if service.receiver.served_version != 0:

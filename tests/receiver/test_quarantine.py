@@ -311,8 +311,6 @@ def test_policy_that_breaks_and_is_mended_never_reaches_the_server(tmp_path: Pat
         world.expect_bits(good)
     for key, tensor in kept.items():
         world.tensors[key].copy_(tensor)
-    world.train(4)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(4)
     with open_bucket(world.url) as bucket:
         assert marks(bucket) == [0, 1, 1, 1, 4]

@@ -24,8 +24,7 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
 
 def test_versions_that_came_meanwhile_are_one_commit(world: World) -> None:
     world.receiver.advance()
-    for step in range(1, 8):
-        world.train(step)
+    world.train(*range(1, 8))
     world.receiver.advance()
     assert world.receiver.served_version == 7
     assert world.port.log.count("pause") == 1
@@ -102,8 +101,7 @@ def test_pause_that_runs_out_on_the_way_back_through_the_chain(world: World) -> 
     world.follow(undo_bytes=10**9)
     seen = world.follow_each(3)
     world.receiver.rollback(2)
-    for step in (4, 5):
-        world.train(step)
+    world.train(4, 5)
     world.receiver.release()
     world.receiver.advance()
     describe = world.port.call

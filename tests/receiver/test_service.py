@@ -115,8 +115,7 @@ def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Pat
 def test_request_does_not_wait_for_a_whole_catch_up(
     site: Site, action: str, argument: int | None, reached: tuple[int, ...]
 ) -> None:
-    for step in range(1, 9):
-        site.world.train(step)
+    site.world.train(*range(1, 9))
     # One version per commit.
     service = site.serve(stage_bytes=0)
     asked: list[Future[Any]] = []

@@ -77,13 +77,21 @@ class World:
         # Without a base nothing but the tensors themselves says which dtype is served.
         return [(name, tensor if self.with_base else tensor.bfloat16()) for name, tensor in self.tensors.items()]
 
-    def train(self, step: int, scale: float = 1e-4) -> None:
-        generator = torch.Generator().manual_seed(step)
-        for tensor in self.tensors.values():
-            chosen = torch.rand(tensor.shape, generator=generator) < 0.05
-            tensor += chosen * scale * torch.randn(tensor.shape, generator=generator)
-        self.publisher.publish(step=step, wait=True)
-        self.publisher.flush()
+    def train(self, *steps: int, scale: float = 1e-4) -> None:
+        """Publish a version for each step."""
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for tensor in self.tensors.values():
+                chosen = torch.rand(tensor.shape, generator=generator) < 0.05
+                tensor += chosen * scale * torch.randn(tensor.shape, generator=generator)
+            self.publisher.publish(step=step, wait=True)
+            self.publisher.flush()
+
+    def train_and_follow(self, *steps: int) -> None:
+        """Publish versions, follow them in one go, and hold the last one bit for bit."""
+        self.train(*steps)
+        self.receiver.advance()
+        self.expect_exact()
 
     def follow_each(self, last: int) -> list[list[torch.Tensor]]:
         """Publish and follow versions 1 … last one by one; what every version's bits are."""
