@@ -194,12 +194,9 @@ def test_changed_bytes_are_refused(place: int, flip: int) -> None:
         RunKeys(ring(None, TRAINER), RUN).check_manifest(Manifest.from_bytes(bytes(data)), 9, "it")
 
 
-def _kinds() -> list[type[Document]]:
-    return [RunInfo, Manifest, Head, Anchor, FoldedRange, Tag, Claim, Lease, Collection, Retention, KeyFile]
-
-
 def test_each_kind_has_a_name_of_its_own() -> None:
-    assert len({kind.KIND for kind in _kinds()}) == len(_kinds())
+    kinds = [RunInfo, Manifest, Head, Anchor, FoldedRange, Tag, Claim, Lease, Collection, Retention, KeyFile]
+    assert len({kind.KIND for kind in kinds}) == len(kinds)
 
 
 def test_a_document_of_one_kind_is_not_taken_for_another() -> None:
