@@ -18,7 +18,6 @@ SECONDS = 400
 
 REPRESENTATIVES = {
     "Qwen3ForCausalLM": "projections fused, norms copied",
-    "LlamaForCausalLM": "the same, with rotary embeddings",
     "Gemma2ForCausalLM": "head and embedding tied",
     "Qwen3MoeForCausalLM": "a tensor per expert, stacked while loading",
     "GptOssForCausalLM": "experts stacked in the checkpoint",
@@ -28,8 +27,9 @@ REPRESENTATIVES = {
 
 
 OTHERS = [
-    "Qwen2ForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM",
-    "OPTForCausalLM", "GPT2LMHeadModel", "DeepseekV3ForCausalLM", "JambaForCausalLM", "AriaForConditionalGeneration",
+    "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM",
+    "Phi3ForCausalLM", "OPTForCausalLM", "GPT2LMHeadModel", "DeepseekV3ForCausalLM", "JambaForCausalLM",
+    "AriaForConditionalGeneration",
 ]  # fmt: skip
 
 
