@@ -10,7 +10,7 @@ import pytest
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.damage import TABLE
 from tests.support.samples import RunWriter
-from tests.trust.test_verify_signed import Signed
+from tests.support.signed_runs import Signed
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.errors import ConflictError, SettingsError, SignatureError, UsageError

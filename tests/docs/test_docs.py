@@ -73,7 +73,7 @@ FOREIGN_FLAGS = {
     "--versions",
 }
 SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
-"""Members of the status that an API server adds; tests/receiver/test_layout_leading.py sees them."""
+"""Members of the status that an API server adds; tests/receiver/test_api_servers.py sees them."""
 
 
 def blocks(text: str, language: str) -> list[str]:

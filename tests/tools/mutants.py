@@ -42,10 +42,10 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "security/test_bytes_numbers.py",
         "security/test_bytes_counts.py",
     ),
-    "vllm_delta_sync/chain/plan.py": ("run/test_plan.py", "receiver/test_receiver_chain.py"),
+    "vllm_delta_sync/chain/plan.py": ("run/test_plan.py", "receiver/test_planning.py"),
     "vllm_delta_sync/chain/read.py": ("run/test_restore.py", "run/test_history.py"),
     "vllm_delta_sync/chain/verify.py": ("run/test_verify.py", "run/test_history.py", "trust/test_verify_signed.py"),
-    "vllm_delta_sync/chain/authentic.py": ("trust/test_trust_keys.py", "trust/test_receiver_trust.py"),
+    "vllm_delta_sync/chain/authentic.py": ("trust/test_trust_keys.py", "trust/test_receiver_attacks.py"),
     "trainer_side/committer.py": (
         "trainer/test_publisher.py",
         "trainer/faults/test_publisher_faults.py",
@@ -59,23 +59,21 @@ CORE: Mapping[str, tuple[str, ...]] = {
     "trainer_side/claims.py": ("trainer/test_fencing.py", "trainer/test_single_writer.py"),
     "vllm_delta_sync/engine/commit.py": (
         "receiver/test_commit.py",
-        "receiver/test_weight_memory.py",
-        "receiver/test_receiver.py",
+        "receiver/test_foreign_writers.py",
+        "receiver/test_follow.py",
     ),
-    "vllm_delta_sync/engine/transaction.py": (
-        "receiver/test_receiver.py",
-        "receiver/test_ranks.py",
-        "receiver/test_interrupts.py",
-        "receiver/test_recovery.py",
-        "receiver/test_receiver_fuzz.py",
+    "vllm_delta_sync/engine/transaction.py": ("receiver/test_follow.py", "receiver/test_commit_faults.py"),
+    "vllm_delta_sync/engine/undo_log.py": (
+        "receiver/test_rollback.py",
+        "receiver/test_commit.py",
+        "receiver/test_commit_faults.py",
     ),
-    "vllm_delta_sync/engine/undo_log.py": ("receiver/test_rollback.py", "receiver/test_commit.py"),
     "vllm_delta_sync/engine/routes.py": (
-        "receiver/test_receiver.py",
-        "receiver/test_ranks.py",
+        "receiver/test_follow.py",
+        "receiver/test_commit_faults.py",
         "receiver/test_ownership.py",
     ),
-    "vllm_delta_sync/engine/lease.py": ("receiver/test_lease.py", "receiver/test_compat.py"),
+    "vllm_delta_sync/engine/lease.py": ("receiver/test_pause_watchdog.py", "receiver/test_compat.py"),
 }
 """Modules of the core, and the suites in tests/ that answer for each."""
 

@@ -1,4 +1,5 @@
-"""Several engines behind one client: patched together or not at all, whichever of them fails, sleeps or goes on alone.
+"""Which layouts are followed; and several engines behind one client: patched together or not at all, whichever of them
+fails, sleeps or goes on alone.
 
 Everything is real but vLLM: the receiver, its port and event loop, the guards, and ranks that are torch modules.
 """
@@ -13,12 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.modules import ModulePort
 from tests.support.world import World
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import engines
+from vllm_delta_sync.engine.layout import check_layout
 from vllm_delta_sync.engine.lease import Guard
+from vllm_delta_sync.engine.plain_moe import plain_experts
 from vllm_delta_sync.engine.ports import ServerPort
 from vllm_delta_sync.engine.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
@@ -51,7 +55,7 @@ class Core:
         self.log: list[str] = []
         self.hook: Callable[[str, str], None] = lambda utility, method: None
         self._idle_state_callbacks: list[Any] = []
-        self._port = port
+        self.port = port
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -64,7 +68,7 @@ class Core:
 
     def collective_rpc(self, name: str, timeout: float | None, args: tuple[str, Any, int]) -> list[Any]:
         method, arguments, number = args
-        return [{**self._port.call_rank(rank, method, arguments), "call": number} for rank in self._port.ranks]
+        return [{**self.port.call_rank(rank, method, arguments), "call": number} for rank in self.port.ranks]
 
     def utility(self, name: str, *args: Any) -> Any:
         method = args[0] if args else ""
@@ -119,7 +123,7 @@ class Site:
         assert self.receiver.served_version == version
         assert [core.labels[-1] for core in self.cores] == [str(version)] * ENGINES
         assert [core.scheduler.pause_state.name for core in self.cores] == ["UNPAUSED"] * ENGINES
-        held = [rank.describe() for core in self.cores for rank in core._port.ranks]
+        held = [rank.describe() for core in self.cores for rank in core.port.ranks]
         assert [rank["version"] for rank in held] == [version] * ENGINES * RANKS
         assert all(rank["intact"] for rank in held)
 
@@ -158,9 +162,9 @@ def test_every_rank_of_every_engine_follows(site: Site) -> None:
 def test_touch_of_one_engine_is_looked_into(site: Site) -> None:
     """Each engine's ranks are told of their own touches, not of those of the first."""
     site.receiver.advance()
-    site.cores[1]._port.ranks[1].touch("somebody")
+    site.cores[1].port.ranks[1].touch("somebody")
     site.receiver.check()
-    assert [rank.touched for core in site.cores for rank in core._port.ranks] == [None] * ENGINES * RANKS
+    assert [rank.touched for core in site.cores for rank in core.port.ranks] == [None] * ENGINES * RANKS
     site.world.train(1)
     site.receiver.advance()
     site.expect(1)
@@ -186,26 +190,6 @@ def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
     site.expect_exact()
 
 
-@pytest.mark.parametrize("engine", range(ENGINES))
-@pytest.mark.parametrize("when", ["delta_sync_pause", "delta_sync_paused_label"])
-def test_one_engine_that_fails_is_taken_back_on_all(site: Site, engine: int, when: str) -> None:
-    site.receiver.advance()
-    site.world.train(1)
-
-    def fail(utility: str, method: str) -> None:
-        if utility == when:
-            raise RuntimeError("injected")
-
-    site.cores[engine].hook = fail
-    with pytest.raises(DeltaSyncError, match="injected"):
-        site.receiver.advance()
-    site.expect(0)
-    site.cores[engine].hook = lambda utility, method: None
-    site.receiver.advance()
-    site.expect(1)
-    site.expect_exact()
-
-
 def expire(core: Core) -> None:
     """As if the pause had lasted too long: the watchdog settles the engine, which goes on."""
     lease = core.guard._lease
@@ -214,38 +198,34 @@ def expire(core: Core) -> None:
     core.guard.check()
 
 
-@pytest.mark.parametrize("engine", range(ENGINES))
-def test_no_engine_commits_where_one_has_gone_on(site: Site, engine: int) -> None:
-    site.receiver.advance()
-    site.world.train(1)
-
-    def lose(utility: str, method: str) -> None:
-        if utility == "delta_sync_renew":
-            expire(site.cores[engine])
-
-    site.cores[engine].hook = lose
-    with pytest.raises(EngineError, match="expired"):
-        site.receiver.advance()
-    assert not any(line == "delta_sync_paused_call commit" for core in site.cores for line in core.log)
-    site.expect(0)
+def fail(core: Core) -> None:
+    raise RuntimeError("injected")
 
 
 @pytest.mark.parametrize("engine", range(ENGINES))
-def test_engine_that_goes_on_in_the_middle_is_followed_back(site: Site, engine: int) -> None:
-    """One commits, the other's pause has run out just then: the first one is taken back to where the other is."""
+@pytest.mark.parametrize(
+    ("at", "fault", "commits"),
+    [
+        pytest.param("delta_sync_pause ", fail, 0, id="one cannot be paused"),
+        pytest.param("delta_sync_paused_label ", fail, 2, id="one cannot be labelled"),
+        pytest.param("delta_sync_renew ", expire, 0, id="the pause of one runs out before the commit"),
+        pytest.param("delta_sync_paused_call commit", expire, 1, id="the pause of one runs out at the commit"),
+    ],
+)
+def test_one_engine_that_fails_or_goes_on_is_followed_back_by_all(
+    site: Site, engine: int, at: str, fault: Callable[[Core], None], commits: int
+) -> None:
+    """No engine commits where one has gone on; if it went on just then, the other goes back to where it is."""
     site.receiver.advance()
     site.world.train(1)
-
-    def lose(utility: str, method: str) -> None:
-        if (utility, method) == ("delta_sync_paused_call", "commit"):
-            expire(site.cores[engine])
-
-    site.cores[engine].hook = lose
-    with pytest.raises(EngineError, match="expired"):
+    core = site.cores[engine]
+    core.hook = lambda utility, method: fault(core) if f"{utility} {method}".startswith(at) else None
+    with pytest.raises(DeltaSyncError, match="injected" if fault is fail else "expired"):
         site.receiver.advance()
-    assert "delta_sync_paused_call commit" in site.cores[1 - engine].log
+    other = site.cores[1 - engine].log
+    assert ("delta_sync_paused_call commit" in other) == (commits > 0)
     site.expect(0)
-    site.cores[engine].hook = lambda utility, method: None
+    core.hook = lambda utility, method: None
     site.receiver.advance()
     site.expect(1)
     site.expect_exact()
@@ -277,3 +257,129 @@ def test_pause_that_the_others_never_join_can_be_ended(monkeypatch: pytest.Monke
     assert (core.pending_pause, core.scheduler.pause_state) == (False, PauseState.UNPAUSED)
     assert core._idle_state_callbacks == []
     assert isinstance(pending.exception(0), RuntimeError)
+
+
+# Which layouts are followed
+
+
+def config(moe: bool = False, **parallel: Any) -> Any:
+    settings = {
+        "data_parallel_size": 1,
+        "enable_eplb": False,
+        "enable_elastic_ep": False,
+        "local_engines_only": False,
+        **parallel,
+    }
+    return SimpleNamespace(parallel_config=SimpleNamespace(**settings), model_config=SimpleNamespace(is_moe=moe))
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "says"),
+    [
+        pytest.param(config(), {}, None, id="one engine"),
+        pytest.param(config(data_parallel_size=2), {}, None, id="engines that know nothing of each other"),
+        pytest.param(config(data_parallel_size=4, local_engines_only=True), {}, None, id="dense, others have the rest"),
+        pytest.param(config(enable_eplb=True), {}, "--enable-eplb is on", id="experts that move"),
+        pytest.param(config(enable_elastic_ep=True), {}, "--enable-elastic-ep is on", id="ranks that come and go"),
+        pytest.param(config(data_parallel_size=2), {"offline": True}, "data_parallel_size is 2", id="LLM object"),
+        pytest.param(
+            config(data_parallel_size=2), {"missing": ["run_busy_loop"]}, r"no run_busy_loop\)", id="no guard"
+        ),
+        pytest.param(
+            config(moe=True, data_parallel_size=2, local_engines_only=True),
+            {},
+            "external or hybrid load balancing",
+            id="engines in step, out of reach",
+        ),
+    ],
+)
+def test_layouts_are_followed_or_refused(found: Any, given: dict[str, Any], says: str | None) -> None:
+    if says is None:
+        check_layout(found)
+        return
+    with pytest.raises(EngineError, match=says):
+        check_layout(found, **given)
+
+
+def test_engines_in_step_are_refused_where_vllm_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    in_step = config(moe=True, data_parallel_size=2)
+    with pytest.raises(EngineError, match="exchange tokens"):
+        check_layout(in_step)
+    monkeypatch.setattr(CpuCommunicator, "all_gatherv", lambda *args: None)
+    check_layout(in_step)
+
+
+# The plain experts of a rank that has some of a model's experts
+
+
+EXPERTS, TOKENS, CHOSEN, HIDDEN, INNER = 8, 40, 2, 32, 16
+
+
+class Layer:
+    """Random experts, and tokens that chose among them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.x = random(TOKENS, HIDDEN)
+        self.w13, self.bias13 = random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, 2 * INNER)
+        self.w2, self.bias2 = random(EXPERTS, HIDDEN, INNER), random(EXPERTS, HIDDEN)
+        self.ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(TOKENS)]).int()
+        self.weights = torch.rand(TOKENS, CHOSEN, generator=generator)
+
+    def computed(self, here: list[int] | None = None) -> torch.Tensor:
+        """What a rank makes of it that has those experts (None: one rank that has all)."""
+        rows = slice(None) if here is None else torch.tensor(here)
+        expert_map = None
+        if here is not None:
+            expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+            expert_map[rows] = torch.arange(len(here), dtype=torch.int32)
+        out = torch.full_like(self.x, torch.nan)
+        plain_experts(
+            out,
+            self.x,
+            self.w13[rows],
+            self.w2[rows],
+            self.bias13[rows],
+            self.bias2[rows],
+            self.weights,
+            self.ids,
+            expert_map,
+            "swigluoai",
+            True,
+        )
+        return out
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[6, 1], [0, 2, 3, 4, 5, 7]], [list(range(8)), [3]]])
+def test_ranks_together_are_one_rank(parts: list[list[int]]) -> None:
+    layer = Layer(torch.float32)
+    if len(parts[1]) == 1:
+        # A rank that nobody chose an expert of has nothing to add.
+        layer.ids[layer.ids == parts[1][0]] = 5
+    summed = sum((layer.computed(part) for part in parts), torch.zeros_like(layer.x))
+    torch.testing.assert_close(summed, layer.computed())
+    if len(parts[1]) == 1:
+        assert not layer.computed(parts[1]).any()
+
+
+def test_tokens_of_one_rank_are_exact() -> None:
+    """Where all that a token chose is on one rank, that rank's bits are those of a rank that has every expert."""
+    layer = Layer(torch.bfloat16)
+    here = [1, 3, 4, 6]
+    mine = torch.isin(layer.ids, torch.tensor(here)).all(1)
+    assert mine.any()
+    assert not mine.all()
+    assert torch.equal(layer.computed(here)[mine].view(torch.int16), layer.computed()[mine].view(torch.int16))
+
+
+def test_input_that_is_not_finite_stays_with_its_own_rank() -> None:
+    layer = Layer(torch.float32)
+    layer.x[0] = torch.inf
+    elsewhere = [expert for expert in range(EXPERTS) if expert not in layer.ids[0].tolist()]
+    assert not layer.computed(elsewhere)[0].any()

@@ -1,26 +1,35 @@
-"""Architectures that nobody has seen, drawn by chance: patched bit for bit as a fresh load, or refused by name."""
+"""Architectures drawn by chance, whose weights are copied, computed, or worked on after loading: patched bit for bit as
+a fresh load would have them, or refused by name; no third outcome."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.samples import changes_between
+from vllm_delta_sync.engine import load_watch
 from vllm_delta_sync.engine.commit import commit
 from vllm_delta_sync.engine.compiling import trace_routes
-from vllm_delta_sync.engine.patch import stage
+from vllm_delta_sync.engine.patch import StagedPatch, stage
+from vllm_delta_sync.engine.replica import walk, walk_numbers
 from vllm_delta_sync.engine.routes import RouteMap
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.torch_bits import bits_of, tensor_from_bits
+from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+
+
 Shape = tuple[int, ...]
+
+
 Write = Callable[[torch.Tensor, int, torch.Tensor], object]
 """(memory of the layer, number of the tensor among the layer's, tensor)."""
 
@@ -138,9 +147,12 @@ def moved(bits: list[np.ndarray], chance: np.random.Generator) -> list[np.ndarra
     return [np.where(chance.random(old.size) < 0.3, old + old.dtype.type(1), old) for old in bits]
 
 
-@settings(max_examples=300, deadline=None)
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
+
+
 @given(models())
-def test_exact_or_refused(case: tuple[list[Layer], str, bool, bool, int]) -> None:
+def test_loaders_are_followed_exactly_or_refused(case: tuple[list[Layer], str, bool, bool, int]) -> None:
     drawn, dtype, tied, buffers, seed = case
     names = [
         (f"{number}.{part}", shape) for number, layer in enumerate(drawn) for part, shape in enumerate(layer.tensors)
@@ -151,19 +163,14 @@ def test_exact_or_refused(case: tuple[list[Layer], str, bool, bool, int]) -> Non
     second = moved(first, chance)
     model = Drawn(drawn, DTYPES[dtype], tied, buffers)
     before = model.bits()
-    routes = traced(model, table)
-    assert all(np.array_equal(old, now) for old, now in zip(before, model.bits(), strict=True)), (
-        "tracing writes nothing"
-    )
+    routes = routed(model, table)
+    assert same(before, model.bits()), "tracing writes nothing"
     if isinstance(routes, str):
         event("refused")
         assert not all(layer.is_exact for layer in drawn), routes
         assert "held_" in routes or any(name in routes for name, _ in names)
         return
     event("exact")
-    assert all(np.array_equal(old, now) for old, now in zip(before, model.bits(), strict=True)), (
-        "tracing writes nothing"
-    )
     load(model, table, first)
     held = model.bits()
     fresh = Drawn(drawn, DTYPES[dtype], tied, buffers)
@@ -171,18 +178,210 @@ def test_exact_or_refused(case: tuple[list[Layer], str, bool, bool, int]) -> Non
     fingerprints = [fingerprint_tensor(spec.name, bits) for spec, bits in zip(table, first, strict=True)]
     patch = stage(1, changes_between(table, first, second), routes, fingerprints)
     commit(patch, routes)
-    assert all(np.array_equal(right, now) for right, now in zip(fresh.bits(), model.bits(), strict=True))
+    assert same(fresh.bits(), model.bits())
     commit(patch, routes, backwards=True)
-    assert all(np.array_equal(old, now) for old, now in zip(held, model.bits(), strict=True))
+    assert same(held, model.bits())
 
 
-def traced(model: Drawn, table: TensorTable) -> RouteMap | str:
+def routed(model: Any, table: TensorTable, *shadows: Any) -> RouteMap | str:
     """The model's routes, or why it is refused."""
     try:
-        return trace_routes(model, table)
+        return trace_routes(model, table, *shadows)
     except ModelError as error:
         return error.message
 
 
 def load(model: Drawn, table: TensorTable, bits: list[np.ndarray]) -> None:
     model.load_weights((spec.name, tensor_from_bits(one.copy(), spec)) for spec, one in zip(table, bits, strict=True))
+
+
+# Worked on after loading
+
+
+class Helper:
+    """What a layer may hang its tensors on."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.more = {"halves": [weight / 2]}
+
+
+class Piece(nn.Module):
+    """One drawn layer, and what is done to it after loading."""
+
+    def __init__(self, layer: Layer, finish: "Finish", dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.finish = layer, finish
+        self.weight = nn.Parameter(torch.ones(layer.memory).to(dtype), requires_grad=False)
+
+    def load(self, part: int, tensor: torch.Tensor) -> None:
+        self.layer.write(self.weight.data, part, tensor)
+
+
+Finish = Callable[[Piece], Any]
+
+
+def replace(piece: Piece, tensor: torch.Tensor) -> None:
+    piece.weight = nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+def transpose(piece: Piece) -> None:
+    rows = piece.weight.shape[0] if piece.weight.dim() else 1
+    replace(piece, piece.weight.data.reshape(rows, -1).t())
+
+
+def quantize(piece: Piece) -> None:
+    values = piece.weight.float().nan_to_num(0, 1, -1).clamp(-100, 100)
+    scale = values.abs().amax().reshape(1) / 127 + 1
+    piece.register_buffer("scale", scale)
+    piece.packed = nn.Parameter((values / scale).round().to(torch.int8), requires_grad=False)
+    del piece.weight
+
+
+FINISHES: dict[str, Finish] = {
+    "left alone": lambda piece: None,
+    "replaced by its transpose": transpose,
+    "flipped in place": lambda piece: piece.weight.data.reshape(-1).copy_(piece.weight.data.reshape(-1).flip(0)),
+    "replaced by itself": lambda piece: replace(piece, piece.weight.data.clone()),
+    "quantized": quantize,
+    "absorbed": lambda piece: setattr(piece, "absorbed", piece.weight.float().sum()),
+    "kept in a list": lambda piece: setattr(piece, "kept", [piece.weight.data.clone(), 7]),
+    "kept by an object": lambda piece: setattr(piece, "helper", Helper(piece.weight.float())),
+    "seen through a view": lambda piece: setattr(piece, "view", piece.weight.data.reshape(-1)),
+    "given a workspace": lambda piece: setattr(piece, "work", torch.zeros(3)),
+    "reduced to a number": lambda piece: setattr(piece, "largest", float(piece.weight.float().nan_to_num().max())),
+    "given a constant": lambda piece: setattr(piece, "block", 64),
+    "cast": lambda piece: setattr(piece.weight, "data", piece.weight.data.float()),
+}  # fmt: skip
+
+
+class Both(nn.Module):
+    """Makes something of two pieces, which are its children or not."""
+
+    def __init__(self, pieces: list[Piece], way: str) -> None:
+        super().__init__()
+        if way == "children":
+            self.first, self.second = pieces[0], pieces[-1]
+        self.pieces = [pieces[0], pieces[-1]]
+
+    def finish(self, _: Any = None) -> None:
+        weights = [tensor for piece in self.pieces for tensor in piece.parameters()]
+        self.product = torch.stack([weight.float().sum() for weight in weights]).prod()
+
+
+class Finished(nn.Module):
+    """A model that is loaded like any, and worked on afterwards."""
+
+    def __init__(self, drawn: list[tuple[Layer, str]], dtype: torch.dtype, both: str = "") -> None:
+        super().__init__()
+        self.pieces = [Piece(layer, FINISHES[finish], dtype) for layer, finish in drawn]
+        self.parts = nn.ModuleList(self.pieces)
+        if both:
+            self.both = Both(self.pieces, both)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            number, part = (int(text) for text in name.split("."))
+            self.pieces[number].load(part, tensor)
+
+    def everything(self) -> dict[str, Any]:
+        found: dict[str, Any] = {f"{path} {name}": _bytes(tensor) for path, name, tensor in walk(self)}
+        return found | {f"{path} {name}": str(value) for path, name, value in walk_numbers(self)}
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return (
+        str(tensor.dtype),
+        tuple(tensor.shape),
+        tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(),
+    )
+
+
+def finish(model: Finished, paths: Iterable[str] | None) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, Piece | Both) and (paths is None or path in set(paths)):
+            finished: Any = module.finish
+            finished(module)
+
+
+def made(drawn: list[tuple[Layer, str]], dtype: str, both: str, version: "Version") -> Finished:
+    table, bits = version.table, version.bits
+    model = Finished(drawn, DTYPES[dtype], both)
+    model.load_weights((spec.name, tensor_from_bits(one.copy(), spec)) for spec, one in zip(table, bits, strict=True))
+    load_watch.watched(model, finish)
+    return model
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version's bits, by tensor id, and their fingerprints."""
+
+    table: TensorTable
+    bits: list[Bits]
+
+    @property
+    def fingerprints(self) -> list[Any]:
+        return [fingerprint_tensor(spec.name, bits) for spec, bits in zip(self.table, self.bits, strict=True)]
+
+    def shadows(self, tensors: list[int]) -> dict[int, Bits]:
+        return {tensor: self.bits[tensor].copy() for tensor in tensors}
+
+
+@st.composite
+def finished_models(draw: st.DrawFn) -> tuple[list[tuple[Layer, str]], str, str, int]:
+    drawn = draw(st.lists(st.tuples(layers(), st.sampled_from(sorted(FINISHES))), min_size=1, max_size=3))
+    both = draw(st.sampled_from(["", "children", "strangers"]))
+    return drawn, draw(st.sampled_from(list(DTYPES))), both, draw(st.integers(0, 2**32))
+
+
+def staged(routes: RouteMap, old: Version, new: Version) -> StagedPatch:
+    patch = stage(1, changes_between(old.table, old.bits, new.bits), routes, old.fingerprints)
+    if routes.derived is not None:
+        routes.derived.add_to(patch, routes)
+    return patch
+
+
+@given(finished_models())
+def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
+    case: tuple[list[tuple[Layer, str]], str, str, int],
+) -> None:
+    drawn, dtype, both, seed = case
+    names = [
+        (f"{number}.{part}", shape)
+        for number, (layer, _) in enumerate(drawn)
+        for part, shape in enumerate(layer.tensors)
+    ]
+    table = TensorTable(TensorSpec(name, dtype, shape) for name, shape in sorted(names))
+    chance = np.random.default_rng(seed)
+    first = Version(table, checkpoint(table, chance))
+    second = Version(table, moved(first.bits, chance))
+    try:
+        model = made(drawn, dtype, both, first)
+        right = made(drawn, dtype, both, second).everything()
+    except (RuntimeError, NotImplementedError):
+        event("not loadable")
+        return
+    held = model.everything()
+    routes = routed(model, first.table, first.shadows)
+    assert model.everything() == held, "tracing writes nothing"
+    if isinstance(routes, str):
+        assert "parts." in routes or any(name in routes for name, _ in names)
+        event("refused at start")
+        return
+    gathered = [routes.fingerprints(tensor)[:1] for tensor in range(len(table))]
+    try:
+        patch = staged(routes, first, second)
+    except ModelError:
+        assert model.everything() == held, "staging writes nothing"
+        event("refused when it changes")
+        return
+    assert model.everything() == held, "staging writes nothing"
+    commit(patch, routes)
+    now = model.everything()
+    assert now == right, next(name for name in right if now.get(name) != right[name])
+    event("exact" if routes.derived is None else "exact, loaded again")
+    if routes.derived is not None:
+        assert routes.derived.held(routes.derived.tensors, routes) == set(routes.derived.tensors)
+    commit(patch, routes, backwards=True)
+    assert model.everything() == held
+    assert [routes.fingerprints(tensor)[:1] for tensor in range(len(table))] == gathered

@@ -1,8 +1,8 @@
-"""Replicas of a model: what its loader may read of them, and what they share with the model."""
+"""Tracing a loader on a replica: plain copies are routed exactly, anything else is refused with tensor and reason."""
 
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -10,10 +10,122 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.modules import FusedModel, checkpoint_tensors
+from vllm_delta_sync.engine import routes as engine_routes
 from vllm_delta_sync.engine.compiling import trace_routes
 from vllm_delta_sync.engine.replica import READABLE_ELEMENTS, MetaLeaf, replicate
+from vllm_delta_sync.engine.routes import fingerprint_copied
 from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.torch_bits import bits_of, dtype_name
+from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+Load = Callable[["Toy", str, torch.Tensor], object]
+
+
+class Toy(nn.Module):
+    """One 4 × 6 parameter and a loader given by the test."""
+
+    def __init__(self, load: Load, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6).to(dtype), requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.load(self, name, tensor)
+
+
+def table(*shapes: tuple[int, ...], dtype: str = "BF16") -> TensorTable:
+    return TensorTable(TensorSpec(f"t{i}", dtype, shape) for i, shape in enumerate(shapes))
+
+
+ONE = table((4, 6))
+
+
+def test_routes_gather_what_was_loaded() -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in checkpoint_tensors().items()}
+    model = FusedModel()
+    model.load_weights(tensors.items())
+    specs = TensorTable(TensorSpec(n, dtype_name(t.dtype, n), tuple(t.shape)) for n, t in tensors.items())
+    before = [parameter.clone() for parameter in model.parameters()]
+    routes = trace_routes(model, specs)
+    assert routes.unloaded == []
+    for position, spec in enumerate(specs):
+        assert routes.fingerprints(position) == [fingerprint_tensor(spec.name, bits_of(tensors[spec.name]))]
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old), "tracing must not write"
+
+
+def _column_slices(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    model.weight.data[:, 2 * int(name[1]) : 2 * int(name[1]) + 2].copy_(tensor)
+
+
+def test_column_slices_are_routed() -> None:
+    routes = trace_routes(Toy(_column_slices), table((4, 2), (4, 2), (4, 2)))
+    assert [len(each) for each in routes.routes] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5, 1000])
+def test_copies_of_weights_are_hashed_as_the_weights(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """As weights on a device are, some elements at a time."""
+    monkeypatch.setattr(engine_routes, "READ_ELEMENTS", limit)
+    for model, shapes in ((Toy(_column_slices), [(4, 2)] * 3), (Toy(_transposed), [(6, 4)])):
+        routes = trace_routes(model, table(*shapes))
+        for tensor, of_tensor in enumerate(routes.routes):
+            name = routes.table[tensor].name
+            for route, held in zip(of_tensor, routes.fingerprints(tensor), strict=True):
+                flat = routes.destinations[route.destination].flat
+                assert fingerprint_copied(name, flat, route.source, route.target) == held
+
+
+def _transposed(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor.t())
+
+
+def copied(model: Toy, name: str, tensor: torch.Tensor) -> object:
+    return model.weight.data.copy_(tensor)
+
+
+def padded_over(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    copied(model, name, tensor)
+    model.weight.data[3:].fill_(0)
+
+
+@pytest.mark.parametrize(
+    ("load", "loaded", "reason"),
+    [
+        (lambda m, n, t: m.weight.data.copy_(-torch.exp(t)), ONE, "t0.*computed values"),
+        (lambda m, n, t: m.weight.data.copy_(t + 1), ONE, "t0.*computed values"),
+        (lambda m, n, t: m.weight.data.add_(t), ONE, "t0.*not a copy"),
+        (lambda m, n, t: m.weight.data.copy_(t[:1].expand(4, 6)), ONE, "t0.*repeated elements"),
+        (lambda m, n, t: m.weight.data.copy_(t[:1]), ONE, "t0.*broadcasting"),
+        (lambda m, n, t: (copied(m, n, t), m.weight.data[:1].copy_(t[:1])), ONE, "t0.*loaded to two places"),
+        (lambda m, n, t: m.weight.data.view(torch.int16).copy_(t.view(torch.int16)), ONE, "t0.*another dtype"),
+        (lambda m, n, t: torch.add(t, 1, out=m.weight.data), ONE, "t0.*not a copy"),
+        (lambda m, n, t: m.weight.data.fill_(t.flatten()[0].item()), ONE, "t0.*raised"),
+        (lambda m, n, t: {}[n], ONE, "t0.*raised KeyError"),
+        (copied, table((4, 6), dtype="F32"), r"casts t0 from torch\.float32 .* base="),
+        (copied, table((4, 6), (4, 6)), "'t0' and 't1' are loaded to the same memory"),
+        (padded_over, ONE, "padding"),
+        (lambda m, n, t: m.weight.data[:2].copy_(t[:2]), ONE, "'weight' gets 12 of its 24"),
+    ],
+)
+def test_what_is_no_plain_copy_is_refused(load: Load, loaded: TensorTable, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        trace_routes(Toy(load), loaded)
+
+
+def test_tied_parameters_share_one_destination() -> None:
+    model = Toy(copied)
+    model.head = nn.Linear(6, 4, bias=False)
+    model.head.weight = model.weight
+    routes = trace_routes(model, ONE)
+    assert len(routes.destinations) == 1
+
+
+# Replicas of a model: what its loader may read of them, and what they share with the model
+
 
 EXPERTS, HIDDEN = 8, 4
 

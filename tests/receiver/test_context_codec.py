@@ -9,29 +9,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.chains import Chain, Server
-from tests.support.modules import ModulePort
-from tests.support.samples import RunWriter, changes_between, random_bits
-from vllm_delta_sync.bucket import open_bucket
+from tests.support.chains import TABLE, Chain, Server, models_of, tensors_of
+from tests.support.hooks import HookedPort
+from tests.support.samples import changes_between, random_bits
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.chain.plan import Step
-from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import reading
 from vllm_delta_sync.engine.compiling import trace_routes
-from vllm_delta_sync.engine.old import HeldBits
+from vllm_delta_sync.engine.old import MOST_RECTANGLES, HeldBits, held_rectangles, moved
 from vllm_delta_sync.engine.reading import Clock, read_steps
-from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.errors import DeltaSyncError, DigestError, FingerprintError, FormatError, UnsupportedError
+from vllm_delta_sync.engine.regions import Region, coalesce
+from vllm_delta_sync.errors import (
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    FormatError,
+    UnsupportedError,
+)
 from vllm_delta_sync.torch_bits import tensor_from_bits
 from vllm_delta_sync.wire import tiles
 from vllm_delta_sync.wire.bits import Bits, Positions
 from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.delta import Codec, DeltaContext, encode
+from vllm_delta_sync.wire.delta import DeltaContext, encode
 from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
 from vllm_delta_sync.wire.old import OldTensor
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.wire.tiles import extent
 
 
 def trained(bits: list[Bits], random: np.random.Generator) -> list[Bits]:
@@ -76,21 +83,16 @@ def test_follows_every_version_and_goes_back(chain: Trained) -> None:
     server.reaches(4, commits=1)
 
 
-def test_versions_of_all_codecs_are_one_commit(chain: Trained) -> None:
+def test_versions_of_all_codecs_and_ranges_are_one_commit(chain: Trained) -> None:
     """Each is decoded against what those before it make of the weights, tensors in full included."""
-    chain.learn(1)
+    chain.learn(4)
+    chain.fold(0, 4)
+    chain.lose(1, 2, 3)
     chain.grow(1)
     chain.learn(2, full=[0, 3])
     chain.grow(1, codec="raw")
     chain.learn(2)
-    Server(chain, chain.bits[0]).reaches(7, commits=1)
-
-
-def test_ranges_and_context_are_one_way(chain: Trained) -> None:
-    chain.learn(8)
-    chain.fold(0, 4)
-    chain.lose(1, 2, 3)
-    Server(chain, chain.bits[0]).reaches(8, commits=1)
+    Server(chain, chain.bits[0]).reaches(10, commits=1)
 
 
 def test_break_is_followed_from_behind_it(chain: Trained) -> None:
@@ -148,17 +150,6 @@ def test_stream_made_against_other_weights_is_refused_and_gone_around(chain: Tra
     assert server.receiver.status()["last_error"] is None
 
 
-def test_damaged_object_is_refused_and_read_again(chain: Trained) -> None:
-    chain.learn(2)
-    server = Server(chain, chain.bits[0])
-    server.receiver.advance(1)
-    chain.damage(chain.manifests[2])
-    fails(server, DigestError, "SHA-256")
-    server.serves(1)
-    chain.damage(chain.manifests[2])
-    server.reaches(2, commits=1)
-
-
 def test_weights_changed_from_outside_are_told_from_a_bad_stream(chain: Trained) -> None:
     """Found while staging: what does not decode makes all weights be looked at."""
     chain.learn(2)
@@ -176,20 +167,27 @@ def test_what_was_staged_before_the_weights_moved_is_not_committed(
 ) -> None:
     """A stage that was given up may come to its end after somebody has gone back."""
     chain.grow(2)
-    server = Server(chain, chain.bits[0])
+    server = Server(chain, chain.bits[0], port=HookedPort)
     server.receiver.advance(1)
     (rank,) = server.port.ranks
-    asked, go_on = threading.Event(), threading.Event()
-    leg = server.receiver.ways.next(server.receiver._served_place(), 2, 2**30)
+    asked, go_on, staging = threading.Event(), threading.Event(), {}
+
+    def note(method: str, arguments: dict[str, Any]) -> None:
+        if method == "start" and arguments["operation"] == "stage":
+            staging.update(arguments)
+            raise EngineError("given up")
 
     def slow(run: Any) -> Any:
         asked.set()
         assert go_on.wait(60)
         return original(run)
 
+    server.port.before = note
+    with pytest.raises(EngineError):
+        server.receiver.advance(2)
     original = reading.reader
     monkeypatch.setattr(reading, "reader", slow)
-    rank.start("stage", {"leg": leg.to_plain(), "held": 1, "rescan": []})
+    rank.start(**staging)
     assert asked.wait(60)
     rank.revert(0)
     go_on.set()
@@ -211,8 +209,6 @@ SLICED = TensorTable(
         TensorSpec("rows.weight", "BF16", (64, 256)),
     ]
 )
-ODD = 21
-"""Where no writer cuts 64 rows."""
 
 
 class Sliced(nn.Module):
@@ -241,52 +237,32 @@ class Sliced(nn.Module):
                 self.norm.data.copy_(tensor)
 
 
-class Pair(RunWriter):
-    """A run of SLICED that begins at a checkpoint, and a receiver on two ranks that hold it."""
+class SlicedChain(Trained):
+    """A run of SLICED that begins at a checkpoint, and is served by two ranks, the first of which has so many rows."""
 
-    def __init__(self, root: Path, rows: int = 32) -> None:
-        from safetensors.torch import save_file
+    of = SLICED
+    rows = 32
 
-        self.url, self.root, self.rows = str(root / "run"), root, rows
-        self.random = np.random.default_rng(3)
-        super().__init__(open_bucket(self.url), SLICED)
-        bits = random_bits(SLICED, self.random)
-        (root / "base").mkdir()
-        save_file(dict(tensors_of(bits)), root / "base/model.safetensors")
-        self.reference(bits, str(root / "base"))
-        self.models = self.fresh(0)
-        self.port = ModulePort(*self.models)
-        self.receiver = Receiver(self.port, Settings(bucket=self.url))
+    def fresh(self) -> list[Bits]:
+        return random_bits(SLICED, np.random.default_rng(3))
 
-    def learn(self, count: int = 1, codec: Codec = "context") -> None:
-        for _ in range(count):
-            self.delta(trained(self.bits[-1], self.random), codec)
-
-    def fresh(self, version: int) -> list[Sliced]:
+    def models(self, bits: list[Bits], ranks: int) -> list[Any]:
         models = [Sliced(rank, self.rows) for rank in range(2)]
         for model in models:
-            model.load_weights(tensors_of(self.bits[version]))
+            model.load_weights(tensors_of(bits, SLICED))
         return models
 
-    def reaches(self, version: int) -> None:
-        """In one commit, bit for bit."""
-        before = self.port.log.count("pause")
-        self.receiver.advance()
-        assert self.port.log.count("pause") == before + 1
-        self.serves(version)
-        assert self.receiver.status()["last_error"] is None
 
-    def serves(self, version: int) -> None:
-        assert self.receiver.served_version == version
-        for model, other in zip(self.models, self.fresh(version), strict=True):
-            for (name, mine), right in zip(model.named_parameters(), other.parameters(), strict=True):
-                width = torch.int16 if mine.dtype == torch.bfloat16 else torch.int32
-                assert torch.equal(mine.view(width), right.view(width)), name
-        assert self.receiver.verify()["verdict"]
+@pytest.fixture
+def sliced(tmp_path: Path) -> SlicedChain:
+    return SlicedChain(tmp_path, base=True)
 
 
-def tensors_of(bits: list[Bits]) -> list[tuple[str, torch.Tensor]]:
-    return [(spec.name, tensor_from_bits(bits[tensor].copy(), spec)) for tensor, spec in enumerate(SLICED)]
+@pytest.fixture
+def odd(sliced: SlicedChain) -> SlicedChain:
+    """Cut where no writer cuts 64 rows."""
+    sliced.rows = 21
+    return sliced
 
 
 @pytest.fixture
@@ -296,14 +272,13 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_cuts")
-def test_two_ranks_decode_what_they_hold_and_together_all(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    pair.learn()
-    expected = changes_between(SLICED, pair.bits[0], pair.bits[1])
-    steps = [Step(open_run(pair.url), pair.manifests[1])]
-    declared = [fingerprint_tensor(spec.name, pair.bits[0][tensor]) for tensor, spec in enumerate(SLICED)]
+def test_two_ranks_decode_what_they_hold_and_together_all(sliced: SlicedChain) -> None:
+    sliced.learn()
+    expected = changes_between(SLICED, sliced.bits[0], sliced.bits[1])
+    steps = [Step(open_run(sliced.url), sliced.manifests[1])]
+    declared = [fingerprint_tensor(spec.name, sliced.bits[0][tensor]) for tensor, spec in enumerate(SLICED)]
     parts = []
-    for model in pair.models:
+    for model in sliced.models(sliced.bits[0], 2):
         routes = trace_routes(model, SLICED)
         parts.append(read_steps(steps, declared, routes, Clock(), HeldBits(routes, lambda: 0)))
     for tensor, spec in enumerate(SLICED):
@@ -322,43 +297,163 @@ def positions_of(changes: Changes, tensor: int) -> Positions:
 
 @pytest.mark.usefixtures("small_cuts")
 @pytest.mark.parametrize("versions", [1, 3])
-def test_two_ranks_follow_by_their_own_tiles(tmp_path: Path, versions: int, caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(tmp_path)
-    pair.learn(versions)
+def test_two_ranks_follow_by_their_own_tiles(
+    sliced: SlicedChain, versions: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sliced.learn(versions)
+    server = Server(sliced, sliced.bits[0], 2)
     with caplog.at_level(logging.INFO, "vllm.delta_sync"):
-        pair.reaches(versions)
+        server.reaches(versions, commits=1)
     assert "rebuilt" not in caplog.text
-    pair.receiver.rollback(0)
-    pair.serves(0)
+    server.receiver.rollback(0)
+    server.serves(0)
 
 
-def test_tiles_held_in_part_make_the_version_be_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(tmp_path, ODD)
+def test_tiles_held_in_part_make_the_version_be_rebuilt(odd: SlicedChain, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(odd, odd.bits[0], 2)
     with caplog.at_level(logging.WARNING, "vllm.delta_sync"):
-        pair.learn(1, "packed")
-        pair.learn(3)
-        pair.reaches(4)
-        pair.learn()
-        pair.reaches(5)
-        pair.learn(1, "packed")
-        pair.reaches(6)
+        odd.grow()
+        odd.learn(3)
+        server.reaches(4, commits=1)
+        odd.learn()
+        server.reaches(5, commits=1)
+        odd.grow()
+        server.reaches(6, commits=1)
     assert caplog.text.count("rebuilt from the bucket") == 1
     assert "holds some in part only" in caplog.text
     for version in (5, 4, 0):
-        pair.receiver.rollback(version)
-        pair.serves(version)
+        server.receiver.rollback(version)
+        server.serves(version)
 
 
-def test_what_can_neither_be_decoded_nor_rebuilt_is_said_and_served_stays(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, ODD)
-    pair.learn(1, "packed")
-    pair.reaches(1)
-    pair.learn()
-    (tmp_path / "base").rename(tmp_path / "gone")
+def test_what_can_neither_be_decoded_nor_rebuilt_is_said_and_served_stays(odd: SlicedChain) -> None:
+    server = Server(odd, odd.bits[0], 2)
+    odd.grow()
+    server.reaches(1, commits=1)
+    odd.learn()
+    (odd.root / "base").rename(odd.root / "gone")
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match=r"holds some in part only.*codec='packed'"):
-            pair.receiver.advance()
-        assert pair.receiver.status()["last_error"]["kind"] == "unsupported"
-        pair.serves(1)
-    pair.beside(2, tmp_path)
-    pair.reaches(2)
+        fails(server, UnsupportedError, r"holds some in part only.*codec='packed'")
+        server.serves(1)
+    odd.beside_it(2)
+    server.reaches(2, commits=1)
+
+
+# What a rank's model holds of each checkpoint tensor, copied out in checkpoint order
+
+
+EXPERTS = TensorTable([TensorSpec("experts.down", "BF16", (6, 8, 10)), TensorSpec("experts.gate", "F16", (6, 10, 8))])
+
+
+class Experts(nn.Module):
+    """Some experts of two stacks, of which one is cut inside each expert and one is held transposed."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.mine = slice(3 * rank, 3 * rank + 3)
+        self.down = nn.Parameter(torch.zeros(6, 4, 10, dtype=torch.bfloat16), requires_grad=False)
+        self.gate = nn.Parameter(torch.zeros(3, 8, 10, dtype=torch.float16), requires_grad=False)
+        self.rows = slice(4 * rank, 4 * rank + 4)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "experts.down":
+                self.down.data.copy_(tensor[:, self.rows])
+            else:
+                self.gate.data.copy_(tensor[self.mine].transpose(1, 2))
+
+
+def held_by(model: Any, table: TensorTable, bits: list[Bits]) -> list[OldTensor]:
+    model.load_weights((spec.name, tensor_from_bits(bits[i].copy(), spec)) for i, spec in enumerate(table))
+    ask = HeldBits(trace_routes(model, table), lambda: 0)
+    return [ask(tensor) for tensor in range(len(table))]
+
+
+def covered(spec: TensorSpec, held: OldTensor) -> np.ndarray:
+    """(rows, columns) how often each element is named."""
+    count = np.zeros(extent(spec.shape), np.int64)
+    whole = ((0, count.shape[0], 0, count.shape[1]),)
+    for first, last, left, right in whole if held.held is None else held.held:
+        assert 0 <= first < last <= count.shape[0]
+        assert 0 <= left < right <= count.shape[1]
+        count[first:last, left:right] += 1
+    return count
+
+
+def expect_held(spec: TensorSpec, held: OldTensor, bits: Bits) -> np.ndarray:
+    count = covered(spec, held)
+    assert count.max(initial=0) <= 1
+    inside = count.reshape(-1) == 1
+    assert np.array_equal(held.bits[inside], bits[inside])
+    return count
+
+
+def test_experts_are_held_by_slices_of_the_stack_and_inside_each() -> None:
+    bits = random_bits(EXPERTS, np.random.default_rng(1))
+    found = [held_by(Experts(rank), EXPERTS, bits) for rank in range(2)]
+    for tensor, spec in enumerate(EXPERTS):
+        assert np.all(sum(expect_held(spec, held[tensor], bits[tensor]) for held in found) == 1)
+    assert found[1][0].held == tuple((8 * expert + 4, 8 * expert + 8, 0, 10) for expert in range(6))
+    assert found[1][1].held == ((30, 60, 0, 8),)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_rectangles_are_what_a_view_covers(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple))
+    view = torch.arange(int(np.prod(shape))).reshape(shape)
+    for dim, size in enumerate(shape):
+        first = data.draw(st.integers(0, size - 1))
+        last, step = data.draw(st.integers(first + 1, size)), data.draw(st.integers(1, 3))
+        view = view[(slice(None),) * dim + (slice(first, last, step),)]
+    if data.draw(st.booleans()):
+        view = view.movedim(0, -1)
+    region, _ = coalesce(view.shape, (int(view.storage_offset()), view.stride()), (0, view.contiguous().stride()))
+    spec = TensorSpec("a", "U8", shape)
+    count = covered(spec, OldTensor(np.empty(0, np.uint8), held_rectangles(spec, [region])))
+    expected = np.zeros(spec.numel, np.int64)
+    expected[view.reshape(-1).numpy()] = 1
+    assert np.array_equal(count.reshape(-1), expected)
+
+
+def test_runs_that_begin_in_the_middle_of_a_row() -> None:
+    spec = TensorSpec("a", "U8", (5, 10))
+    assert held_rectangles(spec, [Region(7, (36,), (1,))]) == ((0, 1, 7, 10), (1, 4, 0, 10), (4, 5, 0, 3))
+    assert held_rectangles(spec, [Region(8, (3, 4), (10, 1))]) == ((0, 3, 8, 10), (1, 4, 0, 2))
+
+
+def test_what_is_scattered_is_refused_by_name() -> None:
+    spec = TensorSpec("mixed.weight", "U8", (3, 4 * MOST_RECTANGLES))
+    every_second = Region(0, (3, 2 * MOST_RECTANGLES), (4 * MOST_RECTANGLES, 2))
+    with pytest.raises(UnsupportedError, match=r"mixed\.weight.*publish with codec='packed'"):
+        held_rectangles(spec, [every_second])
+    other = Region(1, every_second.sizes, every_second.strides)
+    assert held_rectangles(spec, [every_second, other]) is None
+
+
+def test_steps_before_are_laid_over_a_copy() -> None:
+    random = np.random.default_rng(4)
+    states = [random_bits(TABLE, random) for _ in range(5)]
+    full = TABLE.index("q.weight")
+    parts = [
+        changes_between(TABLE, states[0], states[1]),
+        changes_between(TABLE, states[1], states[2], full=[full]),
+        changes_between(TABLE, states[2], states[3], "raw"),
+        changes_between(TABLE, states[3], states[4]),
+    ]
+    held = OldTensor(states[0][0].copy(), ((0, 1, 0, 1),))
+    after = moved(lambda tensor: held if tensor == 0 else OldTensor(states[0][tensor].copy()), parts)
+    for tensor, spec in enumerate(TABLE):
+        assert np.array_equal(after(tensor).bits, states[4][tensor]), spec.name
+    assert after(0).held == held.held
+    assert np.array_equal(parts[1].full[0].bits, states[2][full])
+
+
+def test_weights_that_move_while_they_are_copied_are_not_handed_on() -> None:
+    model = models_of(random_bits(TABLE, np.random.default_rng(1)))[0]
+    moves = 0
+    ask = HeldBits(trace_routes(model, TABLE), lambda: moves)
+    ask(0)
+    moves = 1
+    with pytest.raises(EngineError, match="staged again"):
+        ask(0)

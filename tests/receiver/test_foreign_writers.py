@@ -1,7 +1,5 @@
-"""Which thread touches weights when: the background thread's set-up, commits, sleep, and vLLM's own writers.
-
-There is no device here. What would be asked of one is recorded, with the thread that asks; everything else is real.
-"""
+"""Something else writes weights, at awkward moments: never overlooked, and never believed without a look; and which
+thread touches weights when: set-up, commits, sleep, and vLLM's own writers."""
 
 import inspect
 import sys
@@ -14,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.hooks import hooked, nothing
 from tests.support.modules import FusedModel, ModulePort
+from tests.support.services import WAIT
 from tests.support.world import World
 from vllm_delta_sync.engine import commit as commits
 from vllm_delta_sync.engine import foreign_writers
@@ -24,12 +24,168 @@ from vllm_delta_sync.engine.rank import RankReceiver
 from vllm_delta_sync.engine.routes import Destination
 from vllm_delta_sync.engine.undo_log import Applied, UndoLog
 from vllm_delta_sync.engine.weight_memory import WeightMemory
-from vllm_delta_sync.errors import BusyError
+from vllm_delta_sync.errors import BusyError, FingerprintError
 from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.fingerprint import Fingerprint
 
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    world = World(tmp_path, ranks=request.param)
+    # Nothing but the touch itself leads to a look.
+    world.follow(rescan_bytes=0)
+    return world
+
+
+def expect_found(world: World) -> None:
+    with pytest.raises(FingerprintError, match=r"changed from outside \(update_weights\)"):
+        world.receiver.advance()
+    assert world.receiver.status()["served"] is None
+    assert world.port.log[-1] == "label None"
+
+
+@pytest.mark.parametrize("moment", ["scan", "poll", "trust"])
+def test_touch_while_the_one_before_is_checked(tmp_path: Path, moment: str) -> None:
+    """Trust is given for touches that were known before the look; who comes later is looked at again."""
+    world = World(tmp_path)
+    port = hooked(world)
+    world.follow(rescan_bytes=0)
+    world.follow_each(1)
+    port.ranks[0].touch("start_weight_update")
+    seen: list[str] = []
+
+    def interfere(method: str, arguments: dict[str, Any]) -> None:
+        name = arguments["operation"] if method == "start" else method
+        if name == moment and not seen:
+            seen.append(name)
+            if moment == "trust":
+                # Every tensor was looked at by now.
+                world.model.norm.data.view(torch.int16)[0] ^= 1
+            port.ranks[0].touch("update_weights")
+
+    port.before = interfere
+    world.receiver.check()
+    port.before = nothing
+    assert seen == [moment]
+    assert [rank.touched for rank in port.ranks] == ["update_weights"]
+    world.train(2)
+    if moment == "trust":
+        expect_found(world)
+    else:
+        world.receiver.advance()
+        assert port.ranks[0].touched is None
+        world.expect_exact()
+
+
+def test_touch_while_weights_are_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are hashed one after another: what is written behind the hashing must not count as proven."""
+    world = World(tmp_path)
+    world.follow(rescan_bytes=0)
+    warm_up = commits.warm_up
+
+    def after_hashing(elements: Any) -> None:
+        world.model.norm.data.view(torch.int16)[0] ^= 1
+        world.port.ranks[0].touch("update_weights")
+        monkeypatch.setattr(commits, "warm_up", warm_up)
+        warm_up(elements)
+
+    monkeypatch.setattr(commits, "warm_up", after_hashing)
+    world.receiver.advance()
+    world.train(1)
+    expect_found(world)
+
+
+def test_touched_weights_are_checked_before_a_rollback(world: World) -> None:
+    world.follow_each(2)
+    world.models[-1].norm.data.view(torch.int16)[0] ^= 1
+    world.port.ranks[-1].touch("update_weights")
+    before = world.bits()
+    pauses = world.port.log.count("pause")
+    with pytest.raises(FingerprintError, match=r"changed from outside \(update_weights\)"):
+        world.receiver.rollback(1)
+    status = world.receiver.status()
+    assert (status["served"], status["state"], status["holding"]) == (None, "refused", False)
+    assert world.port.log.count("pause") == pauses
+    world.expect_bits(before)
+
+
+def test_touch_that_changed_nothing_does_not_stop_a_rollback(world: World) -> None:
+    seen = world.follow_each(2)
+    world.port.ranks[-1].touch("reload_weights")
+    world.receiver.rollback(1)
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.expect_bits(seen[1])
+
+
+def test_held_server_is_looked_after(world: World) -> None:
+    world.follow_each(2)
+    world.receiver.hold()
+    world.receiver.check()
+    assert world.receiver.status()["state"] == "held"
+    world.models[0].norm.data.mul_(2.0)
+    world.port.ranks[0].touch("update_weights")
+    with pytest.raises(FingerprintError):
+        world.receiver.check()
+    assert (world.receiver.status()["served"], world.receiver.status()["state"]) == (None, "refused")
+    world.receiver.mend()
+    assert (world.receiver.served_version, world.receiver.status()["state"]) == (2, "held")
+    world.expect_exact()
+
+
+def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> None:
+    world.follow_each(1)
+    world.receiver.hold()
+    for rank in world.port.ranks:
+        rank.memory.asleep = True
+    world.receiver.check()
+    assert (world.receiver.status()["state"], world.receiver.status()["last_error"]) == ("held", None)
+    with pytest.raises(BusyError):
+        world.receiver.rollback(0)
+    world.receiver.release()
+    world.train(2)
+    world.expect_fails("busy")
+    world.receiver.hold()
+    for rank in world.port.ranks:
+        rank.memory.asleep = False
+        rank.touch("wake_up")
+    world.receiver.check()
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_whoever_touched_the_weights_is_checked(world: World) -> None:
+    world.follow_each(1)
+    for rank in world.port.ranks:
+        rank.touch("update_weights")
+    world.train_and_follow(2)
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.models[0].norm.data.view(torch.int16)[0] ^= 1
+    world.port.ranks[0].touch("update_weights")
+    expect_found(world)
+
+
+def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> None:
+    port = hooked(world)
+    world.receiver.advance()
+    world.train(1)
+
+    def touch(method: str, arguments: dict[str, Any]) -> None:
+        if method == "pause":
+            port.ranks[-1].touch("update_weights")
+
+    port.after = touch
+    world.expect_fails("engine")
+    port.after = nothing
+    world.receiver.advance()
+    world.expect_exact()
+
+
+# Which thread touches weights when. There is no device here: what would be asked of one is recorded, with the thread
+
+
 MAIN, BACKGROUND = "MainThread", "delta-sync-stage"
-SECONDS = 60
 
 
 class Recorded:
@@ -135,9 +291,7 @@ def test_weights_that_were_made_in_inference_mode_are_patched(tmp_path: Path) ->
         with torch.inference_mode():
             parameter.data = parameter.data.clone()
     world.receiver.advance()
-    world.train(1)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(1)
 
 
 @pytest.mark.parametrize("relative", [True, False])
@@ -163,34 +317,20 @@ def test_a_patch_stays_on_the_device_until_its_commit_is_confirmed(relative: boo
     assert sparse.uploaded is None
 
 
-def test_what_is_committed_stays_uploaded_until_all_ranks_have_confirmed(world_of_two: World) -> None:
-    seen: list[tuple[str, bool]] = []
-    world, port = world_of_two, world_of_two.port
-    call = port.call
+def test_what_is_committed_is_confirmed_once_all_ranks_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it stays on the device."""
+    world, during = World(tmp_path, ranks=2), []
+    confirm = UndoLog.confirm
 
-    def watching(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        answers = call(method, arguments)
-        if method == "commit":
-            for rank in port.ranks:
-                for sparse in rank._log._applied[-1].patch.sparse:
-                    sparse.uploaded = to_device(sparse, slice(None), torch.device("cpu"))
-        if method in ("commit", "describe", "trim") and port.ranks[0]._log._applied:
-            patches = [sparse for rank in port.ranks for sparse in rank._log._applied[-1].patch.sparse]
-            seen.append((method, all(sparse.uploaded is not None for sparse in patches)))
-        return answers
+    def noted(log: UndoLog) -> None:
+        during.append(world.port.log[-1])
+        confirm(log)
 
     world.receiver.advance()
     world.train(1)
-    port.call = watching  # type: ignore[method-assign]
+    monkeypatch.setattr(UndoLog, "confirm", noted)
     world.receiver.advance()
-    assert ("commit", True) in seen
-    assert seen[-1] == ("trim", False)
-    assert all(kept for method, kept in seen if method != "trim")
-
-
-@pytest.fixture
-def world_of_two(tmp_path: Path) -> World:
-    return World(tmp_path, ranks=2)
+    assert during == ["trim", "trim"]
 
 
 class Worker:
@@ -231,7 +371,7 @@ class SlowRead:
         def slow(*arguments: Any) -> Fingerprint:
             worker.reading = True
             self.begun.set()
-            assert self.let_go.wait(SECONDS)
+            assert self.let_go.wait(WAIT)
             found = original(*arguments)
             worker.reading = False
             return found
@@ -241,7 +381,7 @@ class SlowRead:
 
 def wait_until_moving(thread: threading.Thread) -> None:
     """Return once a thread is on its way into ``WeightMemory.moving``, and waits there if it has to."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline:
         frame = sys._current_frames().get(thread.ident or 0)
         if frame is not None and frame.f_code is inspect.unwrap(WeightMemory.moving).__code__:
@@ -260,7 +400,7 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     foreign_writers.watch(worker, world.model, rank)
     slow = SlowRead(worker, monkeypatch)
     rank.start("scan", {"tensors": list(range(len(world.tensors)))})
-    assert slow.begun.wait(SECONDS)
+    assert slow.begun.wait(WAIT)
     mover = threading.Thread(target=getattr(worker, call))
     mover.start()
     wait_until_moving(mover)
@@ -268,7 +408,7 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     mover.join(0.2)
     assert mover.is_alive()
     slow.let_go.set()
-    mover.join(SECONDS)
+    mover.join(WAIT)
     assert not mover.is_alive()
     assert not worker.disturbed
     while rank.poll()["running"]:

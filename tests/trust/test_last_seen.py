@@ -9,14 +9,12 @@ import pytest
 
 from tests.support.chains import Chain
 from tests.support.trusted import Trusted, keyring_at
-from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.config import Settings, load_settings
 from vllm_delta_sync.engine import witness as module
 from vllm_delta_sync.engine.rebuild import newest
 from vllm_delta_sync.engine.witness import Witness
-from vllm_delta_sync.errors import ChainError, ExpiredError, ForkError, NotFoundError, ReplayError, SettingsError
+from vllm_delta_sync.errors import ExpiredError, ForkError, NotFoundError, ReplayError, SettingsError
 from vllm_delta_sync.trust.mark import Mark, MarkFile
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.documents import KeyEntry, LastWord
@@ -38,19 +36,16 @@ def test_status_says_what_is_trusted_and_what_was_seen(tmp_path: Path) -> None:
     assert world.receiver.status()["trust"] == nothing
     world.chain.key_file(4, [])
     world.serves(3)
-    mark = {
-        "run": world.chain.run,
-        "keys": 4,
-        "version": 3,
-        "manifest": world.chain.manifests[3].digest,
-        "kept": True,
-    }
+    seen = {"run": world.chain.run, "keys": 4, "version": 3}
+    mark = {**seen, "manifest": world.chain.manifests[3].digest, "kept": True}
     expected = {**nothing, "key_file": 4, "mark": mark, "expires_at": world.chain.expires_at}
     assert world.receiver.status()["trust"] == expected
-    world.settings = {}
+    # Without trusted keys nothing is kept.
+    world.settings = {"state_dir": tmp_path / "unused"}
     world.start()
     world.serves(3)
     assert world.receiver.status()["trust"] is None
+    assert not (tmp_path / "unused").exists()
 
 
 def test_mark_is_kept_before_anything_is_committed(tmp_path: Path) -> None:
@@ -110,6 +105,9 @@ def test_head_that_has_run_out_is_shown(tmp_path: Path, gone: bool, caplog: pyte
             world.receiver.advance()
     status = world.receiver.status()
     assert (status["last_error"]["kind"], status["trust"]["expired"]) == ("expired", True)
+    if not gone:
+        for words in ("HEAD.json has run out at", "this machine's clock says", "or a clock is wrong"):
+            assert words in status["last_error"]["message"]
     assert sum("HEAD.json" in record.message for record in caplog.records) == 1
     world.server.serves(3)
     world.chain.grow(1)
@@ -154,35 +152,23 @@ def test_new_versions_are_refused_where_the_setting_says_so(tmp_path: Path, gone
     world.serves(4)
 
 
-def test_head_of_a_stranger_refuses_as_well(tmp_path: Path) -> None:
-    world = Trusted(tmp_path, expired_head="refuse")
-    world.serves(3)
-    other = world.copied()
-    other.grow(1)
-    other.keyring = world.stranger
-    other.head(4)
-    world.put(other.folder)
-    world.refused("signature")
-    assert world.receiver.status()["head"]["version"] == 4
-    other.keyring = world.trainer
-    other.head(4)
-    world.put(other.folder)
-    world.chain.bits = other.bits
-    world.serves(4)
-
-
-def test_head_of_a_stranger_does_not_stop_what_is_signed(tmp_path: Path) -> None:
-    world = Trusted(tmp_path)
+@pytest.mark.parametrize("setting", ["warn", "refuse"])
+def test_head_of_a_stranger_stops_what_is_signed_only_where_the_setting_says_so(tmp_path: Path, setting: str) -> None:
+    world = Trusted(tmp_path, expired_head=setting)
     world.serves(3)
     world.chain.grow(1)
     true = (world.folder / keys.HEAD_KEY).read_bytes()
     world.chain.keyring = world.stranger
     world.chain.head(4)
     world.chain.keyring = world.trainer
-    with pytest.raises(Exception, match="not trusted"):
-        world.receiver.advance()
-    assert world.receiver.status()["last_error"]["kind"] == "signature"
-    world.server.serves(4)
+    if setting == "refuse":
+        world.refused("signature")
+        assert world.receiver.status()["head"]["version"] == 4
+    else:
+        with pytest.raises(Exception, match="not trusted"):
+            world.receiver.advance()
+        assert world.receiver.status()["last_error"]["kind"] == "signature"
+        world.server.serves(4)
     (world.folder / keys.HEAD_KEY).write_bytes(true)
     world.serves(4)
 
@@ -217,13 +203,8 @@ def test_full_disk_later_does_not_keep_weights_from_being_current(
     world.put(true.folder)
     blocked.rmdir()
     world.serves(4)
-    assert world.receiver.status()["trust"]["mark"] == {
-        "run": world.chain.run,
-        "keys": 0,
-        "version": 4,
-        "manifest": world.chain.manifests[4].digest,
-        "kept": True,
-    }
+    mark = world.receiver.status()["trust"]["mark"]
+    assert (mark["version"], mark["manifest"], mark["kept"]) == (4, world.chain.manifests[4].digest, True)
 
 
 def test_servers_of_a_machine_share_what_they_have_seen(tmp_path: Path) -> None:
@@ -265,24 +246,6 @@ def test_cold_start_honours_the_mark_and_leaves_it(tmp_path: Path) -> None:
     assert file.read_bytes() == kept
 
 
-def test_mark_never_goes_back(tmp_path: Path) -> None:
-    file = MarkFile(tmp_path / "state", "file:///run")
-    assert file.load() is None
-    file.raise_to(Mark("r", 2, 5, "five"))
-    file.raise_to(Mark("r", 1, 4, "four"))
-    assert file.load() == Mark("r", 2, 5, "five")
-    file.raise_to(Mark("r", 3, 4, "four"))
-    assert file.load() == Mark("r", 3, 5, "five")
-    file.raise_to(Mark("r", 1, 6, "six"))
-    assert file.load() == Mark("r", 3, 6, "six")
-    with pytest.raises(ForkError):
-        file.raise_to(Mark("r", 3, 6, "another six"))
-    with pytest.raises(ChainError):
-        file.raise_to(Mark("s", 9, 9, "nine"))
-    assert file.load() == Mark("r", 3, 6, "six")
-    assert (tmp_path / "state").stat().st_mode & 0o77 == 0
-
-
 def test_mark_keeps_whom_it_was_told_to_be_revoked(tmp_path: Path) -> None:
     file = MarkFile(tmp_path, "file:///run")
     file.raise_to(Mark("r", 1, 5, "five"))
@@ -299,64 +262,12 @@ def test_mark_keeps_whom_it_was_told_to_be_revoked(tmp_path: Path) -> None:
             file.load()
 
 
-def test_ancestors_are_read_once(tmp_path: Path) -> None:
-    world = Trusted(tmp_path)
-    world.chain.grow(20)
-    bucket = open_bucket(world.chain.url)
-    read: list[str] = []
-    get = bucket.get
-
-    def counted(key: str, *, max_bytes: int | None = None) -> bytes:
-        read.append(key)
-        return get(key, max_bytes=max_bytes)
-
-    bucket.get = counted  # type: ignore[method-assign]
-    authentic = Authentic(bucket, world.trainer, world.chain.info)
-    read.clear()
-    digests = [manifest.digest for manifest in world.chain.manifests]
-    assert authentic.ancestor(23, digests[23], 10) == digests[10]
-    assert authentic.ancestor(23, digests[23], 12) == digests[12]
-    assert authentic.ancestor(15, digests[15], 5) == digests[5]
-    assert sorted(read) == [keys.version_key(version) for version in range(6, 24)]
-    assert authentic.ancestor(7, digests[7], 7) == digests[7]
-    assert len(read) == 18
-    with pytest.raises(ForkError):
-        authentic.ancestor(9, digests[8], 5)
-    authentic.descends(world.chain.manifests[20], world.chain.manifests[4])
-    fork = world.copied(until=3)
-    fork.grow(1)
-    with pytest.raises(ForkError):
-        authentic.descends(world.chain.manifests[20], fork.manifests[4])
-
-
 def test_default_place_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     assert load_settings({"bucket": "/x"}, {}).state_folder() == tmp_path / "xdg" / "vllm-delta-sync"
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_settings({"bucket": "/x"}, {}).state_folder() == tmp_path / ".local/state/vllm-delta-sync"
-
-
-def test_no_state_is_kept_without_trusted_keys(tmp_path: Path) -> None:
-    world = Trusted(tmp_path)
-    world.settings = {"state_dir": tmp_path / "unused"}
-    world.start()
-    world.serves(3)
-    assert not (tmp_path / "unused").exists()
-
-
-def test_settings_of_keys(tmp_path: Path) -> None:
-    first, second = keyring_at(tmp_path / "a"), keyring_at(tmp_path / "b")
-    both = f"{tmp_path / 'a.pub'}, {tmp_path / 'b.pub'}"
-    assert load_settings({"bucket": "/x", "trusted_keys": both}, {}).keyring().trusted == {first.public, second.public}
-    assert not load_settings({"bucket": "/x"}, {}).keyring().checks
-    for wrong, message in (
-        ("", "names no file"),
-        (str(tmp_path / "c"), "cannot be read"),
-        (str(tmp_path / "a"), "priv"),
-    ):
-        with pytest.raises(SettingsError, match=message):
-            load_settings({"bucket": "/x", "trusted_keys": wrong}, {}).keyring()
 
 
 def test_flood_of_manifests_costs_few_reads(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,52 +83,51 @@ def test_vllm_finds_the_loader_and_hears_of_it_once(caplog: pytest.LogCaptureFix
     assert type(get_model_loader(LoadConfig(load_format="delta_sync"))) is DeltaSyncLoader
 
 
-def test_extra_config_is_refused() -> None:
-    config = LoadConfig(load_format="delta_sync", model_loader_extra_config={"bucket": "/run"})
+def test_nothing_to_load_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = LoadConfig(load_format="delta_sync", model_loader_extra_config={"bucket": "/run"})
     with pytest.raises(SettingsError, match="set DELTA_SYNC_BUCKET"):
-        DeltaSyncLoader(config)
-
-
-def test_no_bucket_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+        DeltaSyncLoader(extra)
     monkeypatch.delenv("DELTA_SYNC_BUCKET", raising=False)
     with pytest.raises(SettingsError, match="set DELTA_SYNC_BUCKET"):
         _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).run
-
-
-def test_no_run(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTA_SYNC_BUCKET", url)
     with pytest.raises(NotFoundError, match="start a publisher there, or check the URL"):
         _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).run
-
-
-def test_no_version_yet(url: str) -> None:
     RunWriter(open_bucket(url), table())
     with pytest.raises(NotFoundError, match=r"has no version to load: .*; start its publisher first"):
         newest(open_run(url))
 
 
-def test_every_kind_of_object_up_to_the_head(path: Path) -> None:
-    assert_version(str(path), HEAD)
+def without_manifests(path: Path) -> None:
+    for version in (4, 5):
+        (path / keys.version_key(version)).write_bytes(b"{")
 
 
-def test_a_damaged_manifest_leaves_the_version_before(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (path / keys.version_key(4)).write_bytes(b"{")
-    (path / keys.version_key(5)).write_bytes(b"{")
-    assert_version(str(path), 3)
-    assert "what follows version 3 cannot be used" in caplog.text
-
-
-def test_a_damaged_delta_leaves_the_version_before(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    damage(path, 3)
-    assert_version(str(path), 2)
-    assert "version 5 cannot be used, starting with version 2: object" in caplog.text
-
-
-def test_a_damaged_anchor_leaves_nothing(path: Path) -> None:
-    damage(path, 0)
-    run = open_run(str(path))
-    with pytest.raises(DigestError, match="damaged"):
-        rebuild(run, newest(run), "/nowhere")
+@pytest.mark.parametrize(
+    ("spoil", "version", "words"),
+    [
+        pytest.param(lambda path: None, HEAD, "", id="every kind of object up to the head"),
+        pytest.param(without_manifests, 3, "what follows version 3 cannot be used", id="damaged manifest"),
+        pytest.param(
+            lambda path: damage(path, 3),
+            2,
+            "version 5 cannot be used, starting with version 2: object",
+            id="damaged delta",
+        ),
+        pytest.param(lambda path: damage(path, 0), None, "damaged", id="damaged anchor"),
+    ],
+)
+def test_damage_leaves_the_version_before(
+    path: Path, spoil: Callable[[Path], None], version: int | None, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(path)
+    if version is None:
+        run = open_run(str(path))
+        with pytest.raises(DigestError, match=words):
+            rebuild(run, newest(run), "/nowhere")
+    else:
+        assert_version(str(path), version)
+        assert words in caplog.text
 
 
 def test_the_newest_anchor_is_enough(url: str, tmp_path: Path) -> None:
@@ -142,33 +142,21 @@ def test_the_newest_anchor_is_enough(url: str, tmp_path: Path) -> None:
     assert_version(url, 2)
 
 
-def test_the_base_where_the_run_says(url: str, tmp_path: Path) -> None:
+def test_the_base_where_the_run_says_or_in_the_model_folder(url: str, tmp_path: Path) -> None:
     base = checkpoint(tmp_path / "base", versions()[0])
     reference_run(url, base)
     bare = tmp_path / "bare"
     bare.mkdir()
     assert_version(url, 1, str(bare))
     assert_version(url, 1, "org/name")
-
-
-def test_the_base_in_the_model_folder(url: str, tmp_path: Path) -> None:
-    reference_run(url, tmp_path / "gone")
-    assert_version(url, 1, str(checkpoint(tmp_path / "model", versions()[0])))
-
-
-def test_the_base_is_nowhere(url: str, tmp_path: Path) -> None:
-    reference_run(url, tmp_path / "gone")
     run = open_run(url)
-    with pytest.raises(NotFoundError, match=r"gone'.*'org/name' holds no safetensors; put the original checkpoint's"):
-        rebuild(run, newest(run), "org/name")
-
-
-def test_the_model_folder_holds_another_checkpoint(url: str, tmp_path: Path) -> None:
-    reference_run(url, checkpoint(tmp_path / "base", versions()[0]))
     other = checkpoint(tmp_path / "other", versions()[1])
-    run = open_run(url)
     with pytest.raises(FingerprintError, match=r"other' is not the one that the run started from"):
         rebuild(run, newest(run), str(other))
+    base.rename(tmp_path / "model")
+    assert_version(url, 1, str(tmp_path / "model"))
+    with pytest.raises(NotFoundError, match=r"base'.*'org/name' holds no safetensors; put the original checkpoint's"):
+        rebuild(run, newest(run), "org/name")
 
 
 def test_drain_gives_memory_back_as_it_goes(path: Path) -> None:
@@ -224,6 +212,5 @@ def test_the_run_of_a_standing_order_is_loaded(path: Path, tmp_path: Path, monke
     OrderFile(settings).save(Order(setting="head", bucket=str(beside)))
     monkeypatch.setenv("DELTA_SYNC_BUCKET", str(path))
     monkeypatch.setenv("DELTA_SYNC_STATE_DIR", str(settings.state_dir))
-    assert (
-        DeltaSyncLoader(LoadConfig(load_format="delta_sync")).chosen()[0].bucket.url == open_run(str(beside)).bucket.url
-    )
+    run, _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).chosen()
+    assert run.bucket.url == open_run(str(beside)).bucket.url
