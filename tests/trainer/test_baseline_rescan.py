@@ -8,22 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import FingerprintError, PublishError, UsageError
 from vllm_delta_sync.wire.documents import anchor_key
 from vllm_delta_sync.wire.state import ModelState
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 def flip(publisher: Publisher, name: str, element: int = 5) -> None:

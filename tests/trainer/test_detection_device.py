@@ -1,14 +1,13 @@
 """Change detection on a device with plain torch operations, which run on the CPU as well; and a baseline there."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.detection import NAME, Difference, compared, disturbed, expected, served
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
 from trainer_side import Gate, Publisher, baseline, detection_device
 from trainer_side.detection import Detector
 from trainer_side.detection_held import DeviceHeld, Held, HostHeld, Place, placed
@@ -91,11 +90,6 @@ def test_bits_are_placed_where_they_are_compared() -> None:
     back = placed(device_held(host.bits), "w", here, "device")
     assert isinstance(back, HostHeld)
     assert np.array_equal(back.bits, host.bits)
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
 
 
 def as_if_on_a_device(held: Held, name: str, device: torch.device, place: Place) -> Held:

@@ -1,27 +1,16 @@
 """Two publishers on one run: whoever comes later has it, and nothing of either is lost or mixed up."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError
 from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, Claim, claim_key
 from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, Head, version_key
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 class Once:

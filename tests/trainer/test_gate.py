@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.gating import keeper, marks, refused
-from tests.trainer.faults.hooks import Hooked, Trainer, assert_holds
+from tests.support.publishers import Hooked, Trainer, assert_holds
 from trainer_side import Gate, Publisher
 from vllm_delta_sync.errors import GateError, UsageError
 from vllm_delta_sync.torch_bits import TORCH_DTYPES
@@ -19,16 +19,6 @@ from vllm_delta_sync.wire.floats import count_nonfinite, has_values, values_of
 
 NAN, INF = math.nan, math.inf
 REAL = [name for name, element in DTYPES.items() if has_values(element)]
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """Versions that the gate marks: for how long, what they are compared with, and what a resumed run makes of them."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.gating import keeper, marks, refused
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
 from tests.support.publishing import damage
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, PublishError, StoreError
@@ -18,16 +17,6 @@ from vllm_delta_sync.wire.manifest import Quarantine
 
 NAN, INF = math.nan, math.inf
 MARK = Gate(action="quarantine")
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 def test_quarantined_version_is_published_with_its_reasons(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.architectures import same_bits
 from tests.support.gating import keeper
-from tests.trainer.faults.hooks import FailAt, Hooked
+from tests.support.publishers import FailAt, Hooked
 from trainer_side import Gate, Publisher
 from trainer_side.gatekeeper import Difference, Gatekeeper
 from vllm_delta_sync import open_run

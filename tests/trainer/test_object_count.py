@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.trainer.faults.hooks import Hooked
+from tests.support.publishers import Hooked
 from trainer_side import Publisher
 from vllm_delta_sync.errors import LimitError, PublishError
 from vllm_delta_sync.wire import limits
@@ -24,11 +24,6 @@ MESSAGE = (
 
 def no_object(key: str) -> None:
     assert not key.startswith("objects/"), "something was uploaded"
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
 
 
 @pytest.fixture

@@ -1,31 +1,20 @@
 """Codec ``context`` on the publishing side, and ``auto`` over stores of different speed."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
 from tests.support.publishing import damage
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
 from trainer_side import Gate, Publisher
 from trainer_side.baseline import Baseline
 from trainer_side.encoding import Before
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.errors import PublishError, UsageError
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 def publish(publisher: Publisher, trainer: Trainer, history: list[dict[str, torch.Tensor]]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.faults.hooks import Hooked, Trainer, assert_holds, nothing
+from tests.support.publishers import Hooked, Trainer, assert_holds, nothing
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
@@ -30,11 +30,6 @@ class Paused(Hooked):
         self.here.set()
         assert self.go.wait(60)
         super().delete(key)
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
 
 
 def test_object_that_is_removed_before_its_manifest_is_there_is_put_again(

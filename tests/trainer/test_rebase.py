@@ -2,12 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
 from trainer_side import Publisher
 from trainer_side.worker import Job
 from vllm_delta_sync import open_run
@@ -16,16 +15,6 @@ from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.manifest import Manifest
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 def publish(publisher: Publisher, trainer: Trainer, times: int) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.faults.hooks import Hooked, Trainer, assert_holds
+from tests.support.publishers import Hooked, Trainer, assert_holds
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import creation
@@ -42,11 +42,6 @@ class Late:
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
     monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.01)
     return Shared(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 def changed(document: type[Document], **fields: str) -> Callable[[bytes], bytes]:

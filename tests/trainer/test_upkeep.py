@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.faults.hooks import FailAt, Hook, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hook, Hooked, Trainer, assert_holds
 from trainer_side import Publisher
 from trainer_side.upkeep import THREAD_NAME
 from vllm_delta_sync import open_run
@@ -40,11 +40,6 @@ class Watched(Hooked):
 @pytest.fixture
 def bucket(tmp_path: Path) -> Watched:
     return Watched(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 def publish(publisher: Publisher, trainer: Trainer, times: int) -> None:

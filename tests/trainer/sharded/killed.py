@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.trainer.faults.hooks import Hooked
+from tests.support.publishers import Hooked
 from tests.trainer.sharded.training import sharded, whole_tensors
 from trainer_side import Publisher
 from vllm_delta_sync import open_run

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
-from tests.trainer.faults.hooks import FailAt, Hooked, nothing
+from tests.support.publishers import FailAt, Hooked, nothing
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.training import Mixed, make, sharded, whole_tensors
 from trainer_side import Gate, Publisher
