@@ -1,4 +1,4 @@
-"""A publisher whose store fails at any step, or gives back other bytes: a version is durable and whole, or not there."""
+"""A publisher whose store fails or gives back other bytes, at any step: a version is durable and whole, or not there."""
 
 import threading
 import time
