@@ -85,6 +85,23 @@ class Hooked(Bucket):
         self._inner.delete(key)
 
 
+class Late(Hooked):
+    """A bucket that takes one manifest long after it has said that it failed."""
+
+    late: tuple[str, bytes | Path] | None = None
+    holds_back = False
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        if self.holds_back and key.startswith("versions/"):
+            self.late, self.holds_back = (key, data), False
+            raise StoreError("injected: late")
+        super().put(key, data, if_absent=if_absent)
+
+    def arrive(self) -> None:
+        assert self.late is not None
+        self.put(*self.late, if_absent=True)
+
+
 class FailAt:
     """Raises once, for the first key that begins as given."""
 
@@ -159,10 +176,11 @@ def assert_stopped(publisher: Publisher, match: str) -> None:
     publisher.close()
 
 
-def flip(publisher: Publisher, name: str, element: int = 5) -> None:
+def flip(publisher: Publisher, tensor: str | int, element: int = 5) -> None:
     """One bit of the baseline changes, as in a bad memory cell; no public door leads there."""
     baseline = publisher._committer.baseline
-    baseline.bits(baseline.table.index(name))[element] ^= 1
+    number = baseline.table.index(tensor) if isinstance(tensor, str) else tensor
+    baseline.bits(number)[element] ^= 1
 
 
 def assert_holds(bucket: Bucket, version: int, expected: Weights) -> None:

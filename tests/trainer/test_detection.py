@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.detection import NAME, Difference, check, compared, disturbed, expected, served, tensor_of
@@ -123,7 +123,6 @@ def test_layouts_and_conversions(
 
 
 @given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
 def test_boxes_make_up_the_shape(shape: list[int], most: int) -> None:
     flat = np.arange(math.prod(shape)).reshape(shape)
     following = 0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError
@@ -28,22 +28,6 @@ class Once:
 
 def epochs(bucket: Hooked) -> list[int]:
     return [manifest.epoch for manifest in open_run(bucket.url).log()]
-
-
-def assert_stopped(publisher: Publisher, match: str) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: publisher.publish(step=99),
-        publisher.flush,
-        lambda: publisher.rebase(0),
-        publisher.rescan,
-        publisher.anchor,
-        lambda: publisher.tag("x"),
-        publisher.close,
-    ]
-    for call in calls:
-        with pytest.raises(ConflictError, match=match):
-            call()
-    publisher.close()
 
 
 def test_former_writer_is_stopped_and_leaves_no_trace_in_the_chain(bucket: Hooked, trainer: Trainer) -> None:
@@ -232,9 +216,7 @@ def test_looking_for_a_newer_writer_costs_one_get_and_one_stat(bucket: Hooked, t
     looked: list[str] = []
     with Publisher(trainer.live, bucket) as publisher:
         bucket.reading, bucket.looking = read.append, looked.append
-        trainer.step()
-        publisher.publish(step=1)
-        publisher.flush()
+        publish(publisher, trainer)
     assert read == [RUN_KEY, HEAD_KEY]
     assert [key for key in looked if not key.startswith("objects/")] == [claim_key(1)]
 

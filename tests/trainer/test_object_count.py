@@ -1,16 +1,14 @@
 """Objects too small for a model are refused before any of them is uploaded."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.support.publishers import Hooked
 from trainer_side import Publisher
-from vllm_delta_sync.errors import LimitError, PublishError
+from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.anchor import shard_tables
 from vllm_delta_sync.wire.changes import Changes, Full
@@ -37,22 +35,6 @@ def test_a_full_snapshot_of_too_many_objects(bucket: Hooked, live: dict[str, tor
     with pytest.raises(LimitError, match=MESSAGE):
         Publisher(live, bucket, shard_bytes=1)
     assert list(bucket.list()) == []
-
-
-def test_a_delta_or_an_anchor_of_too_many_objects(
-    bucket: Hooked, live: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    (tmp_path / "base").mkdir()
-    save_file(live, tmp_path / "base" / "model.safetensors")
-    publisher = Publisher(live, bucket, base=str(tmp_path / "base"), shard_bytes=1, fold=False)
-    bucket.before = no_object
-    with pytest.raises(LimitError, match=MESSAGE):
-        publisher.anchor()
-    for tensor in live.values():
-        tensor += 1
-    publisher.publish(step=1)
-    with pytest.raises(PublishError, match=MESSAGE):
-        publisher.close()
 
 
 def test_the_size_that_is_advised_is_large_enough() -> None:

@@ -1,4 +1,4 @@
-"""A publisher whose store fails or gives back other bytes, at any step: a version is durable and whole, or not there."""
+"""A publisher whose store fails or gives back other bytes, anywhere: a version is durable and whole, or not there."""
 
 import threading
 import time
@@ -12,7 +12,9 @@ import torch
 from tests.support.publishers import (
     FailAt,
     Hooked,
+    Late,
     Trainer,
+    assert_history,
     assert_holds,
     assert_stopped,
     expect_failure,
@@ -47,9 +49,7 @@ def test_failed_version_is_taken_back_and_its_changes_go_out_with_the_next(
     at: str, told_by: str, bucket: Hooked, trainer: Trainer
 ) -> None:
     with Publisher(trainer.live, bucket) as publisher:
-        trainer.step()
-        publisher.publish(step=1)
-        publisher.flush()
+        publish(publisher, trainer)
         failure = bucket.before = FailAt(at)
         trainer.step()
         result = publisher.publish(step=2)
@@ -140,8 +140,7 @@ def test_fate_of_a_manifest_is_looked_up_once_the_store_is_back(
         bucket.reading = unreachable
         trainer.step()
         publisher.publish(step=1)
-        with pytest.raises(PublishError, match="is not known"):
-            publisher.flush()
+        expect_failure(publisher, "is not known")
         trainer.step()
         with pytest.raises(PublishError, match="is not known"):
             publisher.publish(step=2)
@@ -234,11 +233,10 @@ def test_a_notice_goes_out_before_head_is_written(bucket: Hooked, trainer: Train
                 while key == HEAD_KEY and heard[-1:] != [1] and time.monotonic() < deadline:
                     notice = subscriber.receive(1.0)
                     heard.append(None if notice is None else notice.version)
+                    assert notice is None or notice.manifest == open_run(bucket.url).manifest(notice.version).digest
 
             bucket.before = listen
-            trainer.step()
-            publisher.publish(step=1)
-            publisher.flush()
+            publish(publisher, trainer)
     assert heard[-1:] == [1]
     assert open_run(bucket.url).head().version == 1
 
@@ -339,8 +337,7 @@ def test_object_that_reads_back_otherwise_is_never_committed(spoiled: Spoiled, t
         spoiled.prefix, spoiled.times = "objects/", 1
         trainer.step()
         publisher.publish(step=1)
-        with pytest.raises(PublishError, match="reads back with another SHA-256"):
-            publisher.flush()
+        expect_failure(publisher, "reads back with another SHA-256")
         assert open_run(spoiled.url).head().version == 0
         publisher.publish(step=2)
     assert open_run(spoiled.url).verify().head == 1
@@ -361,8 +358,7 @@ def test_manifest_that_cannot_be_written_right_is_not_durable(spoiled: Spoiled, 
     spoiled.prefix, spoiled.times = "versions/", 2
     trainer.step()
     publisher.publish(step=1)
-    with pytest.raises(PublishError, match="reads back otherwise than written"):
-        publisher.flush()
+    expect_failure(publisher, "reads back otherwise than written")
     assert publisher.version == 0
     publisher.publish(step=2)
     with pytest.raises(DeltaSyncError):
@@ -377,3 +373,35 @@ def test_version_0_is_read_back_too(at: str, spoiled: Spoiled, trainer: Trainer)
     spoiled.prefix, spoiled.times = at, 2
     with pytest.raises(StoreError if at == "objects/" else PublishError):
         Publisher(trainer.live, spoiled, read_back=True)
+
+
+def test_own_manifest_that_arrives_late_is_gone_on_from(trainer: Trainer, tmp_path: Path) -> None:
+    late = Late(tmp_path / "run")
+    with Publisher(trainer.live, late) as publisher:
+        history = publish(publisher, trainer)
+        late.holds_back = True
+        trainer.step()
+        publisher.publish(step=2, wait=True)
+        expect_failure(publisher, "late")
+        history.append(trainer.copy())
+        late.arrive()
+        trainer.step()
+        publisher.publish(step=3, wait=True)
+        expect_failure(publisher, "earlier try")
+        assert publisher.publish(step=3, wait=True).version == 3
+        history.append(trainer.copy())
+    assert_history(late, history)
+
+
+def test_head_is_written_no_more_often_than_the_store_takes_it(bucket: Hooked, trainer: Trainer) -> None:
+    bucket.overwrite_seconds = 60.0
+    written: list[str] = []
+    bucket.before = written.append
+    with Publisher(trainer.live, bucket) as publisher:
+        for _ in range(5):
+            publish(publisher, trainer)
+        assert written.count(HEAD_KEY) == 1
+        head, _ = open_run(bucket.url).reachable_head()
+        assert head.version == 5
+    assert written.count(HEAD_KEY) == 2
+    assert open_run(bucket.url).head().version == 5

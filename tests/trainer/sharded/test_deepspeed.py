@@ -19,12 +19,18 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.torch_shards import is_sharded
 
 
-def prepare() -> Any:
-    """DeepSpeed on a CPU; it would compile a faster all-reduce when it is used first, gloo's does."""
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
+def deepspeed_on_cpu() -> Any:
+    """DeepSpeed; it would compile a faster all-reduce when it is used first, gloo's does."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def prepare() -> Any:
+    os.environ["LOCAL_RANK"] = "0"
+    deepspeed = deepspeed_on_cpu()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     return deepspeed
 
