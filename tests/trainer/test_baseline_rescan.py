@@ -40,9 +40,7 @@ def test_fingerprints_are_kept_up_to_date(bucket: Hooked, trainer: Trainer) -> N
 
 @pytest.mark.parametrize("changed_too", [False, True])
 @pytest.mark.parametrize("name", ["a", "b", "c"])
-def test_damage_is_found_before_the_version_is_written(
-    name: str, changed_too: bool, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_damage_is_found_before_it_is_written(name: str, changed_too: bool, bucket: Hooked, trainer: Trainer) -> None:
     """Whether the training step overwrites the damaged element or not: the diff was made against wrong bits."""
     with Publisher(trainer.live, bucket) as publisher:
         publish(publisher, trainer)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.edges import assert_versions
 from tests.support.publishers import (
     FailAt,
     Hooked,
@@ -21,7 +20,7 @@ from tests.support.publishers import (
     flip,
     publish,
 )
-from tests.support.publishing import damage
+from tests.support.publishing import assert_versions, damage
 from tests.support.samples import CONTEXT
 from trainer_side import Gate, Publisher
 from trainer_side import link as module

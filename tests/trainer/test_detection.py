@@ -152,9 +152,7 @@ def test_more_chunks_than_there_is_room_for() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float16])
-def test_any_number_of_threads_finds_the_same(
-    given: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_count_of_threads_finds_the_same(given: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "PARALLEL_ELEMENTS", 1)
     detector = Detector(threads)
     try:

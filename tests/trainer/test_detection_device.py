@@ -99,9 +99,7 @@ def test_bits_are_placed_where_they_are_compared() -> None:
 
 
 @pytest.mark.parametrize("gate", [None, Gate(max_changed_share=0.9)])
-def test_a_publisher_with_its_baseline_on_a_device(
-    gate: Gate | None, bucket: Hooked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_baseline_on_a_device(gate: Gate | None, bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
     placed_on_device: dict[str, DeviceHeld] = {}
 
     def as_if_on_a_device(held: Held, name: str, device: torch.device, place: Place) -> Held:
@@ -180,10 +178,7 @@ def interrupted(number: int, work: Callable[[], object]) -> bool:
     ("hold", "size"), [(HostHeld, 2 * CHUNK_ELEMENTS + 300), (device_held, 500)], ids=["host", "device"]
 )
 def test_interrupt_at_any_line(
-    hold: Callable[[np.ndarray], Held],
-    size: int,
-    given: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    hold: Callable[[np.ndarray], Held], size: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Element 0 changed too: where a note counts it twice, or its room is taken for entries, it comes out wrong."""
     monkeypatch.setattr(segments, "ROOM", CHUNK_ELEMENTS)

@@ -217,9 +217,7 @@ def test_what_a_base_came_with_is_no_reason(tmp_path: Path, bucket: Hooked, capl
 MARK = Gate(action="quarantine")
 
 
-def test_quarantined_version_is_published_with_its_reasons(
-    bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_quarantine_has_its_reasons(bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
     with Publisher(trainer.live, bucket, gate=MARK) as publisher:
         trainer.step()
         trainer.live["b"][1, 1] = NAN
@@ -340,9 +338,7 @@ def test_wider_bounds_or_no_gate_end_quarantine(bucket: Hooked) -> None:
     assert marks(bucket) == [0, 0, 0, 3, 4]
 
 
-def test_resume_where_the_sound_version_is_lost(
-    bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resume_where_the_sound_one_is_lost(bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
     with Publisher(trainer.live, bucket, gate=MARK, fold=False) as publisher:
         trainer.live["a"][5] = NAN
         publisher.publish(1)

@@ -186,9 +186,7 @@ class Paused(Hooked):
         super().delete(key)
 
 
-def test_object_that_is_removed_before_its_manifest_is_there_is_put_again(
-    bucket: Hooked, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_object_removed_before_its_manifest_is_put_again(bucket: Hooked, caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer()
     removed: list[str] = []
 

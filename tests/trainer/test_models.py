@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, same_bits, train
-from tests.support.edges import assert_versions, published
-from tests.support.publishing import Tensors, snapshot
+from tests.support.publishing import Tensors, assert_versions, published, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.chain import Run
@@ -26,14 +25,20 @@ def changed_tensors(run: Run, version: int) -> set[str]:
 
 
 def followed(
-    model: nn.Module, url: str, optimizer: torch.optim.Optimizer, before: Callable[[int], object], steps: int = 3
+    model: nn.Module,
+    url: str,
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[int], object] = lambda step: None,
+    steps: int = 3,
+    whole: Any = None,
 ) -> tuple[Run, list[Tensors]]:
-    """Train and publish; every version is what the model held at its moment."""
+    """Train and publish the model, or ``whole`` around it; every version is what the model held at its moment."""
+    whole = model if whole is None else whole
     history = [published(model)]
-    with Publisher(model, url) as publisher:
+    with Publisher(whole, url) as publisher:
         for step in range(1, steps + 1):
             before(step)
-            train(model, optimizer)
+            train(whole, optimizer)
             publisher.publish(step, wait=True)
             history.append(published(model))
     return assert_versions(url, history), history
@@ -218,7 +223,7 @@ def test_averaged_weights_are_published_while_others_train(form: str, url: str) 
 def test_optimizers_that_step_all_at_once(optimizer: type[torch.optim.Optimizer], kind: str, url: str) -> None:
     model = Plain()
     stepping = optimizer(model.parameters(), **{"lr": 1e-2, kind: True})  # type: ignore[arg-type]
-    run, _ = followed(model, url, stepping, lambda step: None)
+    run, _ = followed(model, url, stepping)
     assert run.manifest(3).changed > 0
 
 
@@ -232,7 +237,7 @@ def test_optimizer_that_writes_weights_after_its_step(url: str) -> None:
             weight.data.clamp_(-0.5, 0.5)
 
     optimizer.register_step_post_hook(clamp)
-    _, history = followed(model, url, optimizer, lambda step: None, 1)
+    _, history = followed(model, url, optimizer, steps=1)
     assert float(history[1]["embed.weight"].abs().max()) <= 0.5
 
 
@@ -249,15 +254,7 @@ def test_wrapped_models_have_the_names_of_the_model_inside(wrapper: str, url: st
         whole = nn.DataParallel(whole)
     if wrapper.startswith("compiled") and wrapper != "compiled in place":
         whole = torch.compile(whole, backend="eager")
-    names = [name for name in model.state_dict() if name != "lm_head.weight"]
-    optimizer = adamw(model, 1e-2)
-    history = [snapshot({name: model.state_dict()[name] for name in names})]
-    with Publisher(whole, url) as publisher:
-        for step in range(1, 3):
-            train(whole, optimizer)
-            publisher.publish(step, wait=True)
-            history.append(snapshot({name: model.state_dict()[name] for name in names}))
-    assert_versions(url, history)
+    followed(model, url, adamw(model, 1e-2), steps=2, whole=whole)
 
 
 # Two in one process

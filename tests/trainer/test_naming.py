@@ -34,9 +34,7 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
-def test_transformers_model_is_read_as_it_is_saved_and_not_copied(
-    build: Callable[[], PreTrainedModel], tmp_path: Path
-) -> None:
+def test_models_are_read_as_saved_and_not_copied(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     model = build()
     live = live_tensors(model)
     expected = saved(model, tmp_path / "before")

@@ -14,8 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests.support.architectures import Plain, adamw, qwen3, qwen3_moe, same_bits, saved, train
-from tests.support.edges import assert_versions, published
-from tests.support.publishing import Tensors, assert_holds, snapshot
+from tests.support.publishing import Tensors, assert_holds, assert_versions, published, snapshot
 from trainer_side import Publisher, PublishResult
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket

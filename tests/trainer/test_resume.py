@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.architectures import adamw, qwen3, same_bits, saved, train
-from tests.support.edges import assert_versions
-from tests.support.publishing import Tensors, assert_holds, damage, keys, snapshot
+from tests.support.publishing import Tensors, assert_holds, assert_versions, damage, keys, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import ObjectInfo, open_bucket
@@ -131,9 +130,7 @@ def test_model_that_does_not_fit_is_refused_before_anything_is_claimed(case: str
     assert keys(url) == before
 
 
-def test_tensors_that_the_model_does_not_hold_keep_the_heads_bits(
-    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensors_not_in_the_model_keep_their_bits(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = qwen3()
     base = saved(model, tmp_path / "base") | {"mtp.weight": torch.randn(50).half()}
     save_file(base, tmp_path / "base" / "model.safetensors")
@@ -191,7 +188,7 @@ LOST += ["every manifest damaged"]
 
 @pytest.mark.parametrize("case", LOST)
 @pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
-def test_run_whose_head_is_lost_begins_anew_behind_it(
+def test_lost_head_is_begun_anew_behind(
     case: str, shard_bytes: int, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     live, history = published(url, 3, fold=False)

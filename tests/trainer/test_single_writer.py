@@ -147,9 +147,7 @@ def test_a_start_that_lost_its_run_json_late_removes_nothing_of_the_other(shared
     assert found[0].startswith("objects/")
 
 
-def test_a_store_that_is_exclusive_waits_for_nothing(
-    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exclusive_stores_wait_for_nothing(tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(creation, "SETTLING_SECONDS", -1)
     bucket = Hooked(tmp_path / "run")
     Publisher(trainer.live, bucket).close()

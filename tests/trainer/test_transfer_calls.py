@@ -214,9 +214,7 @@ def test_a_failure_is_raised_and_made_up_for(url: str, base: Path, weights: Weig
     assert_holds(open_run(url), 1, weights.served, base)
 
 
-def test_training_may_go_on_where_a_store_is_down(
-    url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_goes_on_if_wanted(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
     with open_bucket(url) as store, caplog.at_level(logging.WARNING, "trainer_side.reports"):
         bucket = HeldBucket(store)
         transfer = DeltaWeightTransfer(bucket, base, stop_on_error=False)
@@ -274,9 +272,7 @@ def test_a_send_that_breaks_off_leaves_nothing_behind(
     assert_holds(open_run(url), 1, weights.served, base)
 
 
-def test_the_end_does_not_hide_the_error_before(
-    url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_hides_no_error(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
     with open_bucket(url) as store:
         bucket = HeldBucket(store)
         transfer = DeltaWeightTransfer(bucket, base)

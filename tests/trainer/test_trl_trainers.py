@@ -103,9 +103,7 @@ def test_each_step_is_a_version_with_the_policys_weights(
         assert all("reward" in line for _, line in logged.lines if "loss" in line)
 
 
-def test_the_lines_of_the_documentation(
-    model: PreTrainedModel, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documentation(model: PreTrainedModel, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
     lines = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "SFTTrainer(" in block)
     base.rename(tmp_path / "Qwen3-0.6B")

@@ -38,9 +38,7 @@ def refused(match: str, bucket: Bucket, resume: bool = True) -> None:
         ("after", RUN_KEY), ("after", TABLE_KEY), ("after", "objects/"),
     ],
 )  # fmt: skip
-def test_failed_start_gives_its_url_back(
-    hook: str, at: str, error: BaseException, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_failed_start_frees_its_url(hook: str, at: str, error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
     """Whether the write that failed is there or not; what is not the publisher's stays."""
     bucket.put("notes/ours.txt", b"")
     failure = FailAt(at, error)
@@ -148,9 +146,7 @@ def test_start_of_another_model_is_replaced_too(bucket: Hooked, trainer: Trainer
 
 
 @pytest.mark.parametrize(("when", "fails"), [("before", False), ("before", True), ("after", True)])
-def test_start_that_is_overtaken_ends_and_leaves_the_other_run(
-    when: str, fails: bool, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_overtaken_start_ends_and_spares_the_other(when: str, fails: bool, bucket: Hooked, trainer: Trainer) -> None:
     again = Hooked(bucket.folder)
 
     def overtake(key: str) -> None:
@@ -186,9 +182,7 @@ def test_only_what_was_seen_is_replaced(bucket: Hooked, trainer: Trainer, tmp_pa
 
 
 @pytest.mark.parametrize("look", [2, 3])
-def test_start_that_comes_to_its_version_after_all_keeps_its_run(
-    look: int, bucket: Hooked, trainer: Trainer, tmp_path: Path
-) -> None:
+def test_start_that_succeeds_late_keeps_its_run(look: int, bucket: Hooked, trainer: Trainer, tmp_path: Path) -> None:
     """It does so before the other removes what it has written, or while that is done."""
     Publisher(trainer.live, bucket).close()
     (bucket.folder / "HEAD.json").unlink()

@@ -123,9 +123,7 @@ def test_manifest_that_was_written_before_the_store_failed_counts(bucket: Hooked
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_fate_of_a_manifest_is_looked_up_once_the_store_is_back(
-    written: bool, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_fate_of_a_manifest_is_looked_up_afterwards(written: bool, bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket) as publisher:
         if written:
             bucket.after = FailAt("versions/")

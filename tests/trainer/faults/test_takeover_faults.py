@@ -65,9 +65,7 @@ def test_resuming_cut_short_leaves_the_run_as_it_was(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("injected")])
-def test_claim_that_is_left_fences_the_former_writer_only(
-    error: BaseException, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_claim_that_is_left_fences_the_former_writer(error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
     begin(bucket, trainer)
     bucket.after = FailAt(CLAIMS_PREFIX, error)
     with pytest.raises(type(error)):
@@ -119,9 +117,7 @@ def test_beginning_anew_cut_short_leaves_the_run_as_it_was(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("injected")])
-def test_new_beginning_that_was_written_before_the_end_counts(
-    error: BaseException, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_new_beginning_that_was_written_counts(error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
     begin(bucket, trainer)
     damage(bucket.url, version_key(2))
     bucket.after = FailAt("versions/", error)
@@ -134,9 +130,7 @@ def test_new_beginning_that_was_written_before_the_end_counts(
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_new_beginning_whose_fate_is_not_known_is_found_or_made_again(
-    written: bool, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_new_beginning_of_unknown_fate_is_found_or_made_again(written: bool, bucket: Hooked, trainer: Trainer) -> None:
     begin(bucket, trainer)
     damage(bucket.url, version_key(2))
     setattr(bucket, "after" if written else "before", FailAt("versions/"))

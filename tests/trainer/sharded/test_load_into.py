@@ -243,9 +243,7 @@ def test_sharded_modules_are_filled(size: int, nursery: Nursery, url: str) -> No
 
 
 @SIZES
-def test_models_made_without_memory_and_state_dicts_are_filled_or_left_alone(
-    size: int, nursery: Nursery, url: str
-) -> None:
+def test_models_without_memory_and_state_dicts_are_filled(size: int, nursery: Nursery, url: str) -> None:
     for found in nursery.run(size, load_others, url=url):
         kinds = {found[name][0] for name in ("meta", "shape", "dtype", "extra", "absent")}
         assert kinds == {TensorMismatchError.kind}

@@ -63,9 +63,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "how", "size", "codec"), CASES)
-def test_ranks_publish_what_one_process_would(
-    kind: str, how: str, size: int, codec: str, nursery: Nursery, tmp_path: Path
-) -> None:
+def test_ranks_publish_as_one(kind: str, how: str, size: int, codec: str, nursery: Nursery, tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     said = nursery.run(size, publish_both, url=url, kind=kind, how=how, codec=codec)
     together, alone = open_run(url), open_run(f"{url}-alone")
@@ -121,9 +119,7 @@ def go_on(rank: int, size: int, url: str, base: str | None) -> list[Any]:
         pytest.param("reference", [4, 2, 1, 4], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_with_another_number_of_ranks(
-    kind: str, sizes: list[int], nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_fewer_or_more_ranks(kind: str, sizes: list[int], nursery: Nursery, tmp_path: Path) -> None:
     url, base = str(tmp_path / "run"), tmp_path / "base"
     base.mkdir()
     tensors = make("mixed").state_dict()
