@@ -24,6 +24,11 @@ def nothing(key: str) -> None:
     return None
 
 
+def left_to_the_test(key: str) -> None:
+    """For ``Hooked.upkeep``: the publisher makes no anchor and no merged delta of its own."""
+    raise StoreError("left to the test")
+
+
 def logs(frame: FrameType | None) -> bool:
     """Whether Python's logging is at work there.
 
@@ -167,7 +172,7 @@ def expect_failure(publisher: Publisher, match: str) -> PublishError:
 def assert_stopped(publisher: Publisher, match: str) -> None:
     """Another writer has the run: every call says so, and the publisher can still be closed."""
     calls: list[Callable[[], object]] = [
-        lambda: publisher.publish(step=99), publisher.flush, lambda: publisher.rebase(0), publisher.rescan,
+        publisher.flush, lambda: publisher.publish(step=99), lambda: publisher.rebase(0), publisher.rescan,
         publisher.anchor, lambda: publisher.tag("x"), publisher.close,
     ]  # fmt: skip
     for call in calls:

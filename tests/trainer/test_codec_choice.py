@@ -18,6 +18,7 @@ from tests.support.publishers import (
     assert_holds,
     expect_failure,
     flip,
+    left_to_the_test,
     publish,
 )
 from tests.support.publishing import assert_versions, damage
@@ -198,7 +199,8 @@ def test_manifest_says_what_readers_need(bucket: Hooked, trainer: Trainer) -> No
 
 def test_changes_start_from_the_version_before(bucket: Hooked, trainer: Trainer) -> None:
     """After failures, an older version, damage, quarantine and a new process, too: they are against what that has."""
-    options: dict[str, Any] = {"codec": "context", "gate": Gate(action="quarantine"), "fold": False}
+    options: dict[str, Any] = {"codec": "context", "gate": Gate(action="quarantine")}
+    bucket.upkeep = left_to_the_test
     with Publisher(trainer.live, bucket, read_back=True, **options) as publisher:
         history = publish(publisher, trainer)
         bucket.before = FailAt("versions/")

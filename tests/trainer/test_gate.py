@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.gating import marks, refused
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure, left_to_the_test
 from tests.support.publishing import damage
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
@@ -396,10 +396,6 @@ def test_run_that_begins_anew_is_looked_at_whole(action: Any, bucket: Hooked, tr
 
 
 # Upkeep
-
-
-def left_to_the_test(key: str) -> None:
-    raise StoreError("the publisher makes no anchor of its own")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from tests.support.publishing import Tensors, assert_holds, assert_versions, dam
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import ObjectInfo, open_bucket
-from vllm_delta_sync.chain import Run
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -387,7 +386,7 @@ def test_a_manifest_larger_than_readers_take_is_not_committed(url: str, monkeypa
     live, _ = published(url, 1)
     with open_bucket(url) as bucket:
         most = max(len(bucket.get(version_key(version))) for version in range(2))
-    monkeypatch.setattr(Run, "document_limit", property(lambda run: most))
+    monkeypatch.setattr("vllm_delta_sync.chain.documents.document_limit", lambda table: most)
     # An object for each tensor makes its manifest longer.
     publisher = Publisher(live, url, shard_bytes=1)
     step(live, 2)
