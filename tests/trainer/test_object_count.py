@@ -30,6 +30,7 @@ def live() -> dict[str, torch.Tensor]:
     return {f"{number:06d}": torch.zeros(2) for number in range(TOO_MANY)}
 
 
+@pytest.mark.slow
 def test_a_full_snapshot_of_too_many_objects(bucket: Hooked, live: dict[str, torch.Tensor]) -> None:
     bucket.before = no_object
     with pytest.raises(LimitError, match=MESSAGE):
