@@ -196,12 +196,12 @@ LARGEST = 64 << 20
 
 
 class Large(nn.Module):
-    """Two tensors of so many bytes."""
+    """Two tensors of ``LARGEST`` bytes, more than an allocator keeps for itself."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Parameter(torch.ones(size >> 13, 1 << 12, dtype=torch.bfloat16))
-        self.second = nn.Parameter(torch.ones(size >> 13, 1 << 12, dtype=torch.bfloat16))
+        self.first = nn.Parameter(torch.ones(LARGEST >> 13, 1 << 12, dtype=torch.bfloat16))
+        self.second = nn.Parameter(torch.ones(LARGEST >> 13, 1 << 12, dtype=torch.bfloat16))
 
 
 def opened(rank: int, size: int, folder: str) -> float:
@@ -209,7 +209,7 @@ def opened(rank: int, size: int, folder: str) -> float:
     # What is loaded and compiled when something is published first.
     small: Any = fully_shard(nn.Linear(8, 8, dtype=torch.bfloat16))
     Publisher(small, f"{folder}/before").close()
-    model: Any = fully_shard(Large(LARGEST))
+    model: Any = fully_shard(Large())
     made: list[Publisher] = []
     peak = peak_extra_bytes(lambda: made.append(Publisher(model, f"{folder}/run")))
     made[0].close()
@@ -217,16 +217,16 @@ def opened(rank: int, size: int, folder: str) -> float:
 
 
 def starved(rank: int, size: int, folder: str) -> None:
-    model: Any = fully_shard(Large(LARGEST // 2))
+    model: Any = fully_shard(Large())
     with Publisher(model, f"{folder}/run", shard_bytes=1) as publisher:
         assert publisher.anchor() == 0
         unlimited = resource.getrlimit(resource.RLIMIT_AS)
         if rank == 1:
             # Too little for the second tensor, which this rank writes.
             taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (taken + LARGEST // 2 - (4 << 20), unlimited[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (taken + LARGEST - (4 << 20), unlimited[1]))
         with pytest.raises(
-            LimitError, match=rf"tensor 'second' has {LARGEST // 2} bytes, for which rank 1 has no memory"
+            LimitError, match=rf"tensor 'second' has {LARGEST} bytes, for which rank 1 has no memory"
         ):
             publisher.anchor()
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
@@ -243,6 +243,7 @@ def starved(rank: int, size: int, folder: str) -> None:
         assert publisher.publish(1, wait=True).version == 1
 
 
+@pytest.mark.slow
 def test_a_rank_without_room_for_a_tensor_leaves_the_ranks_in_step(nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, starved, folder=str(tmp_path))
     assert open_run(str(tmp_path / "run")).verify().head == 1
