@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-LONGEST_SECONDS = 300.0
+LONGEST_SECONDS = 600.0
 GRACE_SECONDS = 60.0
 """How long the others of a world may go on when one has ended badly."""
 
