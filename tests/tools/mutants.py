@@ -48,12 +48,12 @@ CORE: Mapping[str, tuple[str, ...]] = {
     "vllm_delta_sync/chain/authentic.py": ("trust/test_trust_keys.py", "trust/test_receiver_attacks.py"),
     "trainer_side/committer.py": (
         "trainer/test_publisher.py",
-        "trainer/faults/test_publisher_faults.py",
+        "trainer/faults/test_store_faults.py",
         "trainer/test_gate.py",
     ),
     "trainer_side/writer.py": (
         "trainer/test_publisher.py",
-        "trainer/faults/test_publisher_faults.py",
+        "trainer/faults/test_store_faults.py",
         "trainer/test_fencing.py",
     ),
     "trainer_side/claims.py": ("trainer/test_fencing.py", "trainer/test_single_writer.py"),

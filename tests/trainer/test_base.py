@@ -1,4 +1,4 @@
-"""Version 0: a reference to the base, or a snapshot; and bases that do not fit."""
+"""Version 0 is a reference to the base that is given, or a snapshot; bases that do not fit are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,7 @@ from tests.support.architectures import adamw, qwen3, qwen3_moe, same_bits, save
 from tests.support.publishing import assert_holds, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import (
-    ModelError,
-    NotFoundError,
-    TensorMismatchError,
-)
+from vllm_delta_sync.errors import ModelError, NotFoundError, TensorMismatchError
 
 
 def test_anchor_is_a_plain_checkpoint(url: str, tmp_path: Path) -> None:

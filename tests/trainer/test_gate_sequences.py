@@ -1,27 +1,31 @@
-"""What the gate keeps from version to version is what a full count gives, whatever happens."""
+"""What the gate finds from version to version is what a full count finds, whatever happens in between."""
 
 import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.architectures import same_bits
-from tests.support.gating import keeper
-from tests.trainer.faults.hooks import FailAt, Hooked
+from tests.support.publishers import FailAt, Hooked
 from trainer_side import Gate, Publisher
-from trainer_side.gatekeeper import Difference, Gatekeeper
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, PublishError
 from vllm_delta_sync.torch_bits import bits_of
 
 NAN, INF = math.nan, math.inf
+
+
+class Difference(NamedTuple):
+    """What one tensor differs in: elements of other bits, those not finite among them, Σ (new − old)² of the finite."""
+
+    changed: int
+    nonfinite: int = 0
+    distance: float = 0.0
 
 
 @dataclass
@@ -66,21 +70,6 @@ class Model:
         if math.sqrt(sum(item.distance for item in found)) > self.JUMP * norm:
             reasons.add("max_norm_jump")
         return reasons
-
-    def check(self, guard: Gatekeeper, names: list[str]) -> None:
-        """The state that is kept is what a full count gives."""
-        held, sound = self.versions[self.held].tensors, self.versions[self.sound].tensors
-        assert guard.sound == self.sound
-        assert guard.nonfinite == [int((~finite(held[name])).sum()) for name in names]
-        assert guard.squares == pytest.approx([squares(sound[name]) for name in names], rel=1e-9, abs=1e-12)
-        expected = {n: difference(sound[name], held[name]) for n, name in enumerate(names)}
-        expected = {n: found for n, found in expected.items() if found.changed}
-        assert guard._differences.keys() == guard._apart.keys() == expected.keys()
-        for tensor, found in expected.items():
-            kept = guard._differences[tensor]
-            assert (kept.changed, kept.nonfinite) == (found.changed, found.nonfinite)
-            assert kept.distance == pytest.approx(found.distance, rel=1e-9)
-            assert np.array_equal(guard._apart[tensor], bits_of(sound[names[tensor]]))
 
 
 def finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,9 +130,9 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, min_size=1, max_size=14), st.sampled_from(["packed", "context", "raw"]))
-def test_what_is_kept_is_what_a_full_count_gives(steps: list[tuple[str, Any, Any]], codec: Any) -> None:
+def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], codec: Any) -> None:
     model = Model(tensors())
     names = sorted(model.live)
 
@@ -154,7 +143,8 @@ def test_what_is_kept_is_what_a_full_count_gives(steps: list[tuple[str, Any, Any
         bucket, action = Hooked(Path(folder) / "run"), "quarantine"
         publisher = Publisher(model.live, bucket, codec=codec, gate=gate(action), fold=False)
         try:
-            for how, what, value in steps:
+            # What a rebase or a new publisher has made of it shows at the version after.
+            for how, what, value in [*steps, ("few", "a", 1)]:
                 if how == "rebase":
                     version = what % len(model.versions)
                     publisher.rebase(version)
@@ -171,11 +161,8 @@ def test_what_is_kept_is_what_a_full_count_gives(steps: list[tuple[str, Any, Any
                     bucket.before = FailAt(what)
                 else:
                     disturb(model.live, what, value, how)
-                if how in ("rebase", "resume"):
-                    model.check(keeper(publisher), names)
-                else:
+                if how not in ("rebase", "resume"):
                     publish(publisher, model, bucket, action)
-                    model.check(keeper(publisher), names)
         finally:
             publisher.close()
         log = list(open_run(bucket.url).log())

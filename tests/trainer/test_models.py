@@ -1,6 +1,7 @@
-"""What a model may do besides train in place, and what a Publisher makes of it. docs/edges.md lists the cases."""
+"""What a model does besides training in place is published, or refused by name: the cases of docs/edges.md."""
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,12 +10,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, same_bits, train
-from tests.support.edges import assert_versions, published
-from tests.support.publishing import Tensors, snapshot
+from tests.support.publishing import Tensors, assert_versions, published, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.chain import Run
-from vllm_delta_sync.errors import DeltaSyncError, ModelError
+from vllm_delta_sync.errors import DeltaSyncError, ModelError, TensorMismatchError
 
 
 def changed_tensors(run: Run, version: int) -> set[str]:
@@ -24,35 +24,32 @@ def changed_tensors(run: Run, version: int) -> set[str]:
 # Which parameters train
 
 
-def test_frozen_parameters_are_published_once_and_cost_nothing_later(url: str) -> None:
-    model = Plain()
-    model.embed.requires_grad_(False)
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+def followed(
+    model: nn.Module,
+    url: str,
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[int], object] = lambda step: None,
+    steps: int = 3,
+    whole: Any = None,
+) -> tuple[Run, list[Tensors]]:
+    """Train and publish the model, or ``whole`` around it; every version is what the model held at its moment."""
+    whole = model if whole is None else whole
     history = [published(model)]
-    with Publisher(model, url) as publisher:
-        for step in range(1, 3):
-            train(model, optimizer)
+    with Publisher(whole, url) as publisher:
+        for step in range(1, steps + 1):
+            before(step)
+            train(whole, optimizer)
             publisher.publish(step, wait=True)
             history.append(published(model))
-    run = assert_versions(url, history)
-    assert same_bits(history[0]["embed.weight"], history[2]["embed.weight"])
-    assert all("embed.weight" not in changed_tensors(run, version) for version in (1, 2))
-    assert run.manifest(2).payload_bytes < run.table.by_name("embed.weight").nbytes
+    return assert_versions(url, history), history
 
 
-def test_freezing_and_thawing_between_publishes(url: str) -> None:
+def test_frozen_parameters_are_published_once_and_cost_nothing_until_they_thaw(url: str) -> None:
     model = Plain()
-    optimizer = adamw(model, 1e-2)
-    history = [published(model)]
-    with Publisher(model, url) as publisher:
-        for step in range(1, 5):
-            model.embed.requires_grad_(step % 2 == 0)
-            train(model, optimizer)
-            publisher.publish(step, wait=True)
-            history.append(published(model))
-    run = assert_versions(url, history)
+    run, _ = followed(model, url, adamw(model, 1e-2), lambda step: model.embed.requires_grad_(step % 2 == 0), 4)
     moved = ["embed.weight" in changed_tensors(run, version) for version in range(1, 5)]
     assert moved == [False, True, False, True]
+    assert run.manifest(3).payload_bytes < run.table.by_name("embed.weight").nbytes
 
 
 # What counts as a weight
@@ -115,6 +112,9 @@ def published_windows(model: Shared) -> Tensors:
 
 
 def test_tensors_without_elements_and_scalars(url: str) -> None:
+    with Publisher({"none": torch.empty(0, 4)}, f"{url}-nothing") as publisher:
+        assert publisher.publish(step=1, wait=True).changed == 0
+    assert_versions(f"{url}-nothing", [{"none": torch.empty(0, 4)}] * 2)
     named = {"none": torch.empty(0), "rows": torch.empty(3, 0, 2), "scalar": torch.tensor(2.5), "step": torch.tensor(7)}
     history = [snapshot(named)]
     with Publisher(named, url) as publisher:
@@ -124,12 +124,6 @@ def test_tensors_without_elements_and_scalars(url: str) -> None:
         assert publisher.publish(step=2, wait=True).changed == 0
         history.append(snapshot(named))
     assert_versions(url, history)
-
-
-def test_model_of_nothing_but_empty_tensors(url: str) -> None:
-    with Publisher({"none": torch.empty(0, 4)}, url) as publisher:
-        assert publisher.publish(step=1, wait=True).changed == 0
-    assert_versions(url, [{"none": torch.empty(0, 4)}] * 2)
 
 
 @pytest.mark.parametrize("form", ["module", "pairs"])
@@ -229,13 +223,7 @@ def test_averaged_weights_are_published_while_others_train(form: str, url: str) 
 def test_optimizers_that_step_all_at_once(optimizer: type[torch.optim.Optimizer], kind: str, url: str) -> None:
     model = Plain()
     stepping = optimizer(model.parameters(), **{"lr": 1e-2, kind: True})  # type: ignore[arg-type]
-    history = [published(model)]
-    with Publisher(model, url) as publisher:
-        for step in range(1, 4):
-            train(model, stepping)
-            publisher.publish(step, wait=True)
-            history.append(published(model))
-    run = assert_versions(url, history)
+    run, _ = followed(model, url, stepping)
     assert run.manifest(3).changed > 0
 
 
@@ -249,13 +237,8 @@ def test_optimizer_that_writes_weights_after_its_step(url: str) -> None:
             weight.data.clamp_(-0.5, 0.5)
 
     optimizer.register_step_post_hook(clamp)
-    history = [published(model)]
-    with Publisher(model, url) as publisher:
-        train(model, optimizer)
-        publisher.publish(step=1)
-        history.append(published(model))
+    _, history = followed(model, url, optimizer, steps=1)
     assert float(history[1]["embed.weight"].abs().max()) <= 0.5
-    assert_versions(url, history)
 
 
 # Wrappers
@@ -271,15 +254,7 @@ def test_wrapped_models_have_the_names_of_the_model_inside(wrapper: str, url: st
         whole = nn.DataParallel(whole)
     if wrapper.startswith("compiled") and wrapper != "compiled in place":
         whole = torch.compile(whole, backend="eager")
-    names = [name for name in model.state_dict() if name != "lm_head.weight"]
-    optimizer = adamw(model, 1e-2)
-    history = [snapshot({name: model.state_dict()[name] for name in names})]
-    with Publisher(whole, url) as publisher:
-        for step in range(1, 3):
-            train(whole, optimizer)
-            publisher.publish(step, wait=True)
-            history.append(snapshot({name: model.state_dict()[name] for name in names}))
-    assert_versions(url, history)
+    followed(model, url, adamw(model, 1e-2), steps=2, whole=whole)
 
 
 # Two in one process
@@ -329,3 +304,155 @@ def test_two_publishers_of_one_model_take_turns(url: str) -> None:
     assert len(seldom) == 3
     assert_versions(f"{url}-often", often)
     assert_versions(f"{url}-seldom", seldom)
+
+
+def add_parameter(model: Plain) -> None:
+    model.extra = nn.Parameter(torch.ones(2, 3))
+
+
+def resize_parameter(model: Plain) -> None:
+    model.embed.weight = model.head.weight = nn.Parameter(torch.zeros(VOCABULARY + 4, 16))
+
+
+def resize_in_place(model: Plain) -> None:
+    model.norm.bias.data = torch.zeros(24)
+
+
+def untie(model: Plain) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def change_dtype(model: Plain) -> None:
+    model.to(torch.bfloat16)
+
+
+def leave_for_meta(model: Plain) -> None:
+    model.embed.weight = model.head.weight = nn.Parameter(torch.empty(VOCABULARY, 16, device="meta"))
+
+
+CHANGES: dict[str, tuple[Callable[[Plain], None], type[DeltaSyncError], list[str]]] = {
+    "added": (add_parameter, TensorMismatchError, ["'extra'", "[2, 3]", "remove it", "new run"]),
+    "removed": (lambda model: delattr(model, "scale"), TensorMismatchError, ["'scale'", "put it back", "new run"]),
+    "resized": (resize_parameter, TensorMismatchError, ["weight'", "[68, 16]", "[64, 16]", "new run"]),
+    "resized in place": (resize_in_place, TensorMismatchError, ["'norm.bias'", "[24]", "[16]", "new run"]),
+    "untied": (untie, TensorMismatchError, ["weight'", "no longer tied", "tie the weights again"]),
+    "other dtype": (change_dtype, TensorMismatchError, ["torch.bfloat16", "torch.float32", "new Publisher"]),
+    "on meta": (leave_for_meta, ModelError, ["weight'", "meta device", "fetch back"]),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_changed_model_is_refused_by_name_and_the_run_stays(case: str, url: str) -> None:
+    change, error, words = CHANGES[case]
+    model = Plain()
+    train(model, adamw(model))
+    kept = {name: getattr(module, name.rpartition(".")[2]) for name, module in places(model)}
+    history = [published(model)]
+    with Publisher(model, url) as publisher:
+        change(model)
+        for _ in range(2):
+            with pytest.raises(error) as caught:
+                publisher.publish(step=1)
+            assert [word for word in words if word not in caught.value.message] == []
+        assert open_run(url).head().version == 0
+        # The way out: the model is again what it was, and has trained on meanwhile.
+        put_back(model, kept)
+        train(model, adamw(model, 1e-2))
+        assert publisher.publish(step=2, wait=True).version == 1
+        history.append(published(model))
+    assert_versions(url, history)
+
+
+def places(model: Plain) -> Iterator[tuple[str, nn.Module]]:
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        yield name, model.get_submodule(name.rpartition(".")[0])
+
+
+def put_back(model: Plain, kept: dict[str, nn.Parameter]) -> None:
+    """The parameters of before and their bits' dtype, none besides."""
+    if hasattr(model, "extra"):
+        del model.extra
+    model.to(torch.float32) if all(weight.device.type != "meta" for weight in model.parameters()) else None
+    for name, parameter in kept.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        setattr(module, name.rpartition(".")[2], parameter)
+    if model.norm.bias.numel() != 16:
+        model.norm.bias.data = torch.zeros(16)
+
+
+def test_yielded_tensors_that_change_are_refused_by_name_and_the_run_stays(url: str) -> None:
+    named = {"a": torch.randn(4), "b": torch.randn(2, 2)}
+    first = snapshot(named)
+    with Publisher(named, url) as publisher:
+        for change, words in [
+            ({"a": torch.randn(5)}, ["'a'", "[5]", "[4]", "new run"]),
+            ({"a": torch.randn(4).bfloat16()}, ["'a'", "torch.bfloat16", "new Publisher"]),
+            ({"c": torch.randn(1)}, ["'c' was not there", "torch.float32 [1]", "yield it no more", "new run"]),
+        ]:
+            before = dict(named)
+            named.update(change)
+            with pytest.raises(TensorMismatchError) as caught:
+                publisher.publish(step=1)
+            assert [word for word in words if word not in caught.value.message] == []
+            named.clear()
+            named.update(before)
+        held = named.pop("b")
+        with pytest.raises(TensorMismatchError, match=r"'b' is no longer yielded.*new run"):
+            publisher.publish(step=1)
+        named["b"] = held.add_(1)
+        publisher.publish(step=2)
+    assert_versions(url, [first, snapshot(named)])
+
+
+def test_model_of_another_dtype_goes_on_with_a_new_publisher(url: str) -> None:
+    """The mend that the message names: the run keeps its dtype, and what is published is rounded to it."""
+    model = Plain().to(torch.bfloat16)
+    history = [published(model)]
+    with Publisher(model, url):
+        pass
+    model.to(torch.float32)
+    with Publisher(model, url) as publisher:
+        train(model, adamw(model, 1e-2))
+        publisher.publish(step=1)
+    floating = {name: weight.is_floating_point() for name, weight in model.state_dict().items()}
+    history.append({name: weight.bfloat16() if floating[name] else weight for name, weight in published(model).items()})
+    run = assert_versions(url, history)
+    assert {spec.dtype for spec in run.table} == {"BF16", "I64"}
+
+
+def test_model_whose_weights_were_offloaded(url: str) -> None:
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+    from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    history = [published(model)]
+    with Publisher(model, url) as publisher:
+        cpu_offload(model)
+        with pytest.raises(ModelError, match=r"'0.weight' is on the meta device and has no data; .* fetch back"):
+            publisher.publish(step=1)
+        # The one way out: a function that fetches.
+        with Publisher(lambda: get_state_dict_offloaded_model(model).items(), f"{url}-function"):
+            pass
+        # The other.
+        remove_hook_from_submodules(model)
+        with torch.no_grad():
+            model.get_parameter("1.weight").add_(1)
+        publisher.publish(step=2)
+        history.append(published(model))
+    assert_versions(url, history)
+    assert_versions(f"{url}-function", history[:1])
+
+
+def test_tie_of_yielded_tensors_that_is_broken(url: str) -> None:
+    weight = torch.randn(3)
+    named, first = {"a": weight, "b": weight}, weight.clone()
+    with Publisher(named, url) as publisher:
+        named["b"] = weight + 1
+        with pytest.raises(TensorMismatchError, match=r"'b' is tied to 'a' but has other values; .* new run"):
+            publisher.publish(step=1)
+        named["b"] = weight
+        weight += 2
+        publisher.publish(step=2)
+    assert_versions(url, [{"a": first}, {"a": weight}])

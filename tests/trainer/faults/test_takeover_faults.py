@@ -1,25 +1,18 @@
-"""Resuming that is cut short anywhere: what it leaves, and that the next attempt goes on."""
+"""A takeover that is cut short anywhere leaves the run as it was, and the next one goes on."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 import pytest
-import torch
 
-from tests.support.architectures import same_bits
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, logs, nothing
 from tests.support.publishing import damage
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds, logs, nothing
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import DeltaSyncError, PublishError, StoreError
+from vllm_delta_sync.errors import PublishError, StoreError
 from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, claim_key
 from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, version_key
 
@@ -42,26 +35,27 @@ def arm(bucket: Hooked, hook: str, at: str, error: BaseException) -> FailAt:
     return failure
 
 
+ERRORS = [StoreError("injected"), KeyboardInterrupt(), MemoryError("injected")]
 POINTS = [
     ("looking", RUN_KEY), ("reading", RUN_KEY), ("reading", TABLE_KEY), ("reading", HEAD_KEY), ("reading", "versions/"),
     ("before", CLAIMS_PREFIX), ("reading", "objects/"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [StoreError("injected"), KeyboardInterrupt(), MemoryError("injected")])
-@pytest.mark.parametrize(("hook", "at"), POINTS)
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("point", POINTS)
 def test_resuming_cut_short_leaves_the_run_as_it_was(
-    hook: str, at: str, error: BaseException, bucket: Hooked, trainer: Trainer
+    point: tuple[str, str], error: BaseException, bucket: Hooked, trainer: Trainer
 ) -> None:
     begin(bucket, trainer)
     before, running = chain(bucket), set(threading.enumerate())
-    failure = arm(bucket, hook, at, error)
+    failure = arm(bucket, *point, error)
     with pytest.raises(type(error)):
         Publisher(trainer.live, bucket)
     assert failure.fired
     assert chain(bucket) == before
     assert set(threading.enumerate()) <= running
-    setattr(bucket, hook, nothing)
+    setattr(bucket, point[0], nothing)
     with Publisher(trainer.live, bucket) as publisher:
         assert publisher.version == 2
         trainer.step()
@@ -71,9 +65,7 @@ def test_resuming_cut_short_leaves_the_run_as_it_was(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("injected")])
-def test_claim_that_is_left_fences_the_former_writer_only(
-    error: BaseException, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_claim_that_is_left_fences_the_former_writer(error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
     begin(bucket, trainer)
     bucket.after = FailAt(CLAIMS_PREFIX, error)
     with pytest.raises(type(error)):
@@ -106,15 +98,15 @@ def test_head_that_cannot_be_rolled_forward_while_resuming_only_warns(
 ANEW = [("before", "objects/"), ("after", "objects/"), ("before", "versions/"), ("looking", "claims/")]
 
 
-@pytest.mark.parametrize("error", [StoreError("injected"), KeyboardInterrupt(), MemoryError("injected")])
-@pytest.mark.parametrize(("hook", "at"), ANEW)
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("point", ANEW)
 def test_beginning_anew_cut_short_leaves_the_run_as_it_was(
-    hook: str, at: str, error: BaseException, bucket: Hooked, trainer: Trainer
+    point: tuple[str, str], error: BaseException, bucket: Hooked, trainer: Trainer
 ) -> None:
     begin(bucket, trainer)
     damage(bucket.url, version_key(2))
     before = chain(bucket)
-    failure = arm(bucket, hook, at, error)
+    failure = arm(bucket, *point, error)
     with pytest.raises(type(error)):
         Publisher(trainer.live, bucket)
     assert failure.fired
@@ -125,9 +117,7 @@ def test_beginning_anew_cut_short_leaves_the_run_as_it_was(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("injected")])
-def test_new_beginning_that_was_written_before_the_end_counts(
-    error: BaseException, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_new_beginning_that_was_written_counts(error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
     begin(bucket, trainer)
     damage(bucket.url, version_key(2))
     bucket.after = FailAt("versions/", error)
@@ -140,9 +130,7 @@ def test_new_beginning_that_was_written_before_the_end_counts(
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_new_beginning_whose_fate_is_not_known_is_found_or_made_again(
-    written: bool, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_new_beginning_of_unknown_fate_is_found_or_made_again(written: bool, bucket: Hooked, trainer: Trainer) -> None:
     begin(bucket, trainer)
     damage(bucket.url, version_key(2))
     setattr(bucket, "after" if written else "before", FailAt("versions/"))
@@ -239,139 +227,3 @@ def test_interrupts_at_any_moment_of_a_life_lose_nothing(bucket: Hooked, trainer
     assert (head.step, head.version) == (1000, publisher.version)
     assert all(manifest.kind == "delta" for manifest in open_run(bucket.url).log() if manifest.version)
     assert_holds(bucket, head.version, trainer.live)
-
-
-LIVE = """
-import sys, torch
-from pathlib import Path
-from tests.trainer.faults.hooks import Trainer
-from trainer_side import Publisher
-url, record, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-torch.manual_seed(seed)
-trainer = Trainer()
-for _ in range(seed):
-    trainer.step()
-with Publisher(trainer.live, url) as publisher:
-    first = publisher.version
-    print(first, flush=True)
-    for step in range(1, 1_000_000):
-        trainer.step()
-        torch.save(trainer.live, record / "next.pt")
-        (record / "next.pt").rename(record / f"{publisher.version + 1}-{seed}.pt")
-        publisher.publish(step=step, wait=True)
-        publisher.flush()
-        print(publisher.version, flush=True)
-"""
-
-
-def test_killed_and_resumed_again_and_again(tmp_path: Path) -> None:
-    """Every version is bit for bit a state that its publisher recorded, and none that was durable is lost."""
-    url, record = str(tmp_path / "run"), tmp_path / "record"
-    record.mkdir()
-    chance = random.Random(3)
-    durable = 0
-    for seed in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", LIVE, url, str(record), str(seed)],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )  # fmt: skip
-        assert process.stdout is not None
-        try:
-            first = int(process.stdout.readline())
-            assert first >= durable
-            while int(process.stdout.readline()) < first + 3:
-                continue
-            time.sleep(chance.uniform(0, 0.05))
-        finally:
-            process.kill()
-        durable = max([int(line) for line in process.stdout.read().splitlines()], default=first + 3)
-        process.wait()
-    run = open_run(url)
-    assert run.head().version >= durable
-    epochs = [manifest.epoch for manifest in run.log()]
-    assert epochs == sorted(epochs)
-    assert set(epochs) == set(range(3))
-    for version in range(1, run.head().version + 1):
-        recorded = [torch.load(path) for path in record.glob(f"{version}-*.pt")]
-        held = dict(run.tensors(version))
-        assert any(all(same_bits(held[name], state[name]) for name in state) for state in recorded)
-
-
-def refuse(publisher: Callable[[], object], kind: type[DeltaSyncError]) -> None:
-    with pytest.raises(kind):
-        publisher()
-
-
-class Spoiled(Hooked):
-    """A store that keeps other bytes than it was given, so many times."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.prefix = "none"
-        self.times = 0
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        super().put(key, data, if_absent=if_absent)
-        if key.startswith(self.prefix) and self.times:
-            self.times -= 1
-            kept = bytearray(self._inner.get(key))
-            kept[len(kept) // 2] ^= 1
-            self._inner.put(key, bytes(kept))
-
-
-@pytest.fixture
-def spoiled(tmp_path: Path) -> Spoiled:
-    return Spoiled(tmp_path / "spoiled")
-
-
-def test_object_that_reads_back_otherwise_is_never_committed(spoiled: Spoiled, trainer: Trainer) -> None:
-    with Publisher(trainer.live, spoiled, read_back=True) as publisher:
-        spoiled.prefix, spoiled.times = "objects/", 1
-        trainer.step()
-        publisher.publish(step=1)
-        with pytest.raises(PublishError, match="reads back with another SHA-256"):
-            publisher.flush()
-        assert open_run(spoiled.url).head().version == 0
-        publisher.publish(step=2)
-    assert open_run(spoiled.url).verify().head == 1
-    assert_holds(spoiled, 1, trainer.live)
-
-
-def test_without_reading_back_damage_goes_unseen(spoiled: Spoiled, trainer: Trainer) -> None:
-    """What the option is for."""
-    with Publisher(trainer.live, spoiled) as publisher:
-        spoiled.prefix, spoiled.times = "objects/", 1
-        trainer.step()
-        publisher.publish(step=1)
-        publisher.flush()
-        assert publisher.version == 1
-
-
-def test_manifest_that_reads_back_otherwise_is_written_again(spoiled: Spoiled, trainer: Trainer) -> None:
-    with Publisher(trainer.live, spoiled, read_back=True) as publisher:
-        spoiled.prefix, spoiled.times = "versions/", 1
-        trainer.step()
-        assert publisher.publish(step=1).payload_bytes > 0
-        publisher.publish(step=2)
-    assert open_run(spoiled.url).verify().head == 2
-
-
-def test_manifest_that_cannot_be_written_right_is_not_durable(spoiled: Spoiled, trainer: Trainer) -> None:
-    publisher = Publisher(trainer.live, spoiled, read_back=True)
-    spoiled.prefix, spoiled.times = "versions/", 2
-    trainer.step()
-    publisher.publish(step=1)
-    with pytest.raises(PublishError, match="reads back otherwise than written"):
-        publisher.flush()
-    assert publisher.version == 0
-    publisher.publish(step=2)
-    refuse(publisher.close, DeltaSyncError)
-    with Publisher(trainer.live, spoiled) as resumed:
-        assert resumed.version == 2
-    assert_holds(spoiled, 2, trainer.live)
-
-
-@pytest.mark.parametrize("at", ["objects/", "versions/"])
-def test_version_0_is_read_back_too(at: str, spoiled: Spoiled, trainer: Trainer) -> None:
-    spoiled.prefix, spoiled.times = at, 2
-    refuse(lambda: Publisher(trainer.live, spoiled, read_back=True), StoreError if at == "objects/" else PublishError)
