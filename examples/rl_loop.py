@@ -34,6 +34,7 @@ if __name__ == "__main__":
 import httpx
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_file, save
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -57,6 +58,7 @@ VERDICT_SECONDS = 90.0  # kept free at the end for the second server's start and
 COMPARED_WORDS = 36
 SMOOTH_STEPS, REWARD_STEPS = 20, 10
 NEEDED_RISE, NEEDED_VERSIONS = 0.25, 100
+CLAIMS = ("weights_bit_identical", "tokens_equal", "logprobs_equal")
 MARKER = ".delta-sync-demo"
 WRITTEN = ("base", "checkpoint", "bucket", "server.log", "fresh-server.log", "summary.json", "details.json", "demo.png")
 
@@ -72,7 +74,7 @@ def report(text: str) -> None:
     print(f"[{time.monotonic() - _start:5.1f} s] {text}", flush=True)
 
 
-# ## The task: a prompt is a word and ">", the right answer is the word reversed and the end token, so no judge is needed.
+# ---- The task: a prompt is a word and ">", the right answer is the word reversed and the end token.
 
 SEPARATOR = ">"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -103,7 +105,7 @@ def reward(word: str, text: str, finished: bool) -> float:
     return 1.0 if finished and text == word[::-1] else 0.0
 
 
-# ## The policy: a Qwen3 of 3.2 M parameters in bf16, the dtype that is served. The optimizer works on fp32 masters.
+# ---- The policy: a Qwen3 of 3.2 M parameters in bf16, the dtype that is served. The optimizer works on fp32 masters.
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -156,17 +158,16 @@ class Masters:
         self._masters = [parameter.detach().float().requires_grad_() for parameter in self._served]
         self._optimizer = torch.optim.AdamW(self._masters, lr=rate, eps=eps, weight_decay=0.0)
 
-    def step(self, max_norm: float) -> float:
-        """Use up the model's gradients and round the masters into it; the gradient's norm before it was clipped."""
+    def step(self, max_norm: float) -> None:
+        """Use up the model's gradients, and round the masters into the model."""
         for served, master in zip(self._served, self._masters, strict=True):
             master.grad = None if served.grad is None else served.grad.float()
             served.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, max_norm)
+        torch.nn.utils.clip_grad_norm_(self._masters, max_norm)
         self._optimizer.step()
         with torch.no_grad():
             for served, master in zip(self._served, self._masters, strict=True):
                 served.copy_(master)
-        return float(norm)
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def warm_up(model: torch.nn.Module, seed: int) -> None:
         masters.step(max_norm=1.0)
 
 
-# ## The loss: group-normalised advantages, and a clipped ratio against the log-probs that the server sampled with.
+# ---- The loss: group-normalised advantages, and a clipped ratio against the log-probs that the server sampled with.
 
 
 def group_advantages(rewards: torch.Tensor, group: int) -> torch.Tensor:
@@ -256,7 +257,7 @@ def policy_loss(
     return -(surrogate * counted).sum() / counted.sum().clamp(min=1)
 
 
-# ## The server: a vLLM process of ours, asked over HTTP.
+# ---- The server: a vLLM process of ours, asked over HTTP.
 
 
 @dataclass(frozen=True)
@@ -277,19 +278,19 @@ def parse_answers(body: Any) -> list[Answer]:
     """The choices of one ``/v1/completions`` answer, with the version of each token from ``delta_sync.spans``.
 
     Raises:
-        DemoError: a field is missing, or spans do not cover a choice's tokens.
+        DemoError: a field is missing, or they do not fit together.
     """
     answers = []
     try:
-        spans = body["delta_sync"]["spans"] if "delta_sync" in body else None  # a server that follows no run has none
+        spans = body.get("delta_sync", {"spans": []})["spans"]  # a server that follows no run has none
         for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
             tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            versions: list[int | None] = [] if spans is not None else [None] * len(tokens)
-            for span in spans or ():
+            versions: list[int | None] = [None] * len(tokens)
+            for span in spans:
                 if span["index"] == choice["index"]:
-                    versions += [span["version"]] * (span["end"] - span["start"])
+                    versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
             if not len(tokens) == len(logprobs) == len(versions):
-                raise DemoError(f"{len(tokens)} tokens, {len(logprobs)} log-probs, spans cover {len(versions)}")
+                raise DemoError(f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions")
             answers.append(Answer(choice["text"], tokens, logprobs, versions, choice["finish_reason"] == "stop"))
     except (KeyError, TypeError) as error:
         raise DemoError(f"the answer of /v1/completions lacks {error}") from error
@@ -301,9 +302,8 @@ class Server:
 
     def __init__(self, name: str, command: Sequence[str], log: Path, port: int, core: int) -> None:
         self.name, self.log = name, log
-        arguments = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
-        arguments += ["--dtype", "bfloat16", "--max-model-len", "64", "--max-num-seqs", "128", "--enforce-eager"]
-        arguments += ["--generation-config", "vllm", "--uvicorn-log-level", "warning"]
+        arguments = f"--host 127.0.0.1 --port {port} --served-model-name {MODEL_NAME} --generation-config vllm"
+        arguments += " --dtype bfloat16 --max-model-len 64 --max-num-seqs 128 --enforce-eager"
         environment = os.environ | {
             "VLLM_CPU_OMP_THREADS_BIND": str(core),
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -313,7 +313,7 @@ class Server:
         environment.pop("OMP_WAIT_POLICY", None)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [*command, *arguments],
+                [*command, *arguments.split()],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -321,13 +321,9 @@ class Server:
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
-        token = os.environ.get("DELTA_SYNC_ADMIN_TOKEN")
-        self._client = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}",
-            headers={"Authorization": f"Bearer {token}"} if token else None,
-            timeout=REQUEST_SECONDS,
-            trust_env=False,
-        )
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_SECONDS, trust_env=False)
+        if "DELTA_SYNC_ADMIN_TOKEN" in os.environ:
+            self._client.headers["Authorization"] = f"Bearer {os.environ['DELTA_SYNC_ADMIN_TOKEN']}"
         self._pool = ThreadPoolExecutor(CONNECTIONS)
 
     def __enter__(self) -> Self:
@@ -415,7 +411,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
 
 
-# ## Training: rollouts, loss, optimizer step, publish. While the server answers, it stages the version before.
+# ---- Training: rollouts, loss, optimizer step, publish. While the server answers, it stages the version before.
 
 
 class Training:
@@ -429,30 +425,25 @@ class Training:
         self._rng = random.Random(seed + 1)
 
     def run(self, seconds: float) -> None:
-        """Publish one version per step until all steps or the seconds are used up, and wait until the last is served."""
+        """Publish one version per step until all steps or the seconds are used up; wait until the last is served."""
         deadline = time.monotonic() + seconds
         pending: tuple[dict[str, Any], PublishResult] | None = None
         for step in range(1, self._wanted + 1):
-            begin = time.monotonic()
             words = [random_word(self._rng) for _ in range(PROMPTS)]
             answers = self._server.sample([prompt_ids(word) for word in words], SAMPLES, temperature=1.0)
             # What only the upload knew is known by now: the server has been answering meanwhile.
             self._note(pending)
-            sampled = time.monotonic()
             figures = self._learn([word for word in words for _ in range(SAMPLES)], answers)
-            learnt = time.monotonic()
             # Waits for the version before, compares and returns; encoding and upload run beside the next rollouts.
-            result = self._publisher.publish(step=step, wait=True)
-            figures |= {"step": step, "rollout_s": sampled - begin, "train_s": learnt - sampled}
-            pending = figures | {"publish_s": time.monotonic() - learnt}, result
+            pending = {"step": step} | figures, self._publisher.publish(step=step, wait=True)
             if time.monotonic() > deadline:
                 break
         self._publisher.flush()
         self._server.wait_version(self._publisher.version)
         self._note(pending)
 
-    def _learn(self, words: list[str], answers: list[Answer]) -> dict[str, float]:
-        """One optimizer step on ``SAMPLES`` answers to each word; mean reward, mean age of tokens, gradient's norm."""
+    def _learn(self, words: list[str], answers: list[Answer]) -> dict[str, Any]:
+        """One optimizer step on ``SAMPLES`` answers to each word; the mean reward, and the mean age of tokens."""
         rewards = [reward(word, one.text, one.finished) for word, one in zip(words, answers, strict=True)]
         batch = make_batch([prompt_ids(word) for word in words], [one.tokens for one in answers])
         # A token of an unknown version is too old.
@@ -466,9 +457,9 @@ class Training:
             batch.answers,
         )
         loss.backward()
+        self._masters.step(MAX_NORM)
         known = [age for row in ages for age in row if age < math.inf]
-        lag = sum(known) / max(1, len(known))
-        return {"reward": sum(rewards) / len(rewards), "lag": lag, "norm": self._masters.step(MAX_NORM)}
+        return {"reward": sum(rewards) / len(rewards), "lag": sum(known) / max(1, len(known))}
 
     def _note(self, pending: tuple[dict[str, Any], PublishResult] | None) -> None:
         """Keep a step's figures with those of its version and of the server; print a line now and then."""
@@ -505,7 +496,7 @@ def bytes_text(count: float) -> str:
     return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
-# ## The verdict: three claims, each with what was measured for it.
+# ---- The verdict: three claims, each with what was measured for it.
 
 
 def prove_weights(server: Server, bucket: str, checkpoint: Path) -> tuple[bool, str]:
@@ -533,7 +524,7 @@ def compare_answers(running: list[Answer], fresh: list[Answer]) -> dict[str, Any
     }
 
 
-# ## What is written at the end.
+# ---- What is written at the end.
 
 
 def summarise(steps: list[dict[str, Any]], pauses_ms: dict[int, float], verdict: dict[str, bool]) -> dict[str, Any]:
@@ -618,27 +609,25 @@ def shortcomings(summary: dict[str, Any], steps: int) -> list[str]:
     return failures
 
 
-# ## All of it.
+# ---- All of it.
 
 
 def prepare_output(out: Path) -> None:
     """Make the directory, or clear what an earlier run wrote into it; nothing of anybody else's is touched."""
-    try:
-        if out.is_dir() and any(out.iterdir()) and not (out / MARKER).exists():
-            raise DemoError(f"{out} holds files that this script did not write; give another directory with --out")
-        out.mkdir(parents=True, exist_ok=True)
-        (out / MARKER).touch()
-        for path in (out / name for name in WRITTEN):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-    except OSError as error:
-        raise DemoError(f"cannot prepare {out}: {error.strerror}; give another directory with --out") from error
+    if out.exists() and not (out / MARKER).exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise DemoError(f"{out} was not made by this script; give another directory with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).touch()
+    for path in (out / name for name in WRITTEN):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def run(options: argparse.Namespace) -> int:
     """The demo from start to end; the exit status."""
+    transformers.utils.logging.disable_progress_bar()
     out = options.out.resolve()
     prepare_output(out)
     base, checkpoint, bucket = out / "base", out / "checkpoint", options.bucket or str(out / "bucket")
@@ -651,8 +640,8 @@ def run(options: argparse.Namespace) -> int:
     report("warming up a 3 M parameter policy (supervised)")
     model, tokenizer = make_model(options.seed), make_tokenizer()
     warm_up(model, options.seed)
-    model.save_pretrained(base)
-    tokenizer.save_pretrained(base)
+    for part in (model, tokenizer):
+        part.save_pretrained(base)
 
     # Version 0 is a reference to the base: nothing is uploaded for it.
     with Publisher(model, bucket, base=base, notice="tcp://127.0.0.1:*") as publisher:
@@ -669,8 +658,8 @@ def run(options: argparse.Namespace) -> int:
             training = Training(model, publisher, server, options.steps, options.seed)
             training.run(max(30.0, options.max_seconds - VERDICT_SECONDS - (time.monotonic() - _start)))
             os.sched_setaffinity(0, available)
-            model.save_pretrained(checkpoint)
-            tokenizer.save_pretrained(checkpoint)
+            for part in (model, tokenizer):
+                part.save_pretrained(checkpoint)
 
             report("rescanning the weights that are served")
             identical, fingerprint = prove_weights(server, bucket, checkpoint)
@@ -685,9 +674,7 @@ def run(options: argparse.Namespace) -> int:
         server.wait_ready()
         compared = compare_answers(running, server.greedy(words))
 
-    verdict = {"weights_bit_identical": identical} | {
-        name: compared[name] for name in ("tokens_equal", "logprobs_equal")
-    }
+    verdict = {CLAIMS[0]: identical} | {name: compared[name] for name in CLAIMS[1:]}
     summary = summarise(training.steps, training.pauses_ms, verdict)
     details = {"fingerprint": fingerprint} | compared | {"steps": training.steps}
     for name, content in (("summary", summary), ("details", details)):
@@ -705,9 +692,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="OUT gets summary.json, demo.png, details.json, the logs, both checkpoints and the bucket.\nExit status: "
-        "0 the proof holds (and, from 100 steps on, the reward rose by 0.25 over 100 versions or more), 1 it does\n"
-        "not or something failed, 2 wrong usage, 130 interrupted.",
+        epilog="OUT gets summary.json, demo.png, details.json, the logs, both checkpoints and the bucket.\nExit "
+        "status: 0 the verdict holds (and, from 100 steps on, the reward rose by 0.25 over 100 versions or more),\n"
+        "1 it does not or something failed, 2 wrong usage, 130 interrupted.",
     )
     add = parser.add_argument
     add("--steps", type=int, default=300, help="optimizer steps, one version each (default: 300)")
@@ -733,7 +720,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; the server has ended")
         return 130
-    except (DemoError, DeltaSyncError) as error:
+    except (DemoError, DeltaSyncError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
 
