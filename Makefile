@@ -86,7 +86,7 @@ TMPDIR=$$($(TEMPORARY)); export TMPDIR; said=$$(mktemp -d); \
 endef
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
-	$(BIN)/python -m examples.demo --bucket "$(BUCKET)"
+	$(BIN)/python -m tests.tools.loopback_store "$(BUCKET)" -- $(BIN)/python examples/rl_loop.py
 
 example-fleet: $(STAMP) ## a fleet behind slow links beside full-weight sync, some 8 minutes; writes fleet-out/
 	$(BIN)/python -m examples.fleet $(FLEET_FLAGS)
@@ -144,6 +144,6 @@ models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.tools.models --write docs/models.md
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support build demo-out fleet-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support build demo-out publish-out fleet-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

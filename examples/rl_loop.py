@@ -631,6 +631,8 @@ def run(options: argparse.Namespace) -> int:
     out = options.out.resolve()
     prepare_output(out)
     base, checkpoint, bucket = out / "base", out / "checkpoint", options.bucket or str(out / "bucket")
+    if not bucket.startswith("hf://"):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for vLLM: all that it needs is here
     programs = Path(sys.executable).parent
     # vLLM's worker spins for a second after its last message, so the server computes on one core and the trainer on
     # others. One thread in both servers also makes them comparable: greedy output depends on the number of threads.

@@ -55,7 +55,7 @@ class Control:
         status = self.request("POST", f"/delta_sync/{name}", **body)
         show = f"{name} {body}" if body else name
         version = status["served"] and status["served"]["version"]
-        print(f"{show:28} serves version {version} of {status['head']['version']}, holding: {status['holding']}")
+        print(f"{show:32} serves version {version} of {status['head']['version']}, holding: {status['holding']}")
 
     def ask(self, prompt: str) -> str:
         """The greedy continuation, with the versions of the weights that wrote it."""
@@ -65,20 +65,20 @@ class Control:
         return f"{answer['choices'][0]['text']!r}, written by version {', '.join(map(str, versions))}"
 
 
-def tour(control: Control, bucket: str, prompt: str, publisher: "Trainer | None") -> None:
+def tour(control: Control, bucket: str, prompt: str, trainer: "Trainer | None") -> None:
     """All that this script shows."""
-    if publisher:
+    if trainer:
         for _ in range(3):
-            publisher.step(control)
+            trainer.step(control)
     with open_run(bucket) as run:
         older = run.head().version - 1
     subprocess.run([PROGRAM, "tag", TAG, "--bucket", bucket, "--version", str(older)], check=True)
 
     control.order("rollback", version=older)
-    if publisher:
-        publisher.step()  # held: the server stays where it is
-        waited = control.client.get("/delta_sync/wait", params={"version": publisher.version, "timeout": 5})
-        print(f"while it holds, waiting for version {publisher.version} is HTTP {waited.status_code}")
+    if trainer:
+        trainer.step()  # held: the server stays where it is
+        waited = control.client.get("/delta_sync/wait", params={"version": trainer.version, "timeout": 5})
+        print(f"while it holds, waiting for version {trainer.version} is HTTP {waited.status_code}")
     control.order("release")
     control.order("sync")
     control.order("hold")
@@ -150,16 +150,19 @@ def main() -> int:
     """Exit status: 0 done, 2 wrong usage, otherwise that of the error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", help="URL of a server that follows a run (default: start one)")
-    parser.add_argument("--bucket", default=os.environ.get("DELTA_SYNC_BUCKET"), help="its run; with --server only")
+    parser.add_argument("--bucket", help="the run that --server follows (default: $DELTA_SYNC_BUCKET)")
     parser.add_argument("--prompt", default="a b c", help="what to ask (default: 'a b c')")
     options = parser.parse_args()
-    if options.server and not options.bucket:
+    if options.bucket and not options.server:
+        parser.error("--bucket goes with --server: nothing is published into a run of yours")
+    bucket = options.bucket or os.environ.get("DELTA_SYNC_BUCKET")
+    if options.server and not bucket:
         parser.error("--server needs --bucket, the run that it follows")
     try:
-        if options.server:
+        if options.server and bucket:
             control = Control(options.server)
             before = control.request("GET", "/delta_sync/status")["target"]
-            tour(control, options.bucket, options.prompt, None)
+            tour(control, bucket, options.prompt, None)
             control.order("target", target=before)
             return 0
         with tempfile.TemporaryDirectory() as folder:
