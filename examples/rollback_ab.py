@@ -102,33 +102,35 @@ class Trainer:
             vocab_size=len(WORDS), num_key_value_heads=2, head_dim=32, eos_token_id=1, dtype="bfloat16", **sizes
         )
         self._model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-        self._publisher = Publisher(self._model, str(folder / "run"), files=folder / "tokenizer")
-        self.bucket, self.version = self._publisher.url, 0
+        self.publisher = Publisher(self._model, str(folder / "run"), files=folder / "tokenizer")
+        self.bucket, self.version = self.publisher.url, 0
 
     @torch.no_grad()
     def step(self, control: Control | None = None) -> None:
         """Publish a version; with a server, wait until that serves it."""
         for parameter in self._model.parameters():
             parameter += 0.03 * torch.randn_like(parameter)
-        self._publisher.publish(step=self.version + 1, wait=True)
-        self._publisher.flush()
-        self.version = self._publisher.version
+        self.publisher.publish(step=self.version + 1, wait=True)
+        self.publisher.flush()
+        self.version = self.publisher.version
         print(f"published version {self.version}")
         if control:
             control.request("GET", f"/delta_sync/wait?version={self.version}&timeout=60")
 
 
 @contextmanager
-def serving(bucket: str, log: Path) -> Iterator[str]:
+def serving(bucket: str, folder: Path) -> Iterator[str]:
     """URL of a server that starts from the bucket alone, and ends with the block."""
+    log = folder / "server.log"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [PROGRAM, "serve", "--bucket", bucket, "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    command += ["--max-model-len", "64", "--state-dir", str(folder)]  # its orders are forgotten with the folder
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
     with (
         log.open("wb") as file,
-        subprocess.Popen([*command, "--max-model-len", "64"], stdout=file, stderr=file, env=environment) as process,
+        subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process,
     ):
         try:
             url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
@@ -161,14 +163,18 @@ def main() -> int:
     try:
         if options.server and bucket:
             control = Control(options.server)
-            before = control.request("GET", "/delta_sync/status")["target"]
-            tour(control, bucket, options.prompt, None)
-            control.order("target", target=before)
+            before = control.request("GET", "/delta_sync/status")
+            if before["holding"]:
+                sys.exit("the server is held, by an order of somebody else's; release it first")
+            try:
+                tour(control, bucket, options.prompt, None)
+            finally:
+                control.order("target", target=before["target"])
             return 0
         with tempfile.TemporaryDirectory() as folder:
             trainer = Trainer(Path(folder))
             print("starting a server from the bucket alone", flush=True)
-            with serving(trainer.bucket, Path(folder) / "server.log") as url:
+            with trainer.publisher, serving(trainer.bucket, Path(folder)) as url:
                 tour(Control(url), trainer.bucket, options.prompt, trainer)
     except DeltaSyncError as error:
         print(f"{error.kind}: {error.message}", file=sys.stderr)
