@@ -365,6 +365,8 @@ class Server:
         except httpx.TransportError as error:
             self.check_alive(2.0)
             raise DemoError(f"{self.name}: {method} {path}: {error!r}; see {self.log}") from error
+        if response.status_code >= 500:
+            self.check_alive(10.0)  # vLLM ends when its engine has died
         if response.status_code >= 400:
             raise DemoError(f"{self.name}: {method} {path}: HTTP {response.status_code}: {response.text[:500]}")
         return response.json()
