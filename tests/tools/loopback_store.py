@@ -28,6 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     kind, command = arguments[0], arguments[2:]
     environment = dict(os.environ)
     environment.pop(BUCKET, None)
+    # Ctrl-C is for the command alone: the store, whose processes inherit this, lasts until that has ended.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with ExitStack() as stack:
         if kind in KINDS:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="loopback-")))
@@ -35,8 +37,6 @@ def main(arguments: Sequence[str]) -> int:
             environment |= store.environment | {BUCKET: store.url}
         elif kind != "dir":
             environment[BUCKET] = kind
-        # Ctrl-C reaches the command by itself; a request to end is passed on. Either way the store outlasts it.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         process = subprocess.Popen(command, env=environment, preexec_fn=_default_interrupt)
         signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
         status = process.wait()
