@@ -9,13 +9,14 @@ followed before. One server answers for A and then for B; with two, give each it
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def serving(bucket: str, folder: Path) -> Iterator[str]:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
     with (
         log.open("wb") as file,
-        subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process,
+        subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True) as process,
     ):
         try:
             url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
@@ -146,6 +147,10 @@ def serving(bucket: str, folder: Path) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started, if anything of that is left
 
 
 def main() -> int:
