@@ -9,7 +9,7 @@
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
 # TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --steps 20 or --versions 20
 # PYTEST_FLAGS more arguments for pytest
-# WORKERS  that run the tests side by side (one more than cores)
+# WORKERS  that run the tests side by side (one more than cores, 8 at most: each takes some 3 GB)
 # SOAK_VERSIONS that make soak publishes
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -70,15 +70,15 @@ endif
 MEMORY := /dev/shm
 TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { print $$4 }')" -gt 12000000 \
 	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
-# Workers of pytest-xdist: one more than cores, since tests that start engines often wait. Tests that share a server name
+# Workers of pytest-xdist: one more than cores where those are few, since tests that start engines often wait. Tests that share a server name
 # the same xdist_group and so run in one worker.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR; trap 'rm -rf "$$TMPDIR"' EXIT; \
 	$(PYTEST) -n $(WORKERS) --dist loadgroup
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
-	$(BIN)/python -m examples.demo --bucket "$(BUCKET)"
+	$(BIN)/python -m tests.tools.loopback_store "$(BUCKET)" -- $(BIN)/python examples/rl_loop.py
 
 example-trl: $(STAMP) ## TRL's AsyncGRPOTrainer with its weights through a bucket, some 6 minutes; writes trl-out/
 	$(BIN)/python examples/trl_async.py $(TRL_FLAGS)
@@ -133,6 +133,6 @@ models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.tools.models --write docs/models.md
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support build demo-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support build demo-out publish-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
