@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
@@ -172,7 +172,6 @@ def test_the_limit_holds_while_others_write(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 60), st.lists(st.integers(1, 40), max_size=30))
-@settings(max_examples=100, deadline=None)
 def test_the_limit_holds_and_the_order_is_that_of_use(limit: int, sizes: list[int]) -> None:
     """Against a list in order of use. Objects of one size are the same object."""
     held: list[Source] = []

@@ -236,6 +236,7 @@ def test_bars_on_a_terminal(
     assert lines.seen == []
 
 
+@pytest.mark.slow
 def test_bars_of_several_transfers_keep_to_their_lines(
     local: Bucket, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_lost_terminal_stops_no_transfer(local: Bucket, monkeypatch: pytest.Mo
         assert len(slow(ReportingBucket(local, MB, pause), mode).get("objects/large")) == 4 * MB
 
 
+@pytest.mark.slow
 def test_a_child_process_logs(tmp_path: Path, terminal: Terminal) -> None:
     script = tmp_path / "child.py"
     script.write_text(f"""

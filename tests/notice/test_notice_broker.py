@@ -25,6 +25,7 @@ from tests.support.notices import (
     public,
 )
 from tests.support.proxy import TcpProxy
+from vllm_delta_sync import cli
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.notice import Broker, Notice, NoticePublisher, NoticeSubscriber, curve
 from vllm_delta_sync.notice.broker import MAX_TOPICS
@@ -90,19 +91,7 @@ def test_a_broker_that_was_killed_comes_back_on_the_same_ports(
     again.end()
 
 
-def test_a_broker_that_stands_still_delays_nobody(
-    broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
-) -> None:
-    publisher.send(Notice(RUN, 1, DIGEST))
-    hear(subscriber, 1)
-    broker.running.send_signal(signal.SIGSTOP)
-    for version in range(2, 10_000):
-        publisher.send(Notice(RUN, version, DIGEST))
-    hears_nothing(subscriber)
-    broker.running.send_signal(signal.SIGCONT)
-    hear(subscriber, 9999)
-
-
+@pytest.mark.slow
 def test_a_stalled_subscriber_does_not_delay_the_others(
     broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
 ) -> None:
@@ -199,7 +188,10 @@ def started(command: list[str]) -> "subprocess.Popen[str]":
     return running
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+SIGNALS = [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_signals_end_it_cleanly(number: signal.Signals, code: int) -> None:
     module = [sys.executable, "-m", "vllm_delta_sync.cli"]
     running = started([*module, "broker", "--publishers", LOOPBACK, "--subscribers", LOOPBACK])
@@ -222,7 +214,7 @@ sys.exit(main())
 the last step of Python and the poll."""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), SIGNALS[::-1])
 def test_signals_that_do_not_break_off_the_poll_end_it_all_the_same(number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-c", UNINTERRUPTED, "broker", "--publishers", LOOPBACK, "--subscribers", LOOPBACK]
     running = started(command)
@@ -231,16 +223,9 @@ def test_signals_that_do_not_break_off_the_poll_end_it_all_the_same(number: sign
     assert (running.returncode, out, "Traceback" in errors) == (code, "", False)
 
 
-def test_as_json_it_prints_one_line() -> None:
-    broker = BrokerProcess()
-    broker.running.send_signal(signal.SIGTERM)
-    assert broker.running.wait(DEADLINE_SECONDS) == 0
-    broker._reader.join(DEADLINE_SECONDS)
-    assert broker._lines.empty()
-    broker.end()
-
-
-def test_command_lines_that_are_refused(broker: BrokerProcess, tmp_path: Path) -> None:
+def test_command_lines_that_are_refused(
+    broker: BrokerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     key = Keys(tmp_path).make("key")
     free = ["--publishers", LOOPBACK, "--subscribers", LOOPBACK]
     cases = (
@@ -251,9 +236,8 @@ def test_command_lines_that_are_refused(broker: BrokerProcess, tmp_path: Path) -
         ([*free, "--allowed-publishers", str(tmp_path)], 2, "settings"),
     )
     for arguments, code, kind in cases:
-        command = [sys.executable, "-m", "vllm_delta_sync.cli", "broker", *arguments, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert (done.returncode, json.loads(done.stdout)["error"]["kind"]) == (code, kind)
+        assert cli.run(["broker", *arguments, "--json"]) == code
+        assert json.loads(capsys.readouterr().out)["error"]["kind"] == kind
 
 
 def test_a_port_that_is_taken_frees_the_other(broker: BrokerProcess) -> None:

@@ -127,6 +127,7 @@ print(subprocess.run(["env"], capture_output=True, text=True).stdout)
 """
 
 
+@pytest.mark.slow
 def test_general_plugin_takes_it_out_of_the_environment() -> None:
     """vLLM calls it in the API server before it starts other processes."""
     done = subprocess.run(

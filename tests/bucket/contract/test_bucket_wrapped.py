@@ -34,7 +34,7 @@ def url(tmp_path: Path) -> str:
     return (tmp_path / "bucket").as_uri()
 
 
-@pytest.fixture(params=sorted(WORN))
+@pytest.fixture(params=[pytest.param(name, marks=[] if name == "all" else pytest.mark.slow) for name in sorted(WORN)])
 def bucket(url: str, request: pytest.FixtureRequest) -> Iterator[Bucket]:
     with WORN[request.param](open_bucket(url)) as worn:
         yield worn
