@@ -107,7 +107,7 @@ METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [
     ({"blocks": [{"dtype": "F16", "kind": "sparse"}]}, TensorMismatchError),
     ({"blocks": [{"dtype": "F32", "kind": "sparse"}]}, TensorMismatchError),
     ({"blocks": [{"dtype": "BF16", "kind": "sparse"}] * 2}, FormatError),
-    ({"blocks": [{"dtype": "BF16", "kind": "sparse"}] * 1_000_001}, LimitError),
+    ({"blocks": [0] * 1_000_001}, LimitError),
     ({"blocks": []}, TensorMismatchError),
 ]
 

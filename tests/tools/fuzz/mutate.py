@@ -17,14 +17,8 @@ def mutated(data: bytes, other: bytes, chance: random.Random) -> bytes:
     if chance.random() < 0.25:
         return _bytes(data, other, chance)
     try:
-        container, donor = Container(data), Container(other)
-        entries = {
-            name: (entry.dtype.name, container.bits(name).reshape(entry.shape))
-            for name, entry in container.entries.items()
-        }
-        gifts = {
-            name: (entry.dtype.name, donor.bits(name).reshape(entry.shape)) for name, entry in donor.entries.items()
-        }
+        container = Container(data)
+        entries, gifts = _entries(container), _entries(Container(other))
     except DeltaSyncError:
         return _bytes(data, other, chance)
     metadata = dict(container.metadata)

@@ -1,6 +1,5 @@
 """What is fuzzed: a small table, its old bits, and everything that reads a delta object of it."""
 
-import json
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -126,12 +125,3 @@ def _no_longer_than(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def blocks_of(metadata: dict[str, str]) -> list[dict[str, Any]]:
-    """The ``blocks`` of an object's metadata; none where it says nothing of them."""
-    try:
-        rows = json.loads(metadata["delta_sync"])["blocks"]
-    except (KeyError, TypeError, ValueError):
-        return []
-    return rows if isinstance(rows, list) else []
