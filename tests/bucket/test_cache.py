@@ -129,18 +129,6 @@ def test_a_damaged_file_is_replaced(
     assert names(tmp_path) == {source.ref.sha256}
 
 
-@pytest.mark.parametrize("obstacle", ["link", "pipe"])
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path, obstacle: str) -> None:
-    source, path = Source(b"object"), tmp_path / "cache" / ref_of(b"object").sha256
-    path.parent.mkdir()
-    (tmp_path / "elsewhere").write_bytes(source.data)
-    if obstacle == "link":
-        path.symlink_to(tmp_path / "elsewhere")
-    else:
-        os.mkfifo(path)
-    assert not source.got_from(ObjectCache(path.parent, MANY))
-
-
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     a, b, c = (Source(letter * 100) for letter in (b"a", b"b", b"c"))
     other = tmp_path / "not-ours.txt"

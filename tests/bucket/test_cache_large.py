@@ -206,20 +206,6 @@ def test_what_nobody_wants_any_more_goes_after_a_day(tmp_path: Path, source: Sou
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_pieces_that_rotted_are_found(tmp_path: Path, source: Source) -> None:
-    break_off(tmp_path, source)
-    part = tmp_path / f"{source.ref.sha256}.part"
-    with part.open("r+b") as file:
-        for start in range(0, SIZE, PIECE):
-            file.seek(start)
-            file.write(b"rot")
-    source.pieces.clear()
-    assert ObjectCache(tmp_path, MANY).get(source.ref, source) == source.data
-    assert names(tmp_path) == {source.ref.sha256}
-    assert set(source.pieces) == set(range(0, SIZE, PIECE))
-
-
-@pytest.mark.usefixtures("small_pieces")
 def test_a_damaged_object_leaves_nothing(tmp_path: Path, source: Source) -> None:
     right, source.data = source.data, source.data[::-1]
     cache = ObjectCache(tmp_path, MANY)

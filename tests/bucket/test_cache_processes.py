@@ -96,18 +96,6 @@ def successor(waiting: Sequence[Rank]) -> tuple[Rank, list[Rank]]:
     return holder, [each for each in waiting if each is not holder]
 
 
-def test_one_fetch_for_all_ranks(tmp_path: Path) -> None:
-    directory, data = tmp_path / "cache", os.urandom(300_000)
-    with ranks(3, directory, data) as members:
-        holder, waiting = split(members)
-        holder.pipe.send("go")
-        assert [each.says() for each in [holder, *waiting]] == ["got"] * 3
-        for each in members:
-            each.process.join(SECONDS)
-            assert each.process.exitcode == 0
-    assert names(directory) == {ref_of(data).sha256}
-
-
 def test_a_killed_holder_is_succeeded_by_one_that_waits(tmp_path: Path) -> None:
     directory, data = tmp_path / "cache", os.urandom(1000)
     with ranks(3, directory, data) as members:
