@@ -281,18 +281,6 @@ def test_tokens_and_addresses_that_ran_out_are_renewed(hub: Hub, bucket: Bucket,
         hub.change(xet_seconds=3600)
 
 
-def test_a_token_that_ran_out_stops_and_a_new_one_goes_on(
-    hub: Hub, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_of_last_week")
-    for call, _ in REQUESTS:
-        with pytest.raises(AccessError, match="hf auth login"):
-            call(bucket, tmp_path)
-    monkeypatch.setenv("HF_TOKEN", str(hub.token))
-    for call in (get, get_file, put, stat):
-        call(bucket, tmp_path)
-
-
 def test_a_bucket_that_goes_and_comes_again(hub: Hub, bucket: Bucket, tmp_path: Path) -> None:
     get_file(bucket, tmp_path)
     hub.delete_bucket(ID)

@@ -106,7 +106,7 @@ def test_a_store_that_breaks_off_at_random_is_still_a_dict(all_of_them: bool) ->
                 found = [(info.key, info.bytes) for info in self.bucket.list()]
                 assert found == sorted((key, len(data)) for key, data in self.model.items())
 
-    examples = settings.default.max_examples // (3 if all_of_them else 1)  # type: ignore[attr-defined]
+    examples = settings().max_examples // (3 if all_of_them else 1)
     run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=15))
     assert failures[0] > 100, "nothing was tried"
 

@@ -312,5 +312,3 @@ def test_settings_of_pip_are_translated(tmp_path: Path) -> None:
     )
 
 
-def test_certificates_of_the_environment_are_handed_over() -> None:
-    assert pip_here("", {"SSL_CERT_FILE": "/etc/bundle.pem"}).volumes == [("/etc/bundle.pem", "/run/cert.pem")]

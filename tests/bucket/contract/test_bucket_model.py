@@ -74,5 +74,5 @@ def test_a_bucket_is_a_sorted_dict(place: str) -> None:
 
     # What goes over a network takes ten times as long.
     share = 1 if place in ("local", "memory") else 4
-    examples = settings.default.max_examples // share  # type: ignore[attr-defined]
+    examples = settings().max_examples // share
     run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=20))
