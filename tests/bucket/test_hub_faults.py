@@ -154,7 +154,11 @@ def sample(cases: list[Case], tried: list[Case]) -> list[Any]:
 
 # Each request meets one fault and one refusal, and each of those several requests.
 SOME_PASSING = [(request, FAULTS[number % len(FAULTS)]) for number, request in enumerate(REQUESTS)] + PASSING[-2:]
-SOME_REFUSED = [(request, REFUSALS[number % len(REFUSALS)]) for number, request in enumerate(REQUESTS)]
+SOME_REFUSED = [
+    next(case for turn in range(5) if (case := (request, REFUSALS[(number + turn) % 5])) in REFUSED)
+    for number, request in enumerate(REQUESTS)
+    if request[1] != "/cdn/file"
+]
 
 
 def named(parts: tuple[Any, ...]) -> str:

@@ -310,5 +310,3 @@ def test_settings_of_pip_are_translated(tmp_path: Path) -> None:
             f"find-links = {wheels}",
         ]
     )
-
-

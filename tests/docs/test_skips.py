@@ -17,7 +17,11 @@ NOT_SKIPPED = {
 }
 
 
-@pytest.mark.parametrize(("files", "named"), [(SKIPPED, 2), (NOT_SKIPPED, 0)], ids=["skipped", "not skipped"])
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [(SKIPPED, 2), pytest.param(NOT_SKIPPED, 0, marks=pytest.mark.slow)],
+    ids=["skipped", "not skipped"],
+)
 def test_a_skip_fails_the_run(tmp_path: Path, files: dict[str, str], named: int) -> None:
     for name, body in {**files, "test_other.py": "def test_other(): pass"}.items():
         (tmp_path / name).write_text(body)

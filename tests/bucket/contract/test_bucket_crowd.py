@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.bucket.contract import crowd
-from tests.support.stores import ACROSS_PROCESSES, STORES, Kind
-from vllm_delta_sync.bucket import Bucket, open_bucket
+from tests.support.stores import ACROSS_PROCESSES, STORES, Kind, patient
+from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 
 SIZE = 300_000
@@ -164,7 +164,7 @@ def test_listing_while_others_put_and_delete(url: str, bucket: Bucket) -> None:
     stop = threading.Event()
 
     def churn() -> None:
-        with open_bucket(url) as other:
+        with patient(url) as other:
             while not stop.is_set():
                 for number in range(20):
                     other.put(f"churn/{number}/x", b"y")

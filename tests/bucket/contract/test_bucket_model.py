@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.bucket.contract.conftest import reachable
-from tests.support.stores import STORES
-from vllm_delta_sync.bucket import open_bucket
+from tests.support.stores import STORES, patient
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 
 KEYS = st.sampled_from(["a/x", "a/y", "a-x", "a.x", "b/x/deep", "b/x/deeper", "HEAD.json", "b-x"])
@@ -26,7 +25,7 @@ def test_a_bucket_is_a_sorted_dict(place: str) -> None:
             self.stack = ExitStack()
             folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
             store = self.stack.enter_context(reachable(place, folder))
-            self.bucket = self.stack.enter_context(open_bucket(store.url))
+            self.bucket = self.stack.enter_context(patient(store.url))
             self.model: dict[str, bytes] = {}
 
         def teardown(self) -> None:
