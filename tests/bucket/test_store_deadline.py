@@ -300,9 +300,9 @@ def test_idle_threads_keep_no_bytes(local: Bucket, monkeypatch: pytest.MonkeyPat
             return Watched(b"x")
 
     gone = threading.Event()
-    bucket = DeadlineBucket(Giving(local), LONG)
-    assert bucket.get("key") == b"x"
-    assert gone.wait(60)
-    gone.clear()
-    bucket.put("key", Watched(b"y"))
-    assert gone.wait(60)
+    with DeadlineBucket(Giving(local), LONG) as bucket:
+        assert bucket.get("key") == b"x"
+        assert gone.wait(60)
+        gone.clear()
+        bucket.put("key", Watched(b"y"))
+        assert gone.wait(60)
