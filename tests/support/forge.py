@@ -72,7 +72,7 @@ def good_parts(run: Run) -> tuple[dict[str, Any], Changes]:
 
 def forge(
     root: Path,
-    change_fields: Callable[[dict[str, Any]], None] = lambda fields: None,
+    change_fields: Callable[[dict[str, Any]], object] = lambda fields: None,
     change_data: Callable[[bytes], bytes] = lambda data: data,
     damage: Callable[[Path], None] = lambda path: None,
     changes: Callable[[Run, dict[str, Any], Changes], Changes] = lambda run, fields, changes: changes,

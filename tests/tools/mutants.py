@@ -39,8 +39,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
     "vllm_delta_sync/wire/manifest.py": (
         "format/test_manifest.py",
         "format/test_golden.py",
-        "security/test_bytes_numbers.py",
-        "security/test_bytes_counts.py",
+        "security/test_documents.py",
     ),
     "vllm_delta_sync/chain/plan.py": ("run/test_plan.py", "receiver/test_planning.py"),
     "vllm_delta_sync/chain/read.py": ("run/test_restore.py", "run/test_history.py"),

@@ -1,6 +1,5 @@
 """Hostile versions and the real receiver on real modules: refused while staged, and no bit of what is served moves."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -9,16 +8,15 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.security.build import Arrays, Metadata, container, plain
+from tests.security.build import Arrays, Metadata, plain, rewritten
 from tests.support.forge import Forgery, forge
+from tests.support.hostile import HEADERS
 from tests.support.world import World
 from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.engine.reading import reader
 from vllm_delta_sync.errors import LimitError
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.container import Container, write_container
 from vllm_delta_sync.wire.manifest import ObjectRef, object_key
 
 
@@ -30,22 +28,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.receiver.advance()
     yield world
     world.close()
-
-
-def rewritten(change: Callable[[Arrays, Metadata], None]) -> Callable[[bytes], bytes]:
-    """Edits entries and metadata of an object."""
-
-    def rewrite(good: bytes) -> bytes:
-        parsed = Container(good)
-        arrays = {
-            name: (entry.dtype.name, parsed.bits(name).reshape(entry.shape).copy())
-            for name, entry in parsed.entries.items()
-        }
-        metadata = json.loads(parsed.metadata["delta_sync"])
-        change(arrays, metadata)
-        return write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
-
-    return rewrite
 
 
 def bomb(arrays: Arrays, metadata: Metadata) -> None:
@@ -78,12 +60,8 @@ def to_zero(path: Path) -> None:
 
 
 CASES: dict[str, tuple[str, Callable[[Path], Forgery]]] = {
-    "header of 2^63 bytes": ("limit", of_bytes(lambda good: (2**63).to_bytes(8, "little") + good[8:])),
-    "deep header": ("format", of_bytes(lambda good: container(b'{"a":' * 5000))),
-    "pickle": (
-        "limit",
-        of_bytes(lambda good: b"\x80\x04\x95\x1a\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93."),
-    ),
+    "header of 2^63 bytes": ("limit", of_bytes(lambda good: HEADERS["length of 2^63"][1])),
+    "deep header": ("format", of_bytes(lambda good: HEADERS["nested deep"][1])),
     "zip bomb": ("format", of_bytes(rewritten(bomb))),
     "metadata of another version": ("chain", of_bytes(rewritten(lambda a, m: m.update(version=9)))),
     "name with an escape": ("tensor", of_bytes(rewritten(lambda a, m: a.update({"\x1b[2J": plain(b"x")})))),
