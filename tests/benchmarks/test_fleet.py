@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from benchmarks import fleet
 from benchmarks.common.tables import value_of
-from benchmarks.fleet.__main__ import main
+from benchmarks.fleet.__main__ import main, tables
 from benchmarks.fleet.noise import SHARE, SIZES, NoisyAdam
 from benchmarks.fleet.probe import Measured, exchange, far_end, measure
 from benchmarks.fleet.record import Arrival, Change, Full, Record
@@ -247,7 +246,7 @@ def test_rows_leave_out_what_was_disturbed_and_phases_add_up() -> None:
 def test_tables_show_every_version_and_who_did_not_follow() -> None:
     made = record()
     del made.changes[1].fresh["b"]
-    text = "\n".join(fleet.tables(made.rows(20.0)))
+    text = "\n".join(tables(made.rows(20.0)))
     assert "| 2, follow | 1 | 0 | 0.0001 | 1 | 0.0002 |  |  |" in text
     assert "| b: killed, started again | 3 | 12 | 0.0004 |" in text
     assert "| full weights, stored and fetched | 0.0022 | 30 |" in text

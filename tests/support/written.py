@@ -88,7 +88,7 @@ class Written:
             source = Written(self.folder.with_name("source"), 2, seed + 1, table, run="ab" * 16)
             source.publish(full=(0,))
             bits = source.writer.bits[2]
-        self.writer = RunWriter(self.bucket, table, run)
+        self.writer: RunWriter = RunWriter(self.bucket, table, run)
         if source is not None:
             at = source.writer.manifests[2]
             base = {"location": source.bucket.url, "run": at.run, "version": 2, "manifest": at.digest}

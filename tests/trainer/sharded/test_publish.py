@@ -225,9 +225,7 @@ def starved(rank: int, size: int, folder: str) -> None:
             # Too little for the second tensor, which this rank writes.
             taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (taken + LARGEST - (4 << 20), unlimited[1]))
-        with pytest.raises(
-            LimitError, match=rf"tensor 'second' has {LARGEST} bytes, for which rank 1 has no memory"
-        ):
+        with pytest.raises(LimitError, match=rf"tensor 'second' has {LARGEST} bytes, for which rank 1 has no memory"):
             publisher.anchor()
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
         # Or without a place for its file.
