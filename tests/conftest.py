@@ -30,11 +30,10 @@ settings.load_profile("quick")
 
 MAY_SKIP = (
     "tests/bucket/test_cache.py",  # as root, or where nothing can be mounted
-    "tests/cli/test_cli_doctor.py",  # where nothing can be mounted
-    "tests/cli/test_serve_alone.py",  # as another user than root
+    "tests/cli/test_cli_serve.py",  # as another user than root
+    "tests/cli/test_doctor.py",  # where nothing can be mounted
     "tests/e2e/test_faults.py",  # where nothing can be mounted
-    "tests/security/test_bytes_links.py",  # as another user than root
-    "tests/security/test_routes_no_token.py",  # on a machine without a network
+    "tests/security/test_routes.py",  # on a machine without a network
     "tests/trainer/test_detection_triton.py",  # without Triton
 )
 """Tests that a machine may not allow. A run in which another one is skipped fails: nobody reads a count of skips."""
