@@ -11,9 +11,9 @@ from tests.cli.test_cli_keys import KeyedRun
 from tests.golden.regenerate import DIRECTORY
 from tests.support.clouds import far_from_clouds
 from tests.support.commands import answer, process
+from tests.support.publishers import Trainer
 from tests.support.signed_runs import Signed
 from tests.support.stores import s3_server
-from tests.trainer.faults.hooks import Trainer
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket

@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.chains import Chain
 from tests.support.commands import answer
+from tests.support.publishers import Hooked
 from tests.support.signed_runs import PUBLISHER, ROOT, Signed, name_of
 from tests.support.trusted import keyring_at
 from tests.support.written import Written
-from tests.trainer.faults.hooks import Hooked
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.bucket.calls import PARALLEL, in_parallel
 from vllm_delta_sync.bucket.local import LocalBucket

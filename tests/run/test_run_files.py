@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.support.commands import answer, kind, shown
+from tests.support.publishers import FailAt, Hooked, Trainer, nothing
 from tests.support.publishing import damage
 from tests.support.sidecars import age, copy_of, edited, held, listed
 from tests.support.sidecars import bucket as bucket
@@ -19,7 +20,6 @@ from tests.support.sidecars import trainer as trainer
 from tests.support.signed import Keys, assert_signed
 from tests.support.tiny import make_model, make_tokenizer, save_checkpoint
 from tests.support.trainers import trainer_of
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, nothing
 from trainer_side import Publisher, model_files
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from vllm_delta_sync import open_run

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.commands import answer, shown
+from tests.support.publishers import FailAt, Hooked, Trainer
 from tests.support.publishing import damage
 from tests.support.sidecars import STATE, age, copy_of, edited, listed, publish
 from tests.support.sidecars import bucket as bucket
 from tests.support.sidecars import held as held_below
 from tests.support.sidecars import trainer as trainer
 from tests.support.signed import Keys
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.chain import Run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.faults.hooks import Hooked, Trainer, small_trainer
+from tests.support.publishers import Hooked, Trainer, small_trainer
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import Bucket, open_bucket
 

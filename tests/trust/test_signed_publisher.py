@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.forge import FORGERIES, forge
+from tests.support.publishers import FailAt, Hooked, Trainer, small_trainer
 from tests.support.signed import (
     KINDS,
     Keys,
@@ -24,7 +25,6 @@ from tests.support.signed import (
     stored,
     unsign,
 )
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, small_trainer
 from trainer_side import Publisher
 from trainer_side.renewal import THREAD_NAME
 from vllm_delta_sync.bucket import open_bucket

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.publishers import Hooked
 from tests.support.signers import (
     INFO,
     NEXT,
@@ -39,7 +40,6 @@ from tests.support.signers import (
     public,
     ring,
 )
-from tests.trainer.faults.hooks import Hooked
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.errors import (
