@@ -705,6 +705,7 @@ def test_connections_to_what_is_not_allowed_are_found() -> None:
     assert three_seen.strange(rows, [("10.77.1.1", 80)]) == []
     assert three_seen.strange(rows, []) == ["10.77.1.2:41954 → 10.77.1.1:80"]
     assert three_seen.strange([outward, served], [("10.77.1.1", 80)]) == ["127.0.0.1:8000 → 127.0.0.1:41954"]
+    assert three_seen.strange([outward, served], [("10.77.1.1", 80)], [8000]) == []
 
 
 def test_a_connection_between_two_machines_is_found_and_what_one_was_told_is_read() -> None:

@@ -79,11 +79,20 @@ def _held(pid: int) -> set[int]:
     return {int(found[1]) for link in links if (found := re.fullmatch(r"socket:\[(\d+)\]", link))}
 
 
-def strange(rows: Iterable[Row], allowed: Iterable[End]) -> list[str]:
-    """Connections of one machine that are neither with itself nor with an allowed end."""
+def ports_of(rows: Iterable[Row]) -> set[int]:
+    """Where a machine listens."""
+    return {local[1] for local, _, state, _ in rows if state == LISTENING}
+
+
+def strange(rows: Iterable[Row], allowed: Iterable[End], served: Iterable[int] = ()) -> list[str]:
+    """Connections of one machine that are neither with itself nor with an allowed end.
+
+    Args:
+        served: ports that it has listened at before: connections outlive a server that was killed.
+    """
     rows = list(rows)
     allowed = set(allowed)
-    ports = {local[1] for local, _, state, _ in rows if state == LISTENING}
+    ports = ports_of(rows).union(served)
     sides = {(local, remote) for local, remote, _, _ in rows}
     found = []
     for local, remote, state, _ in rows:
@@ -111,6 +120,7 @@ class Seen:
     connections: Counter[str] = field(default_factory=Counter)
     found: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None
+    _served: dict[str, set[int]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -124,11 +134,13 @@ class Seen:
         for machine in MACHINES:
             rows = sockets_of(self.pids(machine), self.isolated)
             self.connections[machine] += sum(row[2] != LISTENING for row in rows)
-            found = set(strange(rows, self.allowed[machine]))
+            served = self._served.setdefault(machine, set())
+            served |= ports_of(rows)
+            found = set(strange(rows, self.allowed[machine], served))
             if found and not self.isolated:
                 # An end whose process closes it while /proc is read looks like a stranger's.
                 time.sleep(SETTLE_SECONDS)
-                found &= set(strange(sockets_of(self.pids(machine), False), self.allowed[machine]))
+                found &= set(strange(sockets_of(self.pids(machine), False), self.allowed[machine], served))
             self.found.update(f"{machine}: {text}" for text in found)
 
     def __enter__(self) -> "Seen":
