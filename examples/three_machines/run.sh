@@ -119,13 +119,13 @@ fi
 [[ $network != namespaces || -z $why_not ]] || { network=loopback; fail "--network namespaces is not possible: $why_not"; }
 if [[ $network == loopback || -n $why_not ]]; then
   echo "all machines share this one's loopback: ${why_not:---network loopback was given}"
-  network=loopback
+  network=loopback server_host=127.0.0.1
   for machine in "${machines[@]}"; do gateway[$machine]=127.0.0.1 address[$machine]=127.0.0.1; done
   read -r environment_port server_port < <("$python" -c 'import socket
 made = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
 print(*(one.getsockname()[1] for one in made))')
 else
-  network=namespaces environment_port=7000 server_port=8000
+  network=namespaces environment_port=7000 server_host=0.0.0.0 server_port=8000
   for pid in $(ip netns list | grep -oP "^$prefix-\K[0-9]+" | sort -u); do
     [[ -e /proc/$pid ]] || remove_networks "$pid" # of a run that was killed before it could
   done
@@ -169,7 +169,7 @@ keep trainer "${client[@]}" AWS_ENDPOINT_URL="$(value STORE_trainer)" OMP_NUM_TH
 trainer=$!
 keep rollout "${client[@]}" AWS_ENDPOINT_URL="$(value STORE_rollout)" \
   "$python" "$here/rollouts.py" --bucket $run --games $games --folder "$out/rollout" --versions "$versions" \
-  --environment "$(value FORWARD_rollout)" --port "$server_port" --ahead "$ahead" &
+  --environment "$(value FORWARD_rollout)" --host "$server_host" --port "$server_port" --ahead "$ahead" &
 rollout=$!
 touch "$out"/{trainer,rollout}/events.jsonl
 tail -qn +1 -f "$out"/{trainer,rollout}/events.jsonl 2>/dev/null {lifeline}>&- |
