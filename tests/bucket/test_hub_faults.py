@@ -198,7 +198,7 @@ def test_what_passes_is_overcome(
         ((get_file, "/cdn/xorb"), "stall"),
         ((stat, "/paths-info"), "stall"),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else named(part),
 )
 def test_what_stays_is_one_error_within_the_deadline(
     hub: Hub, bucket: Bucket, tmp_path: Path, request_: tuple[Call, str], kind: str

@@ -13,17 +13,6 @@ from tests.e2e.siege.world import Siege
 from tests.e2e.world import Follower
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put groups where pytest-xdist looks for them: 3.8 itself writes them where pytest 9.2 does not read them."""
-    if not getattr(config.option, "loadgroup", False):
-        return
-    for item in items:
-        group = item.get_closest_marker("xdist_group")
-        if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
-            identity: Any = item
-            identity._id = type(identity._id).parse(f"{item.nodeid}@{group.args[0]}")
-
-
 @pytest.fixture(scope="session")
 def shared_follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Follower]:
     follower = Follower(tmp_path_factory.mktemp("follower"))
