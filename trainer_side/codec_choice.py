@@ -55,8 +55,8 @@ class Cost:
         return self.touched * work.touched + self.changed * work.changed
 
 
-# 111 M bfloat16 elements moved by Adam (benchmarks/synthetic.py), 0.5 to 10 % changed: straight lines through what
-# python -m benchmarks.codec measures, without detection. Taking the old bits back is part of encoding.
+# 111 M bfloat16 elements moved by Adam (benchmarks/common/synthetic.py), 0.5 to 10 % changed: straight lines through
+# what python -m benchmarks.codec measures, without detection. Taking the old bits back is part of encoding.
 ENCODE: dict[Codec, Cost] = {"packed": Cost(0.0, 13e-9), "context": Cost(1e-9, 90e-9)}
 DECODE: dict[Codec, Cost] = {"packed": Cost(0.0, 9e-9), "context": Cost(0.55e-9, 33e-9)}
 VALUE_BYTES = 0.25

@@ -22,7 +22,7 @@ from prime_rl.utils.pathing import wait_for_path  # type: ignore[import-not-foun
 from prime_rl.utils.weights import convert_state_dict_to_hf, resolve_fqn  # type: ignore[import-not-found]
 from torch.distributed.tensor import DTensor
 
-from examples.recipes.stream import gathered_publisher, publish_gathered
+from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
 from vllm_delta_sync import open_run
 
 VERSION = "delta_sync_version"
@@ -41,15 +41,15 @@ class DeltaSyncWeightSender(WeightSender):  # type: ignore[misc]
 
     def __init__(self, output_dir: Path, config: Any) -> None:
         super().__init__(output_dir, config.timeout)
-        self._publisher = gathered_publisher(config.bucket, config.base, leads=self.world.is_master)
+        self.publisher = gathered_publisher(config.bucket, config.base, leads=self.world.is_master)
 
     def _broadcast(self, model: torch.nn.Module, step: int, step_dir: Path) -> None:
         if torch.distributed.is_initialized():
             # The others wait for the master's handshake here, and not within a collective of the device.
             torch.distributed.barrier()
-        publish_gathered(self._publisher, step, hf_tensors(model))
-        if self._publisher is not None:
-            (step_dir / VERSION).write_text(str(self._publisher.version))
+        publish_gathered(self.publisher, step, hf_tensors(model))
+        if self.publisher is not None:
+            (step_dir / VERSION).write_text(str(self.publisher.version))
 
 
 class DeltaSyncWeightReceiver(WeightReceiver):  # type: ignore[misc]

@@ -5,8 +5,10 @@ Written against slime's ``docs/en/get_started/customization.md`` (section 19, at
 and ``--update-weight-mode full`` slime gathers, converts Megatron's names to those of ``--hf-checkpoint``, writes
 safetensors files, and calls the hook on every rank.
 
+Copy this file into a module of your own and name its function:
+
     export DELTA_SYNC_BUCKET=s3://bucket/run
-    python train.py ... --custom-update-weight-post-write-path examples.recipes.slime.publish_checkpoint
+    python train.py ... --custom-update-weight-post-write-path my_project.delta_sync_hook.publish_checkpoint
 """
 
 import json
@@ -19,8 +21,8 @@ from typing import Any
 
 import torch
 
-from examples.recipes.stream import gathered_publisher, publish_gathered
 from trainer_side import Publisher
+from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
 from vllm_delta_sync.checkpoint import INDEX_NAME, Checkpoint
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.torch_bits import tensor_from_bits
@@ -34,11 +36,11 @@ def publish_checkpoint(args: Any, version_dir: str, rollout_engines: Sequence[ob
     Args:
         args: slime's arguments; ``hf_checkpoint`` is what the servers start from.
         version_dir: ``.../weight_v000017``; its number becomes the step.
-        rollout_engines: slime's own, of no account here.
+        rollout_engines: slime's own, not used.
 
     Raises:
         UsageError: the directory is no whole checkpoint (slime's delta mode), or DELTA_SYNC_BUCKET is not set.
-        Else as ``Publisher``.
+        Also what ``Publisher`` raises.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
@@ -52,12 +54,12 @@ def publish_checkpoint(args: Any, version_dir: str, rollout_engines: Sequence[ob
         )
     written = Checkpoint(folder)
     weights = ((name, tensor_from_bits(written.bits(name).copy(), spec)) for name, spec in written.specs.items())
-    publish_gathered(_publisher(args.hf_checkpoint), int(number.group(1)), weights)
+    publish_gathered(publisher_of(args.hf_checkpoint), int(number.group(1)), weights)
 
 
 @lru_cache(maxsize=1)
-def _publisher(base: str) -> Publisher | None:
-    """The one of this process: slime calls a function, and keeps nothing for it."""
+def publisher_of(base: str) -> Publisher | None:
+    """The publisher of this process. It is kept here, because slime calls a function and keeps no state for it."""
     bucket = os.environ.get("DELTA_SYNC_BUCKET")
     if not bucket:
         raise UsageError("DELTA_SYNC_BUCKET is not set; export the URL of the run on the trainer's machines")

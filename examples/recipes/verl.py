@@ -15,7 +15,7 @@ from verl.checkpoint_engine.base import (  # type: ignore[import-not-found]
     CheckpointEngineRegistry,
 )
 
-from examples.recipes.stream import Pairs, gathered_publisher, publish_gathered
+from trainer_side.integrations.gathered import Pairs, gathered_publisher, publish_gathered
 from vllm_delta_sync import open_run
 
 POLL_SECONDS = 0.2
@@ -43,12 +43,12 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         timeout: float = 600.0,
     ) -> None:
         self._bucket, self._timeout = bucket, timeout
-        self._publisher = gathered_publisher(bucket, base, leads=is_master)
+        self.publisher = gathered_publisher(bucket, base, leads=is_master)
         self._version = 0
 
     def prepare(self) -> dict[str, Any]:
         """The number of the version that comes next, from the actor's rank 0."""
-        return {} if self._publisher is None else {"version": self._publisher.version + 1}
+        return {} if self.publisher is None else {"version": self.publisher.version + 1}
 
     @classmethod
     def build_topology(
@@ -66,7 +66,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     async def send_weights(self, weights: Pairs, global_steps: int | None = None) -> dict[str, float]:
         """Publish on rank 0 → metrics for verl's log; durable when this returns."""
-        result = publish_gathered(self._publisher, global_steps or 0, weights)
+        result = publish_gathered(self.publisher, global_steps or 0, weights)
         return {} if result is None else result.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:

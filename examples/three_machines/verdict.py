@@ -1,248 +1,322 @@
-"""The verdict, from what was seen and from the bucket alone: what became of each trajectory, and of each version."""
+"""Judges a run of the three machines by what lies in the bucket: summary.json, three-machines.md, three-machines.png.
 
+    python verdict.py --bucket RUN --games URL --out DIR --versions 120
+
+Exit status 0 if every claim holds, else 1. ``DIR/trainer`` and ``DIR/rollout`` hold the events of the other scripts
+(``events.jsonl``); all else is read from the bucket.
+"""
+
+import argparse
+import gzip
+import json
 import math
 import statistics
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from examples.demo.verdict import checkpoint_fingerprint
-from examples.three_machines import fits
-from examples.three_machines.record import Record, Version
-from examples.three_machines.settings import NEEDED_RISE, NEEDED_VERSIONS, ROLLOUT, TRAINER
-from examples.three_machines.state import Consumed
-from examples.three_machines.trainer import SIDECAR
-from examples.three_machines.trajectories import PREFIX, Batch, decode, place_of
+import torch
+from transformers import Qwen3ForCausalLM
+
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.checkpoint import Checkpoint
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
 
-PROVEN_VERSIONS = 8
-PROVEN_TURNS = 192
-"""Of each of them, evenly over the batches."""
+ENDS = 20
+"""Versions at the beginning and at the end whose mean rewards are compared."""
+NEEDED_VERSIONS, NEEDED_RISE = 100, 0.15
+"""A run of fewer versions need not learn."""
+PROVEN_VERSIONS, PROVEN_TURNS = 8, 192
 TOLERANCE = 0.02
-"""Root mean square of the differences of log-probs under the right version: the server computes in bfloat16, by other
-kernels."""
-
-_Item = TypeVar("_Item")
+"""Root mean square of the differences of log-probs: the server computes in bfloat16, by other kernels."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
-    """What lies in the store: manifests from version 1 on, what each version consumed, and all trajectories by key."""
-
-    url: str
-    run: str
-    head: str
-    manifests: Mapping[int, Manifest]
-    consumed: Mapping[int, Consumed]
-    batches: Mapping[str, Batch]
-
-
-@dataclass(frozen=True)
-class Explained:
-    """How well a version, and the ones beside it, explain the tokens of the spans that name it.
+    """What lies in the bucket and in the events.
 
     Attributes:
-        own, beside: root mean square difference of log-probs; ``beside`` of the better one.
+        consumed: version → its sidecar ``trained``. batches: key → trajectories. served, called: version → time.
+        scan: what the server said of its weights at the end.
     """
 
-    version: int
-    tokens: int
-    own: float
-    beside: float
+    run: Any
+    manifests: dict[int, Any]
+    consumed: dict[int, dict[str, Any]]
+    batches: dict[str, dict[str, Any]]
+    served: dict[int, float] = field(default_factory=dict)
+    called: dict[int, float] = field(default_factory=dict)
+    pauses_ms: dict[str, float] = field(default_factory=dict)
+    scan: dict[str, Any] = field(default_factory=dict)
+
+    def trained(self, version: int) -> list[dict[str, Any]]:
+        """The batches that a version was trained on."""
+        return [self.batches[key] for key in self.consumed[version]["trained"] if key in self.batches]
 
 
-def read_store(run_url: str, trajectories: str) -> Found:
-    """Everything that the verdict needs. Raises DeltaSyncError: something is damaged or missing."""
+def read(run_url: str, games_url: str, out: Path) -> Found:
+    """Everything that the verdict needs."""
     run = open_run(run_url)
     manifests = {manifest.version: manifest for manifest in run.log() if manifest.version > 0}
-    consumed = {
-        version: Consumed.from_bytes(run.sidecar(version, SIDECAR), f"version {version}: {SIDECAR}")
-        for version in sorted(manifests)
-    }
-    with open_bucket(trajectories) as bucket:
-        keys = [item.key for item in bucket.list(PREFIX)]
-        batches = {key: decode(bucket.get(key), key) for key in keys}
-    head = run.head()
-    return Found(run_url, run.info.run, head.fingerprint, manifests, consumed, batches)
+    consumed = {version: json.loads(run.sidecar(version, "trained")) for version in sorted(manifests)}
+    with open_bucket(games_url) as bucket:
+        keys = [item.key for item in bucket.list("trajectories/")]
+        found = Found(run, manifests, consumed, {key: json.loads(gzip.decompress(bucket.get(key))) for key in keys})
+    for file in (out / "trainer" / "events.jsonl", out / "rollout" / "events.jsonl"):
+        for event in map(json.loads, file.read_text().splitlines()):
+            if event["event"] == "published":
+                found.called.setdefault(event["version"], event["called"])
+            elif event["event"] == "served":
+                # A server that jumps to a version has served what lies between.
+                for version in range(max(found.served, default=-1) + 1, event["version"] + 1):
+                    found.served[version] = event["at"]
+                found.pauses_ms |= {number: ms for number, ms in event["pauses_ms"].items() if ms is not None}
+            elif event["event"] == "verified":
+                found.scan = event
+    return found
 
 
-def judge(record: Record, found: Found, checkpoint: Path) -> None:
-    """Put claims, what is wrong, and figures into the record. Raises DeltaSyncError: a version cannot be rebuilt."""
-    record.versions = versions_of(found)
-    record.stale = sum(len(one.stale) for one in found.consumed.values())
-    explained = explain(found, checkpoint)
+def checkpoint_fingerprint(folder: Path) -> str:
+    """Fingerprint of a checkpoint, computed from its files alone."""
+    checkpoint, total = Checkpoint(folder), Fingerprint()
+    for name in checkpoint.specs:
+        total += fingerprint_tensor(name, checkpoint.bits(name))
+    return total.hex()
+
+
+def not_exact(found: Found, checkpoint: Path) -> list[str]:
+    """The server's weights, rescanned, are those of the run's head and of the checkpoint that the trainer saved."""
     prints = {
-        "the server": str(record.scan.get("fingerprint")),
-        "the run's head": found.head,
-        "the trainer's checkpoint": checkpoint_fingerprint(checkpoint),
+        "server": found.scan.get("fingerprint"),
+        "run": found.run.head().fingerprint,
+        "checkpoint": checkpoint_fingerprint(checkpoint),
     }
-    wrong = {
-        "weights_exact": []
-        if record.scan.get("verdict") and len(set(prints.values())) == 1
-        else [f"weights: {prints}"],
-        "never_connected": not_connected(record),
-        "told_nothing": record.told or ([] if record.read else ["no process was looked at"]),
-        "went_on": [f"it did not go on after {part} was killed" for part in unrecovered(record)],
-        "trained_once": trained_once(found),
-        "none_too_stale": too_stale(found, record.options.max_staleness),
-        "versions_explain_tokens": unexplained(explained),
-    }
-    if not record.shared:
-        wrong["no_way_between"] = ways(record)
-    if record.options.versions >= NEEDED_VERSIONS:
-        first, last = record.rewards()
-        rose = last - first >= NEEDED_RISE
-        wrong["reward_rose"] = [] if rose else [f"the reward rose from {first:.3f} to {last:.3f} only"]
-    record.claims = {claim: not texts for claim, texts in wrong.items()}
-    record.wrong = [text for texts in wrong.values() for text in texts]
-    record.figures = {
-        "fingerprints": prints,
-        "batches": len(found.batches),
-        "trained": sum(len(one.trained) for one in found.consumed.values()),
-        "explained": [vars(one) for one in explained],
-    }
+    return [] if found.scan.get("verdict") and len(set(prints.values())) == 1 else [f"weights differ: {prints}"]
 
 
-def versions_of(found: Found) -> list[Version]:
-    """What each version changed, and what it was trained on."""
-    made = []
-    for version, manifest in sorted(found.manifests.items()):
-        games = [
-            game
-            for key in found.consumed[version].trained
-            if key in found.batches
-            for game in found.batches[key].games
-        ]  # fmt: skip
-        made.append(
-            Version(
-                version=version,
-                changed=manifest.changed,
-                total=manifest.total,
-                payload_bytes=manifest.payload_bytes,
-                full_bytes=manifest.full_bytes,
-                batches=len(found.consumed[version].trained),
-                staleness=max((version - 1 - found.batches[key].lowest for key in _trained(found, version)), default=0),
-                reward=statistics.fmean(game.reward for game in games) if games else None,
-                solved=statistics.fmean(game.solved for game in games) if games else None,
-            )
-        )
-    return made
-
-
-def not_connected(record: Record) -> list[str]:
-    """What the looks at all sockets found; and whether there was anything to see."""
-    blind = [name for name in (TRAINER, ROLLOUT) if not record.seen[name]]
-    return [*record.found, *(f"no connection of {name} was seen at {record.looks} looks" for name in blind)]
-
-
-def ways(record: Record) -> list[str]:
-    """Attempts to connect that ended otherwise than they should: each machine reaches itself, and no other."""
-    wrong = [
-        f"{one.source} → {one.target}: {one.reason}"
-        for one in record.attempts
-        if one.reached is not (one.source == one.target)
-    ]
-    return wrong if record.attempts else ["no attempt was made"]
-
-
-def unrecovered(record: Record) -> list[str]:
-    """Parts that should have been killed and were not, or after whose kill it did not go on."""
-    return sorted(set(record.options.kills_at) - {kill.part for kill in record.kills if kill.going is not None})
-
-
-def trained_once(found: Found) -> list[str]:
-    """Each trajectory is consumed by one version or is left over at the end, and nothing else is consumed."""
-    wrong = []
-    fates = {
-        fate: Counter(key for one in found.consumed.values() for key in getattr(one, fate))
-        for fate in ("trained", "stale", "set_aside")
-    }
-    total = sum(fates.values(), Counter())
-    wrong += [f"{key} was consumed {count} times" for key, count in total.items() if count > 1]
+def not_once(found: Found) -> list[str]:
+    """Each trajectory is consumed by one version or left over at the end, and nothing else is consumed."""
+    fates = ("trained", "stale", "set_aside")
+    total = Counter(key for one in found.consumed.values() for fate in fates for key in one[fate])
+    wrong = [f"{key} was consumed {count} times" for key, count in total.items() if count > 1]
     wrong += [f"{key} was consumed, and is not there" for key in total if key not in found.batches]
-    wrong += [f"{key} was set aside" for key in fates["set_aside"]]
-    steps = [found.consumed[version].step for version in sorted(found.consumed)]
+    wrong += [f"{key} was set aside" for one in found.consumed.values() for key in one["set_aside"]]
+    steps = [found.consumed[version]["step"] for version in sorted(found.consumed)]
     if steps != list(range(1, len(steps) + 1)):
         wrong.append(f"steps do not follow each other: {steps}")
-    last: dict[str, int] = {}
-    for worker, number in filter(None, map(place_of, total)):
-        last[worker] = max(last.get(worker, -1), number)
+    last: dict[str, str] = {}
+    for key in sorted(total):
+        last[key.split("/")[1]] = key
     for key, batch in found.batches.items():
-        if batch.run != found.run:
-            wrong.append(f"{key} is of run {batch.run}")
-        if key not in total and batch.number <= last.get(batch.worker, -1):
+        if batch["run"] != found.run.info.run:
+            wrong.append(f"{key} is of run {batch['run']}")
+        if key not in total and key < last.get(batch["worker"], ""):
             wrong.append(f"{key} was lost: later ones were consumed")
     return wrong
 
 
+def versions_of(batch: dict[str, Any]) -> tuple[int, int]:
+    """Lowest and highest version that sampled a token."""
+    spans = [span["version"] for game in batch["games"] for turn in game["turns"] for span in turn["spans"]]
+    return min(spans), max(spans)
+
+
 def too_stale(found: Found, most: int) -> list[str]:
-    """Trajectories that were trained on too late, or too early, or passed by without reason."""
+    """What was trained on was young enough, and what was left out as too old was not."""
     wrong = []
     for version, one in found.consumed.items():
         held = version - 1
-        for key in _trained(found, version):
-            batch = found.batches[key]
-            if held - batch.lowest > most or batch.highest > held:
-                wrong.append(f"{key}, of versions {batch.lowest} to {batch.highest}, was trained on by version {held}")
-        for key in one.stale:
-            if key in found.batches and held - found.batches[key].lowest <= most:
-                wrong.append(f"{key}, of version {found.batches[key].lowest}, was passed by as too old at {held}")
+        for batch in found.trained(version):
+            lowest, highest = versions_of(batch)
+            if held - lowest > most or highest > held:
+                text = f"batch {batch['number']} of versions {lowest} to {highest}"
+                wrong.append(f"{text} was trained on by version {held}")
+        for key in one["stale"]:
+            if key in found.batches and held - versions_of(found.batches[key])[0] <= most:
+                wrong.append(f"{key} was left out as too old at version {held}")
     return wrong
 
 
-def _trained(found: Found, version: int) -> list[str]:
-    return [key for key in found.consumed[version].trained if key in found.batches]
+def unexplained(found: Found, policy: Path) -> list[str]:
+    """Trained tokens whose log-probs do not fit the version of their span, or fit one beside it as well.
 
-
-def explain(found: Found, checkpoint: Path) -> list[Explained]:
-    """Recompute log-probs of trained tokens with the weights that their spans name, and with those beside them.
-
-    Args:
-        checkpoint: of the same model; its weights are not used.
+    They are computed anew with weights from the bucket, of the version itself and of the two beside it.
     """
-    keys = [key for version in sorted(found.consumed) for key in _trained(found, version)]
-    turns: dict[int, list[fits.Answered]] = {}
-    for key in keys:
-        for game in found.batches[key].games:
-            for turn in game.turns:
-                spans = [fits.Span(span.version, span.start, span.end) for span in turn.spans]
-                answered = fits.Answered(turn.prompt, turn.output, turn.logprobs, spans)
-                for span in spans:
-                    turns.setdefault(span.version or 0, []).append(answered)
-    chosen = evenly(sorted(turns), PROVEN_VERSIONS)
-    sample = {id(one): one for version in chosen for one in evenly(turns[version], PROVEN_TURNS)}
-    tried = fits.fits_of(list(sample.values()), found.url, checkpoint, lambda version: None)
-    return [pooled(version, [fit for fit in tried if fit.span.version == version]) for version in chosen]
+    turns: dict[int, list[dict[str, Any]]] = {}
+    for version in sorted(found.consumed):
+        for turn in (turn for batch in found.trained(version) for game in batch["games"] for turn in game["turns"]):
+            if len(turn["spans"]) == 1:
+                turns.setdefault(turn["spans"][0]["version"], []).append(turn)
+    wrong = []
+    for version in evenly(sorted(turns), PROVEN_VERSIONS):
+        sample = evenly(turns[version], PROVEN_TURNS)
+        beside = [near for near in (version - 1, version + 1) if 0 <= near <= max(found.manifests)]
+        own, *others = [difference(weights_of(found, policy, near), sample) for near in (version, *beside)]
+        if own > TOLERANCE or own >= min(others):
+            wrong.append(f"version {version} explains its tokens to {own:.4f}, one beside it to {min(others):.4f}")
+    return wrong if turns else ["no trajectory was trained on"]
 
 
-def evenly(items: Sequence[_Item], count: int) -> list[_Item]:
+def evenly(items: list[Any], count: int) -> list[Any]:
     """So many of them, first and last included."""
-    if len(items) <= count:
-        return list(items)
-    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
+    return items if len(items) <= count else [items[round(at * (len(items) - 1) / (count - 1))] for at in range(count)]
 
 
-def pooled(version: int, tried: Sequence[fits.Fit]) -> Explained:
-    """All spans of a version as one."""
-    tokens = sum(fit.span.end - fit.span.start for fit in tried)
-
-    def difference(of: int) -> float:
-        squares = [fit.by_version[of] ** 2 * (fit.span.end - fit.span.start) for fit in tried]
-        return math.sqrt(sum(squares) / tokens)
-
-    others = [of for of in tried[0].by_version if of != version]
-    return Explained(version, tokens, difference(version), min(map(difference, others)))
+def weights_of(found: Found, policy: Path, version: int) -> Qwen3ForCausalLM:
+    """The policy with the weights of a version, in fp32."""
+    model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    model.load_state_dict({name: tensor.float() for name, tensor in found.run.tensors(version)}, strict=False)
+    return model.eval()
 
 
-def unexplained(explained: Sequence[Explained]) -> list[str]:
-    """Versions that do not explain their tokens, or no better than a version beside them does."""
-    wrong = [
-        f"version {one.version} explains its {one.tokens} tokens to {one.own:.4f}, one beside it to {one.beside:.4f}"
-        for one in explained
-        if one.own > TOLERANCE or one.own >= one.beside
+def difference(model: Qwen3ForCausalLM, turns: Sequence[dict[str, Any]]) -> float:
+    """Root mean square between the log-probs of these turns' tokens under a model and as they were sampled."""
+    rows = [turn["prompt"] + turn["output"] for turn in turns]
+    tokens = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.int64)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+    with torch.no_grad():
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    logprobs = torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    squares = [
+        (float(logprobs[number, len(turn["prompt"]) - 1 + at]) - value) ** 2
+        for number, turn in enumerate(turns)
+        for at, value in enumerate(turn["logprobs"])
     ]
-    return wrong if explained else ["no trajectory was trained on"]
+    return math.sqrt(statistics.fmean(squares))
+
+
+def curve_of(found: Found) -> list[dict[str, Any]]:
+    """Each version: bytes, reward and solved games of what it was trained on, staleness, seconds to fresh."""
+    rows = []
+    for version, manifest in sorted(found.manifests.items()):
+        games = [game for batch in found.trained(version) for game in batch["games"]]
+        fresh = found.served.get(version, math.inf) - found.called.get(version, math.inf)
+        ages = [version - 1 - versions_of(batch)[0] for batch in found.trained(version)]
+        row = {name: getattr(manifest, name) for name in ("version", "changed", "total", "payload_bytes", "full_bytes")}
+        row |= {"reward": statistics.fmean(game["reward"] for game in games) if games else 0.0}
+        row |= {"solved": statistics.fmean(game["solved"] for game in games) if games else 0.0}
+        rows.append(row | {"staleness": max(ages, default=0), "fresh": fresh if math.isfinite(fresh) else None})
+    return rows
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and of the last values."""
+    count = max(1, min(ENDS, len(values) // 3))
+    return (statistics.fmean(values[:count]), statistics.fmean(values[-count:])) if values else (0.0, 0.0)
+
+
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Median and longest."""
+    if not values:
+        return {"median": None, "longest": None}
+    return {"median": round(statistics.median(values), 4), "longest": round(max(values), 4)}
+
+
+def judge(found: Found, options: argparse.Namespace) -> dict[str, Any]:
+    """The content of summary.json."""
+    curve = curve_of(found)
+    rewards, solved = (ends([row[name] for row in curve]) for name in ("reward", "solved"))
+    wrong = {
+        "weights_exact": not_exact(found, options.out / "trainer" / "checkpoint"),
+        "trained_once": not_once(found),
+        "none_too_stale": too_stale(found, options.max_staleness),
+        "versions_explain_tokens": unexplained(found, options.out / "trainer" / "policy"),
+    }
+    if options.versions >= NEEDED_VERSIONS:
+        rose = rewards[1] - rewards[0] >= NEEDED_RISE
+        wrong["reward_rose"] = [] if rose else [f"the reward rose from {rewards[0]:.3f} to {rewards[1]:.3f} only"]
+    changed, total = (sum(row[name] for row in curve) for name in ("changed", "total"))
+    times = [*found.called.values(), *found.served.values()]
+    return {
+        "verdict": {claim: not texts for claim, texts in wrong.items()},
+        "wrong": [text for texts in wrong.values() for text in texts],
+        "reward": {"first": round(rewards[0], 4), "last": round(rewards[1], 4)},
+        "solved": {"first": round(solved[0], 4), "last": round(solved[1], 4)},
+        "versions": max(found.manifests, default=0),
+        "network": options.network,
+        "payload_bytes": sum(row["payload_bytes"] for row in curve),
+        "full_bytes": sum(row["full_bytes"] for row in curve),
+        "changed_share": round(changed / max(1, total), 6),
+        "fresh_seconds": spread([row["fresh"] for row in curve if row["fresh"] is not None]),
+        "pause_ms": spread(list(found.pauses_ms.values())),
+        "batches": len(found.batches),
+        "stale_batches": sum(len(one["stale"]) for one in found.consumed.values()),
+        "seconds": round(max(times) - min(times), 1) if times else 0.0,
+        "curve": curve,
+    }
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """three-machines.md."""
+    payloads = [row["payload_bytes"] / 1e6 for row in summary["curve"]]
+    full = summary["curve"][0]["full_bytes"] / 1e6
+    fresh = summary["fresh_seconds"]
+    return (
+        "| from the trainer to the rollout machine | MB | seconds to fresh |\n| --- | --- | --- |\n"
+        f"| a version, median | {statistics.median(payloads):.2f} | {fresh['median']} |\n"
+        f"| a version, largest and slowest | {max(payloads):.2f} | {fresh['longest']} |\n"
+        f"| full weights / median version | {full / statistics.median(payloads):.1f} × | |\n\n"
+        "| | first versions | last versions |\n| --- | --- | --- |\n"
+        + "".join(f"| {name} | {summary[name]['first']} | {summary[name]['last']} |\n" for name in ("reward", "solved"))
+    )
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """three-machines.png: reward, payload, time to fresh and staleness over the versions."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curve = summary["curve"]
+    numbers = [row["version"] for row in curve]
+    panes = {
+        "reward": [row["reward"] for row in curve],
+        "payload [kB]": [row["payload_bytes"] / 1e3 for row in curve],
+        "publish() to served [s]": [row["fresh"] for row in curve],
+        "staleness [versions]": [row["staleness"] for row in curve],
+    }
+    figure, axes = pyplot.subplots(len(panes), 1, figsize=(9, 11), sharex=True, layout="constrained")
+    for axis, (label, values) in zip(axes, panes.items(), strict=True):
+        axis.plot(numbers, values, ".-", linewidth=0.5, markersize=4)
+        axis.set(ylabel=label, ylim=(0, None))
+    axes[0].plot(numbers, [row["solved"] for row in curve], ":", label="games solved")
+    axes[0].set(title="A word game, learnt by three machines that meet in a bucket only")
+    axes[0].legend(frameon=False)
+    axes[2].set(yscale="log", ylim=(None, None))
+    axes[-1].set(xlabel="version")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Judge as the module's docstring says."""
+    parser = argparse.ArgumentParser(description="Judge a run of the three machines; exit status 0 if all claims hold.")
+    parser.add_argument("--bucket", required=True, metavar="RUN", help="the run")
+    parser.add_argument("--games", required=True, metavar="URL", help="bucket of the trajectories")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="with the folders trainer and rollout")
+    parser.add_argument("--versions", required=True, type=int, metavar="N", help="that the run was to have")
+    parser.add_argument("--max-staleness", type=int, default=4, help="that the trainer allowed (default %(default)s)")
+    parser.add_argument("--network", default="", metavar="TEXT", help="noted in summary.json")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = read(options.bucket, options.games, options.out)
+    summary = judge(found, options)
+    (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (options.out / "three-machines.md").write_text(markdown(summary))
+    draw(summary, options.out / "three-machines.png")
+    print(markdown(summary))
+    for claim, holds in summary["verdict"].items():
+        print(f"{'✓' if holds else '✗'} {claim.replace('_', ' ')}")
+    for text in summary["wrong"]:
+        print(text)
+    return 0 if all(summary["verdict"].values()) and summary["versions"] >= options.versions else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

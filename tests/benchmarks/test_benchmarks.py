@@ -1,25 +1,72 @@
-"""Benchmarks run, and write what docs/benchmarks.md is made from. No time is asserted."""
+"""Benchmarks run in short, and docs/benchmarks.md is what their committed results say. No time is asserted."""
 
+import importlib
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from benchmarks import apply, breakeven, catchup, codec, notice, scaling
-from benchmarks.render import render
+from benchmarks import render
+from benchmarks.common.rows import row, write
+from benchmarks.common.tables import grid, value_of
 
-SLOW = [pytest.param(bench, marks=pytest.mark.slow) for bench in (apply, breakeven, codec, scaling)]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("apply", "breakeven", "codec", "notice", "publish", "scaling", "stores")
+]
 
 
-@pytest.mark.parametrize("bench", [catchup, notice, *SLOW])
-def test_quick_run_writes_rows(tmp_path: Path, bench: object) -> None:
-    name = bench.BENCH  # type: ignore[attr-defined]
-    bench.main(["--quick", "--json", str(tmp_path / f"{name}.json")])  # type: ignore[attr-defined]
-    document = json.loads((tmp_path / f"{name}.json").read_text())
+@pytest.mark.parametrize("bench", ["catchup", *SLOW])
+def test_quick_run_writes_rows_that_become_tables(tmp_path: Path, bench: str) -> None:
+    file = tmp_path / f"{bench}.json"
+    module = importlib.import_module(f"benchmarks.{bench}.__main__")
+    module.main(["--quick", "--json", str(file)])
+    document = json.loads(file.read_text())
     assert document["machine"]
-    for row in document["rows"]:
-        assert set(row) - {"peer"} == {"bench", "case", "metric", "value", "unit"}
-        assert row["bench"] == name
-        assert row["value"] > 0 or (row["unit"] == "MB" and row["value"] == 0)
-        assert (row["metric"] == "ratio") == ("peer" in row)
-    assert f"## {name}" in render(tmp_path)
+    assert {"python", "torch", "numpy"} <= document["versions"].keys()
+    for item in document["rows"]:
+        assert set(item) - {"peer"} == {"bench", "case", "metric", "value", "unit"}
+        assert item["bench"] == bench
+        assert math.isfinite(item["value"])
+        assert (item["metric"] == "ratio") == ("peer" in item)
+    tables = module.tables(document["rows"])
+    assert sum(line.startswith("|---") for line in tables) >= 1
+    assert len(tables) > 2
+
+
+def test_the_committed_page_is_made_from_the_committed_results() -> None:
+    text = render.render()
+    assert render.TARGET.read_text() == text, "run: python -m benchmarks.render"
+    assert len(text.splitlines()) <= 250
+    for path in render.SOURCE.glob("*.json"):
+        document = json.loads(path.read_text())
+        assert document["date"]
+        assert document["commit"]
+        assert f"\n## {path.stem}\n" in text
+
+
+def test_a_page_is_made_of_the_results_that_there_are(tmp_path: Path) -> None:
+    rows = [row("notice", "direct", "p50", 1.5, "ms"), row("notice", "broker, CURVE, signed", "p50", 2.25, "ms")]
+    write(tmp_path / "notice.json", rows)
+    text = render.render(tmp_path)
+    assert "| 1.5 ms; 2.25 ms | `python -m benchmarks.notice --json FILE` |" in text
+    assert "| direct | 1.5 |" in text
+    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## notice"]
+
+
+def test_a_grid_has_a_line_for_each_case() -> None:
+    rows = [
+        row("b", "one", "ratio", 12345.6, "x", "raw"),
+        row("b", "one", "size", 2.0, "B"),
+        row("b", "two", "size", 0.04567, "B"),
+        row("b", "three", "other", 1.0, "B"),
+    ]
+    assert grid("case", rows, ("size", "/ raw", "absent")) == [
+        "| case | size [B] | / raw [x] |",
+        "|---|---:|---:|",
+        "| one | 2 | 12,300 |",
+        "| two | 0.0457 |  |",
+    ]
+    with pytest.raises(KeyError, match="'none'"):
+        value_of(rows, "one", "none")

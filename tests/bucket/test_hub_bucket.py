@@ -1,8 +1,12 @@
-"""The Hub's bucket with the real client against a loopback Hub: what the contract suite asks of no store."""
+"""The Hub's bucket with the real client against a loopback Hub: what the contract suite asks of no store.
+
+And create-if-absent: as far as the Hub's own interface goes, and through its S3 gateway.
+"""
 
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -10,10 +14,20 @@ import pytest
 
 from tests.support.hub_buckets import URL, opened
 from tests.support.hub_store import Hub
+from tests.support.running import eventually
 from vllm_delta_sync.bucket import StoreOptions, flow
 from vllm_delta_sync.bucket.hub import HubBucket
+from vllm_delta_sync.bucket.hub_gateway import ENDPOINT, KEY_ID, SECRET
 from vllm_delta_sync.bucket.opening import place_of
-from vllm_delta_sync.errors import AccessError, DeltaSyncError, NotFoundError, StoreError, UnavailableError, UsageError
+from vllm_delta_sync.errors import (
+    AccessError,
+    ConflictError,
+    DeltaSyncError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+    UsageError,
+)
 
 
 @pytest.fixture
@@ -115,33 +129,12 @@ def test_a_bucket_that_does_not_exist_is_not_made(hub: Hub, tmp_path: Path) -> N
     assert hub.requests(r"/api/buckets/team/none$") == []
 
 
-def test_a_bucket_that_is_made_again(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
-    bucket.put("a", b"x" * 100)
-    bucket.get_file("a", tmp_path / "copy")
-    hub.delete_bucket("team/weights")
-    hub.create_bucket("team/weights")
-    with pytest.raises(NotFoundError):
-        bucket.get("a")
-    # What was known of the bucket of before is forgotten with the first failure.
-    with pytest.raises(UnavailableError, match="does not take what it took before"):
-        bucket.put("b", b"y" * 100)
-    bucket.put("b", b"y" * 100)
-    bucket.put("a", b"x" * 100)
-    for key, content in (("a", b"x" * 100), ("b", b"y" * 100)):
-        bucket.get_file(key, tmp_path / "copy")
-        assert (tmp_path / "copy").read_bytes() == bucket.get(key) == content
-
-
-def test_no_room(hub: Hub, bucket: HubBucket) -> None:
-    bucket.put("a", b"x" * 1000)
-    hub.change(quota=1500)
-    with pytest.raises(StoreError, match=r"no room.*delta-sync gc.*storage limit of team") as caught:
-        bucket.put("b", b"y" * 1000)
-    assert type(caught.value) is StoreError
-    hub.change(quota=10)
-    with pytest.raises(StoreError, match="no room"):
-        bucket.put("b", b"y")
-    assert bucket.get("a") == b"x" * 1000
+def test_offline_mode_is_said(bucket: HubBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.put("a", b"x")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for call in (lambda: bucket.get("a"), lambda: list(bucket.list())):
+        with pytest.raises(StoreError, match="unset it"):
+            call()
 
 
 # What is asked of the Hub
@@ -262,3 +255,81 @@ def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket, tmp_pat
             assert isinstance(caught.value, DeltaSyncError)
         hub.clear_faults()
     assert bucket.get("a") == b"x"
+
+
+def test_an_overtaken_writer_is_told(hub: Hub, bucket: HubBucket) -> None:
+    assert not bucket.exclusive
+    # One has looked, and its write comes late: after the other's write, and before that one looks again.
+    hub.fault("stall", "/batch", seconds=600)
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(opened(store_deadline=600).put, "a", b"slow", if_absent=True)
+        eventually(lambda: bool(hub.requests("/batch")))
+        hub.fault("stall", "paths-info", after=1, seconds=600)
+        quick = pool.submit(opened(store_deadline=600).put, "a", b"quick", if_absent=True)
+        eventually(lambda: any(one["fault"] for one in hub.requests("paths-info")))
+        hub.clear_faults("/batch")
+        slow.result()
+        hub.clear_faults()
+        with pytest.raises(ConflictError, match="another writer was first"):
+            quick.result()
+    assert bucket.get("a") == b"slow"
+
+
+def test_what_is_there_is_not_uploaded_against(hub: Hub, bucket: HubBucket) -> None:
+    bucket.put("a", b"x")
+    hub.forget_requests()
+    with pytest.raises(ConflictError):
+        bucket.put("a", bytes(9 << 20), if_absent=True)
+    assert [one["path"].split("/")[-1] for one in hub.requests()] == ["paths-info"]
+
+
+@pytest.fixture
+def gateway(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setenv(KEY_ID, str(hub.options()["s3_key"]))
+    monkeypatch.setenv(SECRET, "any")
+    monkeypatch.setenv(ENDPOINT, f"{hub.endpoint}/s3")
+    # Another account's, which has nothing to do with it.
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    return hub
+
+
+def test_only_creating_goes_through_the_gateway(gateway: Hub, tmp_path: Path) -> None:
+    bucket = opened()
+    source = tmp_path / "source"
+    source.write_bytes(b"from a file")
+    bucket.put("a", source, if_absent=True)
+    assert bucket.get("a") == b"from a file"
+    bucket.put("a", b"y")
+    bucket.delete("a")
+    assert [one["method"] for one in gateway.requests("^/s3/")] == ["PUT"]
+    with pytest.raises(UsageError, match="missing"):
+        bucket.put("a", tmp_path / "missing", if_absent=True)
+
+
+def test_failures_of_the_gateway(gateway: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = opened()
+    gateway.fault("status", "^/s3/", code=503)
+    with pytest.raises(UnavailableError, match="503"):
+        bucket.put("a", b"x", if_absent=True)
+    gateway.change(quota=3)
+    with pytest.raises(StoreError, match=r"quota.*delta-sync gc") as caught:
+        bucket.put("a", b"1234", if_absent=True)
+    assert type(caught.value) is StoreError
+    with pytest.raises(StoreError, match="no such bucket"):
+        opened("hf://buckets/team/none/run").put("a", b"x", if_absent=True)
+    monkeypatch.setenv(KEY_ID, "HFAKNOBODYS")
+    with pytest.raises(AccessError, match=f"S3 gateway.*{KEY_ID} and {SECRET}, or unset both"):
+        opened().put("a", b"x", if_absent=True)
+    assert list(bucket.list()) == []
+
+
+def test_half_of_what_the_gateway_needs(gateway: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENDPOINT)
+    with pytest.raises(UsageError, match=f"set {ENDPOINT} to its S3 gateway"):
+        opened()
+    monkeypatch.delenv(SECRET)
+    with pytest.raises(UsageError, match="only one is set"):
+        opened()
+    monkeypatch.delenv(KEY_ID)
+    assert not opened().exclusive

@@ -93,14 +93,23 @@ class World:
         self.origin, self.mirror = Calls(folder / "origin"), Calls(folder / "mirror")
         self.now = 1000.0
         self.hung = threading.Event()
-        self.bucket = MirrorBucket(self.origin, self.mirror, connections=2, patience=0.2, now=lambda: self.now)
+        self.bucket = self.patient(120)
         for store in (self.origin, self.mirror):
             store.put(self.ref.key, self.data)
             store.calls.clear()
 
-    def hang(self, data: bytes) -> bytes:
-        self.hung.wait()
-        return data
+    def patient(self, seconds: float) -> MirrorBucket:
+        """The bucket with its mirror, which has so many seconds for an answer."""
+        return MirrorBucket(self.origin, self.mirror, connections=2, patience=seconds, now=lambda: self.now)
+
+    def hang(self) -> None:
+        """From now on the mirror does not answer, and is given up soon."""
+
+        def spoil(data: bytes) -> bytes:
+            self.hung.wait()
+            return data
+
+        self.mirror.spoil, self.bucket = spoil, self.patient(0.2)
 
     def as_bytes(self) -> bytes:
         return self.bucket.get(self.ref.key, max_bytes=self.ref.bytes)
@@ -151,7 +160,7 @@ FAULTS: dict[str, Callable[[World], object]] = {
     "more": lambda world: setattr(world.mirror, "spoil", lambda data: data + b"more"),
     "refused": lambda world: setattr(world.mirror, "spoil", raising(AccessError("403"))),
     "cut": lambda world: setattr(world.mirror, "spoil", raising(UnavailableError("connection reset"))),
-    "hangs": lambda world: setattr(world.mirror, "spoil", world.hang),
+    "hangs": World.hang,
     "missing": lambda world: world.mirror.delete(world.ref.key),
     "larger": lambda world: world.mirror.put(world.ref.key, world.data + b"more"),
     "another": lambda world: world.mirror.put(world.ref.key, world.data[::-1]),
@@ -231,7 +240,7 @@ def test_failures_count_in_a_row(world: World) -> None:
 
 
 def test_a_mirror_is_not_waited_for(world: World) -> None:
-    world.mirror.spoil = world.hang
+    world.hang()
     began = time.monotonic()
     assert world.as_file() == world.data
     assert time.monotonic() - began < 120

@@ -10,8 +10,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.answers import Answer, Answers, answering, closed_port, in_pieces
 from tests.support.clouds import ANYBODY, KEYS, far_from_clouds, opened
@@ -19,7 +17,7 @@ from tests.support.stores import s3_server
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.flow import Watcher, watched
 from vllm_delta_sync.bucket.object_config import CREATE_BYTES, PART_BYTES
-from vllm_delta_sync.bucket.object_store import ObjectStoreBucket, _before
+from vllm_delta_sync.bucket.object_store import ObjectStoreBucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,13 +186,6 @@ def test_what_failed_is_said_where_there_is_nothing_to_clean_up_either(tmp_path:
 
 
 # Listing
-
-
-@given(begin=st.text("-.0z_aA", min_size=1, max_size=4), rest=st.text("-.0z_aA", max_size=4))
-def test_listings_begin_before_what_is_looked_for(begin: str, rest: str) -> None:
-    start = _before(begin)
-    assert start < begin + rest
-    assert start not in (".", "..")
 
 
 def test_foreign_objects_are_left_out(s3: ObjectStoreBucket) -> None:

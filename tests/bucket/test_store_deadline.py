@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.running import eventually
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, crew, open_bucket
 from vllm_delta_sync.bucket.deadline import DeadlineBucket
@@ -43,14 +44,6 @@ def handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what a thread does that nobody waits for."""
-    end = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -307,9 +300,9 @@ def test_idle_threads_keep_no_bytes(local: Bucket, monkeypatch: pytest.MonkeyPat
             return Watched(b"x")
 
     gone = threading.Event()
-    bucket = DeadlineBucket(Giving(local), LONG)
-    assert bucket.get("key") == b"x"
-    assert gone.wait(60)
-    gone.clear()
-    bucket.put("key", Watched(b"y"))
-    assert gone.wait(60)
+    with DeadlineBucket(Giving(local), LONG) as bucket:
+        assert bucket.get("key") == b"x"
+        assert gone.wait(60)
+        gone.clear()
+        bucket.put("key", Watched(b"y"))
+        assert gone.wait(60)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from vllm_delta_sync.bucket.retrying import RetryingBucket
 from vllm_delta_sync.errors import NotFoundError, StoreError, UnavailableError
 
 MB = 1_000_000
+KEY = "objects/large"
 MODES: tuple[Mode, ...] = ("auto", "bar", "log")
 
 
@@ -71,6 +73,12 @@ class Terminal:
             found = self._changed.wait_for(lambda: re.search(pattern, self.written), 60)
         assert found, f"nothing matches {pattern!r}: {self.written!r}"
 
+    def write_after(self) -> None:
+        """Something that is not a bar."""
+        self.stderr.write("what comes after\n")
+        self.stderr.flush()
+        self.wait_for("what comes after")
+
     def close(self) -> None:
         self.stderr.close()
         self._thread.join(60)
@@ -97,7 +105,7 @@ def terminal() -> Iterator[Terminal]:
 @pytest.fixture
 def local(url: str) -> Bucket:
     bucket = open_bucket(url)
-    bucket.put("objects/large", bytes(4 * MB))
+    bucket.put(KEY, bytes(4 * MB))
     return bucket
 
 
@@ -105,16 +113,18 @@ def slow(inner: Bucket, mode: Mode, after: float = 0.01, every: float = 3600) ->
     return ProgressBucket(inner, mode, after=after, every=every)
 
 
-class Halves:
-    """Moves 4 MB in pieces of 1 MB, and stops after the second one until it may go on."""
-
-    def __init__(self, local: Bucket) -> None:
-        self.go_on = threading.Event()
-        self.bucket = ReportingBucket(local, MB, self._pause)
-
-    def _pause(self, done: int) -> None:
-        if done == 2 * MB:
-            assert self.go_on.wait(60)
+@contextmanager
+def halfway(local: Bucket, mode: Mode, call: str = "get", every: float = 3600, key: str = KEY) -> Iterator[None]:
+    """A transfer of 4 MB that rests in the middle until the end of the block, and has ended after it."""
+    go_on = threading.Event()
+    pieces = ReportingBucket(local, MB, lambda done: done != 2 * MB or go_on.wait(60))
+    arguments: dict[str, tuple[object, ...]] = {"put": (bytes(4 * MB),), "get_file": (Path("copy"),)}
+    method = getattr(slow(pieces, mode, every=every), call)
+    thread = threading.Thread(target=method, args=(key, *arguments.get(call, ())))
+    thread.start()
+    yield
+    go_on.set()
+    thread.join(60)
 
 
 @pytest.mark.parametrize("mode", ["auto", "bar", "log", "off"])
@@ -123,8 +133,8 @@ def test_fast_transfers_are_silent_and_cost_no_request(
 ) -> None:
     gated = GatedBucket(local)
     with ProgressBucket(gated, mode) as bucket:
-        bucket.get("objects/large")
-        bucket.get_file("objects/large", tmp_path / "copy")
+        bucket.get(KEY)
+        bucket.get_file(KEY, tmp_path / "copy")
         bucket.put("key", tmp_path / "copy")
     assert [name for name, _ in gated.log] == ["get", "get_file", "put"]
     assert lines.seen == []
@@ -132,34 +142,26 @@ def test_fast_transfers_are_silent_and_cost_no_request(
 
 
 @pytest.mark.parametrize("name", ["put", "get", "get_file"])
-def test_lines_in_the_log(local: Bucket, tmp_path: Path, lines: Lines, name: str) -> None:
-    halves = Halves(local)
-    bucket = slow(halves.bucket, "log", every=0.02)
-    calls = {
-        "put": lambda: bucket.put("objects/large", bytes(4 * MB)),
-        "get": lambda: bucket.get("objects/large"),
-        "get_file": lambda: bucket.get_file("objects/large", tmp_path / "copy"),
-    }
-    thread = threading.Thread(target=calls[name])
-    thread.start()
+def test_lines_in_the_log(
+    local: Bucket, tmp_path: Path, lines: Lines, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     way = "up" if name == "put" else "down"
-    lines.wait_for(rf"^{way} objects/large: 2\.0 of 4\.0 MB, \d+\.\d MB/s$")
-    halves.go_on.set()
-    thread.join(60)
-    assert re.search(rf"^{way} objects/large: done, 4\.0 MB in \d+\.\d s, \d+\.\d MB/s$", lines.seen[-1])
+    with halfway(local, "log", name, every=0.02):
+        lines.wait_for(rf"^{way} {KEY}: 2\.0 of 4\.0 MB, \d+\.\d MB/s$")
+    assert re.search(rf"^{way} {KEY}: done, 4\.0 MB in \d+\.\d s, \d+\.\d MB/s$", lines.seen[-1])
     assert sum("done" in line for line in lines.seen) == 1
 
 
-def test_one_line_at_once_and_the_others_far_between(local: Bucket, lines: Lines) -> None:
-    halves = Halves(local)
-    bucket = slow(halves.bucket, "log")
-    thread = threading.Thread(target=bucket.get, args=("objects/large",))
-    thread.start()
-    lines.wait_for("MB/s")
-    time.sleep(0.2)  # time in which there could be twenty more
-    halves.go_on.set()
-    thread.join(60)
+def test_one_line_at_once_and_the_others_far_between(
+    local: Bucket, lines: Lines, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And no bar where there is no terminal."""
+    with halfway(local, "auto"):
+        lines.wait_for("MB/s")
+        time.sleep(0.2)  # time in which there could be twenty more
     assert len(lines.seen) == 2
+    assert capfd.readouterr().err == ""
 
 
 def test_a_transfer_that_breaks_off(local: Bucket, lines: Lines) -> None:
@@ -178,7 +180,7 @@ def test_without_a_size_there_are_still_lines(local: Bucket, lines: Lines) -> No
             raise NotFoundError("nothing to be seen")
 
     bucket = slow(Sizeless(local, MB, lambda done: lines.wait_for(r"down objects/large: 1\.0 MB, ")), "log")
-    assert len(bucket.get("objects/large")) == 4 * MB
+    assert len(bucket.get(KEY)) == 4 * MB
 
 
 def test_a_repetition_starts_over(local: Bucket, lines: Lines) -> None:
@@ -221,57 +223,27 @@ def test_bars_on_a_terminal(
     local: Bucket, terminal: Terminal, lines: Lines, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal.stderr)
-    halves = Halves(local)
-    bucket = slow(halves.bucket, mode)
-    thread = threading.Thread(target=bucket.get, args=("objects/large",))
-    thread.start()
-    terminal.wait_for(r"down large: +50%\|.*\| 2\.00M/4\.00M \[")
-    halves.go_on.set()
-    thread.join(60)
-    terminal.stderr.write("what comes after\n")
-    terminal.stderr.flush()
-    terminal.wait_for("what comes after")
+    with halfway(local, mode):
+        terminal.wait_for(r"down large: +50%\|.*\| 2\.00M/4\.00M \[")
+    terminal.write_after()
     # The bar is wiped out, and the cursor is back at the beginning of its line.
     assert re.search(r"\r +\rwhat comes after", terminal.written)
     assert lines.seen == []
 
 
+@pytest.mark.slow
 def test_bars_of_several_transfers_keep_to_their_lines(
     local: Bucket, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal.stderr)
-    both = [Halves(local), Halves(local)]
-    names = [f"{'ab'[number] * 64}.safetensors" for number in range(2)]
-    buckets = [slow(halves.bucket, "bar") for halves in both]
-    threads = [
-        threading.Thread(target=bucket.put, args=(f"objects/{name}", bytes(4 * MB)))
-        for bucket, name in zip(buckets, names, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for letter in "ab":
-        terminal.wait_for(rf"up {letter * 13}\.\.{letter}\.safetensors: +50%")
-    for halves in both:
-        halves.go_on.set()
-    for thread in threads:
-        thread.join(60)
-    terminal.stderr.write("what comes after\n")
-    terminal.stderr.flush()
-    terminal.wait_for("what comes after")
+    first, second = (f"objects/{letter * 64}.safetensors" for letter in "ab")
+    with halfway(local, "bar", "put", key=first), halfway(local, "bar", "put", key=second):
+        for letter in "ab":
+            terminal.wait_for(rf"up {letter * 13}\.\.{letter}\.safetensors: +50%")
+    terminal.write_after()
     for piece in re.split(r"[\r\n]|\x1b\[A", terminal.written):
         assert re.fullmatch(r"( *|up (a{13}|b{13})\.\.[\w.]{13}: .*\]? *|what comes after)", piece), piece
         assert piece.count("up ") <= 1
-
-
-def test_no_terminal_no_bars(local: Bucket, lines: Lines, capfd: pytest.CaptureFixture[str]) -> None:
-    halves = Halves(local)
-    bucket = slow(halves.bucket, "auto")
-    thread = threading.Thread(target=bucket.get, args=("objects/large",))
-    thread.start()
-    lines.wait_for("MB/s")
-    halves.go_on.set()
-    thread.join(60)
-    assert capfd.readouterr().err == ""
 
 
 def test_a_lost_terminal_stops_no_transfer(local: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,12 +257,13 @@ def test_a_lost_terminal_stops_no_transfer(local: Bucket, monkeypatch: pytest.Mo
             tried.wait(0.1)
 
     for mode in MODES:
-        assert len(slow(ReportingBucket(local, MB, pause), mode).get("objects/large")) == 4 * MB
+        assert len(slow(ReportingBucket(local, MB, pause), mode).get(KEY)) == 4 * MB
     monkeypatch.setattr(sys, "stderr", None)
     for mode in MODES:
-        assert len(slow(ReportingBucket(local, MB, pause), mode).get("objects/large")) == 4 * MB
+        assert len(slow(ReportingBucket(local, MB, pause), mode).get(KEY)) == 4 * MB
 
 
+@pytest.mark.slow
 def test_a_child_process_logs(tmp_path: Path, terminal: Terminal) -> None:
     script = tmp_path / "child.py"
     script.write_text(f"""

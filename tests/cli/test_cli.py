@@ -1,119 +1,102 @@
-"""The ``delta-sync`` command, run as a user runs it: in a process of its own, on the golden run."""
+"""``delta-sync log``, ``inspect``, ``verify`` and ``repair`` on the golden run, and what all commands share."""
 
-import io
-import json
-import os
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-import rfc8785
 from safetensors.numpy import save_file
 
 from tests.golden.regenerate import DIRECTORY
-from tests.run.test_chain import SMALL, reference_run, save_base
+from tests.support.commands import answer, delta_sync, kind, process, shown
+from tests.support.written import SMALL, reference_run, save_base
 from vllm_delta_sync import __version__, cli
-from vllm_delta_sync.cli import split_serve
+from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.cli.text import clean, percent, shape, size, times
-from vllm_delta_sync.config import Settings
+from vllm_delta_sync.upkeep.compaction import make_anchor, make_fold
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.container import write_container
 
 GOLDEN = str(DIRECTORY)
 
 
-def delta_sync(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DELTA_SYNC_")}
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_delta_sync.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**kept, **environment},
-    )
-
-
-def answer(*arguments: str, **environment: str) -> Any:
-    """The JSON document of a command that succeeds; in this process, to be quick."""
-    out, err = io.StringIO(), io.StringIO()
-    with mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err):
-        code = cli.run([*arguments, "--json"])
-    assert (code, err.getvalue()) == (0, "")
-    return json.loads(out.getvalue())
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
+    """The golden run with an anchor and a merged delta."""
     copy = tmp_path / "run"
     shutil.copytree(DIRECTORY, copy)
+    run = open_run(str(copy))
+    make_anchor(run, 3)
+    make_fold(run, 0, 2)
     return copy
 
 
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def object_of(path: Path, version: int) -> Path:
+    return path / open_run(str(path)).manifest(version).objects[0].key
+
+
 def test_version_and_help() -> None:
-    assert delta_sync("--version").stdout == f"delta-sync {__version__}\n"
-    text = delta_sync("--help").stdout
-    for word in ("serve", "log", "inspect", "verify", "exit codes:", "130 interrupted", "examples:"):
-        assert word in text
-    for command in ("serve", "log", "inspect", "verify"):
+    assert delta_sync("--version").out == f"delta-sync {__version__}\n"
+    text = delta_sync("--help").out
+    assert all(word in text for word in (*cli.COMMANDS, "exit codes:", "130 interrupted", "examples:"))
+    for command in cli.COMMANDS:
         done = delta_sync(command, "--help")
-        assert done.returncode == 0
-        assert "examples:" in done.stdout
-        assert "--json" in done.stdout
-    assert "vllm serve --help" in delta_sync("serve", "--help").stdout
+        assert done.code == 0
+        assert "examples:" in done.out, command
+        if command in ("log", "inspect", "verify", "repair", "gc", "compact", "fleet", "doctor", "export"):
+            assert all(word in done.out for word in ("--json", "exit codes:", "\n  0 ")), command
+    assert "vllm serve --help" in delta_sync("serve", "--help").out
 
 
 def test_log() -> None:
-    lines = delta_sync("log", "--bucket", GOLDEN).stdout.splitlines()
+    lines = shown("log", "--bucket", GOLDEN).splitlines()
     assert lines[0].split() == ["version", "step", "kind", "changed", "payload", "smaller", "fingerprint", "created"]
     assert len(lines) == 7
     assert lines[3].split()[:5] == ["2", "20", "delta", "1.17", "%"]
     assert lines[1].split()[2:4] == ["anchor", "-"]
-
-
-def test_log_as_json() -> None:
     document = answer("log", "--bucket", DIRECTORY.as_uri())
     assert document["run"] == "901de20000000000000000000000c0de"
-    assert [row["version"] for row in document["versions"]] == list(range(6))
-    assert document["versions"][2]["changed"] == 57
-    assert document["versions"][2]["changed_share"] == pytest.approx(57 / 4870)
-    assert document["versions"][2]["codec"] == "packed"
-    last = answer("log", "--last", "2", DELTA_SYNC_BUCKET=GOLDEN)
-    assert last["versions"] == document["versions"][-2:]
+    rows = document["versions"]
+    assert [row["version"] for row in rows] == list(range(6))
+    assert (rows[2]["changed"], rows[2]["codec"]) == (57, "packed")
+    assert rows[2]["changed_share"] == pytest.approx(57 / 4870)
+    assert answer("log", "--last", "2", DELTA_SYNC_BUCKET=GOLDEN)["versions"] == rows[-2:]
 
 
 def test_log_shows_what_stands_before_the_first_flaw(path: Path) -> None:
     (path / "versions" / "0000000003.json").unlink()
-    done = delta_sync("log", "--bucket", str(path))
-    assert done.returncode == 1
-    assert len(done.stdout.splitlines()) == 4
-    assert done.stderr.startswith("delta-sync: not_found: no object 'versions/0000000003.json'")
+    done = delta_sync("log", "--bucket", path)
+    assert (done.code, len(done.out.splitlines())) == (1, 4)
+    assert done.err.startswith("delta-sync: not_found: no object 'versions/0000000003.json'")
 
 
 def test_inspect_a_run(path: Path) -> None:
     document = answer("inspect", GOLDEN)
-    assert document["total"] == 4870
-    assert document["head"]["version"] == 5
+    assert (document["total"], document["head"]["version"]) == (4870, 5)
     assert {row["name"]: row["shape"] for row in document["tensors"]}["model.scale"] == []
-    text = delta_sync("inspect", GOLDEN, "--top", "2").stdout
+    text = shown("inspect", GOLDEN, "--top", "2")
     assert "model.embed.weight" in text
     assert "model.scale" not in text
     assert "… 4 more; --all lists them" in text
-    assert "model.scale" in delta_sync("inspect", GOLDEN, "--all").stdout
+    assert "model.scale" in shown("inspect", GOLDEN, "--all")
     shutil.rmtree(path / "versions")
     (path / "HEAD.json").unlink()
-    assert answer("inspect", str(path))["head"] is None
-    assert "nothing published yet" in delta_sync("inspect", str(path)).stdout
+    assert answer("inspect", path)["head"] is None
+    assert "nothing published yet" in shown("inspect", path)
 
 
 def test_inspect_a_version() -> None:
     document = answer("inspect", GOLDEN, "--version", "5")
-    sent = {row["name"]: (row["sent"], row["changed"]) for row in document["tensors"]}
-    assert sent == {
+    assert {row["name"]: (row["sent"], row["changed"]) for row in document["tensors"]} == {
         "model.embed.weight": ("full", 3072),
         "model.layers.0.expert.weight": ("sparse", 1024),
         "model.layers.0.norm.weight": ("sparse", 40),
@@ -121,142 +104,164 @@ def test_inspect_a_version() -> None:
         "model.scale": ("full", 1),
     }
     assert sum(item["bytes"] for item in document["objects"]) == document["payload_bytes"]
-    text = delta_sync("inspect", GOLDEN, "--version", "1", "--top", "1").stdout
+    text = shown("inspect", GOLDEN, "--version", "1", "--top", "1")
     assert "by 1 ULP" in text
     assert "… 2 more" in text
     assert answer("inspect", GOLDEN, "--version", "0")["kind"] == "anchor"
     assert answer("inspect", GOLDEN, "--version", "4")["tensors"] == []
-    assert delta_sync("inspect", GOLDEN, "--version", "0", "--all").returncode == 0
+    shown("inspect", GOLDEN, "--version", "0", "--all")
 
 
 def test_inspect_a_file(tmp_path: Path) -> None:
     objects = sorted((DIRECTORY / "objects").iterdir())
-    documents = [answer("inspect", str(file)) for file in objects]
+    documents = [answer("inspect", file) for file in objects]
     assert sorted(document["kind"] for document in documents) == ["delta"] * 4 + ["tensors"]
-    versions = sorted(document["delta"]["version"] for document in documents if document["delta"])
-    assert versions == [1, 2, 3, 5]
-    assert (
-        "changes of one version"
-        in delta_sync("inspect", str(objects[0]), "--all").stdout + delta_sync("inspect", str(objects[1])).stdout
-    )
+    assert sorted(document["delta"]["version"] for document in documents if document["delta"]) == [1, 2, 3, 5]
+    assert any("changes of one version" in shown("inspect", file, "--all") for file in objects[:2])
     save_file({"w": np.zeros((2, 3), np.float32)}, tmp_path / "plain.safetensors")
-    assert "whole tensors" in delta_sync("inspect", str(tmp_path / "plain.safetensors")).stdout
+    assert "whole tensors" in shown("inspect", tmp_path / "plain.safetensors")
+    for content in (b"", b"hello", b"\xff" * 100):
+        (tmp_path / "file").write_bytes(content)
+        assert delta_sync("inspect", tmp_path / "file").code == 1
 
 
-def test_what_a_file_says_cannot_move_the_cursor(tmp_path: Path) -> None:
+def test_what_a_bucket_or_file_says_cannot_move_the_cursor(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "evil.safetensors"
     file.write_bytes(write_container({"\x1b[2J": ("U8", np.zeros(1, np.uint8))}, {"\x1b]0;": "a\nb\x9b"}))
-    done = delta_sync("inspect", str(file))
-    assert done.returncode == 0
-    assert "\x1b" not in done.stdout
-    assert "\x9b" not in done.stdout
-    assert "\\x1b[2J" in done.stdout
+    texts = [shown("inspect", file)]
+    assert "\\x1b[2J" in texts[0]
+    reference_run(tmp_path / "reference", "/nowhere/\x1bbase")
+    texts.append(shown("verify", "--bucket", tmp_path / "reference"))
+    texts.append(shown("inspect", tmp_path / "reference", "--version", "0"))
+    (path / side.tag_key("best")).parent.mkdir()
+    (path / side.tag_key("best")).write_bytes(b'{"format_version":1,"x":"\x1b[2J"}')
+    texts += [shown(*command, "--bucket", path, code=1) for command in (["verify", "--all"], ["repair"])]
+    assert not any("\x1b" in text or "\x9b" in text for text in texts)
 
 
 def test_verify(path: Path) -> None:
-    document = answer("verify", "--bucket", str(path))
-    assert document["verdict"] is True
-    assert (document["versions"], document["head"], document["replayed"], document["notes"]) == (6, 5, True, [])
-    done = delta_sync("verify", "--bucket", str(path))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "verdict      ok" in done.stdout
+    document = answer("verify", "--bucket", path)
+    found = {name: document[name] for name in ("verdict", "versions", "head", "replayed", "notes", "anchors", "folds")}
+    assert list(found.values()) == [True, 6, 5, True, [], 1, 1]
+    assert "findings" not in document
+    assert answer("verify", "--bucket", path, "--all")["findings"] == []
+    text = shown("verify", "--bucket", path)
+    for line in ("verdict      ok", "1 anchors and 1 folded ranges hold", "rebuilt, and equal to the fingerprint"):
+        assert line in text
 
 
-def test_verify_of_damaged_runs(path: Path) -> None:
-    victim = sorted((path / "objects").iterdir())[0]
-    data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    victim.write_bytes(data)
-    done = delta_sync("verify", "--bucket", str(path))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("delta-sync: digest: object objects/")
-    done = delta_sync("verify", "--bucket", str(path), "--json")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert json.loads(done.stdout)["error"]["kind"] == "digest"
-    victim.unlink()
-    assert delta_sync("verify", "--bucket", str(path)).returncode == 1
-    head = path / "HEAD.json"
-    head.write_bytes(rfc8785.dumps({**json.loads(head.read_bytes()), "format_version": 2}))
-    assert "unsupported: HEAD.json" in delta_sync("verify", "--bucket", str(path)).stderr
+def test_verify_names_the_first_problem_or_all(path: Path) -> None:
+    flip(object_of(path, 1))
+    object_of(path, 5).unlink()
+    done = delta_sync("verify", "--bucket", path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("delta-sync: digest: object objects/")
+    assert kind(1, "verify", "--bucket", path) == "digest"
+    document = answer("verify", "--all", code=1, DELTA_SYNC_BUCKET=str(path))
+    assert (document["verdict"], document["error"]["kind"], document["exit_code"]) == (False, "digest", 1)
+    assert [(row["version"], row["kind"]) for row in document["findings"]] == [(1, "digest"), (5, "not_found")]
+    assert document["findings"][0]["document"] == keys.version_key(1)
+    assert document["unreadable"] == [1, 2, 5]
+    text = shown("verify", "--all", "--bucket", path, code=1)
+    assert text.startswith("digest: object objects/")
+    assert "2 problems" in text
+    assert "versions 1 to 2, 5" in text
+    for file in (path / "versions").iterdir():
+        file.write_bytes(b"{")
+    document = answer("verify", "--bucket", path, "--all", code=1)
+    assert (document["head"], document["fingerprint"], document["exit_code"]) == (-1, None, 1)
+    assert "fingerprint  none" in shown("verify", "--bucket", path, "--all", code=1)
 
 
 def test_verify_with_and_without_the_base(tmp_path: Path) -> None:
-    _, bits = reference_run(tmp_path / "run", "/nowhere/\x1bbase")
-    url = str(tmp_path / "run")
-    text = delta_sync("verify", "--bucket", url).stdout
-    assert "not rebuilt" in text
-    assert "\x1b" not in text + delta_sync("inspect", url, "--version", "0").stdout
-    assert answer("verify", "--bucket", url)["replayed"] is False
+    _, bits = reference_run(tmp_path / "run", "/nowhere/base")
+    verify = ("verify", "--bucket", tmp_path / "run")
+    assert "not rebuilt" in shown(*verify)
+    assert answer(*verify)["replayed"] is False
     save_base(tmp_path / "base", bits[0])
-    assert answer("verify", "--bucket", url, "--base", str(tmp_path / "base"))["replayed"] is True
+    assert answer(*verify, "--base", tmp_path / "base")["replayed"] is True
     bits[0][SMALL.index("w")][0] ^= np.uint16(1)
     save_base(tmp_path / "other", bits[0])
-    done = delta_sync("verify", "--bucket", url, "--base", str(tmp_path / "other"))
-    assert done.returncode == 1
-    assert "fingerprint: version 0: tensor 'w'" in done.stderr
-    assert f"the checkpoint in '{tmp_path / 'other'}' is not the one" in done.stderr
-    assert "pass --base" in done.stderr
-    done = delta_sync("verify", "--bucket", url, "--base", str(tmp_path / "typo"))
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith(f"delta-sync: not_found: base '{tmp_path / 'typo'}' is not a directory")
+    done = delta_sync(*verify, "--base", tmp_path / "other")
+    assert (done.code, done.err.split(": ")[1]) == (1, "fingerprint")
+    assert str(tmp_path / "other") in done.err
+    assert "pass --base" in done.err
+    assert kind(3, *verify, "--base", tmp_path / "typo") == "not_found"
 
 
-USAGE = [
-    [],
-    ["bogus"],
-    ["log"],
-    ["log", "--bucket"],
-    ["log", "--bucket", GOLDEN, "--last", "0"],
-    ["log", "--bucket", GOLDEN, "--last", "-1"],
-    ["log", "--bucket", GOLDEN, "--last", "٣"],
-    ["log", "--bucket", GOLDEN, "--unknown"],
-    ["log", "--buck", GOLDEN],
-    ["log", "--bucket", "gopher://x"],
-    ["inspect"],
-    ["inspect", GOLDEN, "--version", "-1"],
-    ["inspect", GOLDEN, "--version", "two"],
-    ["inspect", GOLDEN + "/run.json", "--version", "1"],
-    ["verify"],
-    ["serve", "--bucket", GOLDEN],
-]
+def test_repair(path: Path, tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror"
+    shutil.copytree(path, mirror)
+    document = answer("repair", "--bucket", path)
+    assert (document["verdict"], document["repaired"], document["exit_code"]) == (True, [], 0)
+    assert "verdict   ok" in shown("repair", "--bucket", path)
+    flip(object_of(path, 3))
+    (path / "HEAD.json").write_bytes(b"{")
+    flip(object_of(path, 5))
+    damaged = {file: file.read_bytes() for file in path.rglob("*.*") if file.is_file()}
+    document = answer("repair", "--bucket", path, "--dry-run", code=1)
+    assert (document["dry_run"], len(document["repaired"]), document["unreadable"]) == (True, 2, [[5, 5]])
+    text = shown("repair", "--bucket", path, "--dry-run", code=1)
+    assert "could be repaired: HEAD.json: points at version 5" in text
+    assert "lost: versions that cannot be read: 5; a mirror" in text
+    assert {file: file.read_bytes() for file in path.rglob("*.*") if file.is_file()} == damaged
+    assert "ok, repaired" in shown("repair", "--bucket", path, "--mirror", mirror.as_uri())
+    assert answer("verify", "--bucket", path)["verdict"] is True
+    for file in mirror.rglob("*"):
+        if file.is_file() and "~staging" not in file.parts:
+            assert (path / file.relative_to(mirror)).read_bytes() == file.read_bytes()
+    # A run that cannot even be opened.
+    (path / "tensors.json").unlink()
+    assert kind(3, "repair", "--bucket", path) == "not_found"
+    document = answer("repair", "--bucket", path, "--mirror", mirror)
+    assert (document["repaired"], document["lost"]) == (["tensors.json: from the mirror"], [])
 
 
-@pytest.mark.parametrize("arguments", USAGE, ids=[" ".join(case).replace(GOLDEN, "RUN") or "nothing" for case in USAGE])
-def test_usage_errors(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("DELTA_SYNC_BUCKET", raising=False)
-    assert cli.run(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("delta-sync: usage: ")
-    assert len(printed.err.splitlines()) == 1
-    assert cli.run([*arguments, "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "usage"
+USAGE = (
+    *("", "bogus", "log", "log --bucket", "log --bucket RUN --last 0", "log --bucket RUN --last -1"),
+    *("log --bucket RUN --last ٣", "log --bucket RUN --unknown", "log --buck RUN", "log --bucket gopher://x"),
+    *("inspect", "inspect RUN --version -1", "inspect RUN --version two", "inspect RUN/run.json --version 1"),
+    *("verify", "repair", "serve --bucket RUN", "gc", "gc --bucket x --keep-last 0", "gc --bucket x --keep-every two"),
+    *("gc --bucket x --keep-for 7", "gc --bucket x --min-age -1s", "gc --bucket x --min-age 1.5h"),
+    *("tag", "tag best", "tag --bucket x --delete", "tag --bucket x --version 3", "tag best --bucket x --version two"),
+    *("tag best --bucket x --delete --version 3", "branch", "branch --bucket x", "branch y", "compact"),
+    *("compact --bucket RUN --no-folds", "compact --bucket RUN --anchor -1", "compact --bucket RUN --anchor best"),
+    *("fleet --bucket RUN --watch 0", "fleet --bucket RUN --watch soon", "fleet --bucket RUN --watch 1 --wait 1"),
+    *("fleet --bucket RUN --replicas 2", "fleet --bucket RUN --timeout 5", "fleet --bucket RUN --wait head"),
+    *("doctor", "doctor --bucket RUN --bytes -1", "doctor --bucket RUN --bytes 1MB"),
+    *("export --bucket RUN", "export --to x", "export --bucket RUN --to x --version best"),
+    "export --bucket RUN --to x --shard-bytes 0",
+)
 
 
-def test_usage_errors_of_the_command_itself() -> None:
-    done = delta_sync("bogus")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("delta-sync: usage: argument COMMAND: invalid choice: 'bogus'")
-    assert json.loads(delta_sync("log", "--json").stdout)["error"]["kind"] == "usage"
+@pytest.mark.parametrize("line", USAGE)
+def test_usage_errors(line: str) -> None:
+    arguments = line.replace("RUN", GOLDEN).split()
+    done = delta_sync(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("delta-sync: usage: ")
+    assert len(done.err.splitlines()) == 1
+    assert kind(2, *arguments) == "usage"
 
 
-def test_not_found() -> None:
-    for arguments in (
-        ["verify", "--bucket", "/nowhere"],
-        ["inspect", "/nowhere"],
-        ["inspect", GOLDEN, "--version", "9"],
+# How a process ends
+
+
+def test_a_process_ends_with_the_code_of_the_command(path: Path) -> None:
+    """One of each class; all other tests call commands in their own process. 130: test_interrupt."""
+    file = path / "file"
+    file.write_bytes(b"")
+    assert process("log", "--bucket", GOLDEN).out == shown("log", "--bucket", GOLDEN)
+    flip(object_of(path, 1))
+    for code, error, arguments in (
+        (1, "digest", ("verify", "--bucket", path)),
+        (2, "usage", ("bogus",)),
+        (3, "not_found", ("verify", "--bucket", "/nowhere")),
+        (4, "store", ("log", "--bucket", file)),
+        (5, "conflict", ("keygen", file)),
     ):
-        done = delta_sync(*arguments)
-        assert done.returncode == 3
-        assert done.stderr.startswith("delta-sync: not_found: ")
-
-
-def test_a_file_that_is_no_container(tmp_path: Path) -> None:
-    for content in (b"", b"hello", b"\xff" * 100):
-        (tmp_path / "file").write_bytes(content)
-        assert delta_sync("inspect", str(tmp_path / "file")).returncode == 1
+        done = process(*arguments)
+        assert (done.code, done.out, done.err.split(": ")[:2]) == (code, "", ["delta-sync", error])
 
 
 def test_interrupt_is_130_and_silent() -> None:
@@ -278,19 +283,18 @@ def test_interrupt_is_130_and_silent() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = [sys.executable, "-m", "vllm_delta_sync.cli", "log", "--bucket", GOLDEN]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait(60) == 0
-    process.stderr.close()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        started.stdout.close()
+        assert started.stderr.read() == b""
+        assert started.wait(60) == 0
 
 
 def test_a_terminal_that_knows_ascii_only() -> None:
-    done = delta_sync("inspect", GOLDEN, "--top", "1", PYTHONIOENCODING="ascii")
-    assert done.returncode == 0
-    assert "\\u2026 5 more" in done.stdout
+    done = delta_sync("inspect", GOLDEN, "--top", "1", encoding="ascii")
+    assert done.code == 0
+    assert "\\u2026 5 more" in done.out
 
 
 def test_reading_loads_neither_torch_nor_vllm() -> None:
@@ -306,61 +310,10 @@ def test_reading_loads_neither_torch_nor_vllm() -> None:
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
-def test_serve_parts_our_arguments_from_those_of_vllm() -> None:
-    ours, rest = split_serve(
-        ["model", "--port", "8000", "--bucket", "u", "--policy=manual", "--enforce-eager", "--notice", "n", "-tp", "2"]
-    )
-    assert ours == ["--bucket", "u", "--policy=manual", "--notice", "n", "model"]
-    assert rest == ["--port", "8000", "--enforce-eager", "-tp", "2"]
-    assert split_serve(["--bucket", "u", "model", "--", "x"]) == (["--bucket", "u", "model"], ["x"])
-    behind = ["--policy=strict", "--mirror", "--json", "-h", "--", "--bucket", "v"]
-    assert split_serve(["model", "-tp", "2", "--bucket", "u", "--", *behind]) == (
-        ["--bucket", "u", "model"],
-        ["-tp", "2", *behind],
-    )
-    # MODEL is ours, so it is missing here.
-    assert split_serve(["--bucket", "u", "--", "model"]) == (["--bucket", "u"], ["model"])
-    # Without MODEL the run's own files are taken.
-    assert split_serve(["--port", "1", "--bucket", "u"]) == (["--bucket", "u"], ["--port", "1"])
-
-
-def test_serve_dry_run() -> None:
-    arguments = ["serve", "base", "--bucket", GOLDEN, "--poll-seconds", "0.5", "--port", "8000", "--dry-run"]
-    document = answer(*arguments)
-    assert document["environment"]["DELTA_SYNC_BUCKET"] == GOLDEN
-    assert document["environment"]["DELTA_SYNC_POLL_SECONDS"] == "0.5"
-    assert "delta_sync" in document["environment"]["VLLM_PLUGINS"].split(",")
-    command = document["command"]
-    assert command[command.index("serve") + 1] == "base"
-    assert command[-2:] == ["--port", "8000"]
-    text = delta_sync(*arguments).stdout
-    assert f"DELTA_SYNC_BUCKET={GOLDEN} \\\n" in text
-    # What stands behind -- is vLLM's, whatever it is called.
-    behind = ["--policy", "strict", "--dry-run", "--json"]
-    text = delta_sync(*arguments[:4], "--dry-run", "--", *behind).stdout
-    assert text.endswith(" " + " ".join(behind) + "\n")
-    assert "DELTA_SYNC_POLICY" not in text
-    document = json.loads(delta_sync(*arguments[:4], "--dry-run", "--json", "--", *behind).stdout)
-    assert document["command"][-4:] == behind
-    wrong = delta_sync("serve", "base", "--bucket", GOLDEN, "--pause-mode", "never", "--dry-run")
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("delta-sync: settings: setting 'pause_mode' is 'never'")
-
-
 def test_text() -> None:
-    assert [size(count) for count in (0, 999, 1000, 1_234_567, 10**9, 10**18)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "1.23 MB",
-        "1 GB",
-        "1e+03 PB",
-    ]
+    sizes = {0: "0 B", 999: "999 B", 1000: "1 kB", 1_234_567: "1.23 MB", 10**9: "1 GB", 10**18: "1e+03 PB"}
+    assert {count: size(count) for count in sizes} == sizes
     assert (percent(1, 3), percent(0, 5), percent(1, 0)) == ("33.3 %", "0 %", "-")
     assert (times(100, 3), times(100, 0)) == ("33.3x", "-")
     assert (shape([2, 3]), shape([])) == ("2x3", "scalar")
     assert clean("a\x1b\n\u202eé") == "a\\x1b\\n\\u202eé"
-
-
-def test_every_setting_is_a_flag_of_serve() -> None:
-    assert {field for field, _, _ in cli.SERVE_FLAGS} == set(Settings.model_fields)

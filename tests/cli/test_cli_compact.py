@@ -1,4 +1,4 @@
-"""``delta-sync compact``, run as a user runs it."""
+"""``delta-sync compact``: merged deltas and anchors, what it prints, and how it is interrupted."""
 
 import os
 import signal
@@ -8,24 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import answer, delta_sync
-from tests.support.written import Written
+from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.written import SMALL, Written
 from vllm_delta_sync.chain.plan import path
 from vllm_delta_sync.chain.read import restore
-from vllm_delta_sync.cli.compact import _stopping
-from vllm_delta_sync.upkeep.compaction_scratch import check_stop
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Written:
     return Written(tmp_path / "run", 17)
-
-
-def test_help() -> None:
-    done = delta_sync("compact", "--help")
-    assert done.returncode == 0
-    for word in ("examples:", "--json", "--dry-run", "--anchor N|head|tag:NAME", "--no-folds", "Ctrl-C"):
-        assert word in done.stdout
 
 
 def test_folds_and_an_anchor(written: Written) -> None:
@@ -47,97 +38,94 @@ def test_folds_and_an_anchor(written: Written) -> None:
     assert restore(written.run, written.run.head()).plan.beside
 
 
+def test_codec_context(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", table=SMALL)
+    for _ in range(4):
+        written.publish(share=0.3, codec="context")
+    document = answer("compact", "--bucket", written.folder, "--codec", "context")
+    assert (document["folds"], document["skipped"]) == ([{"first": 0, "last": 4}], [])
+    assert written.run.folded(0, 4).requires == ["context", "zstd"]
+    written.check(0, 4)
+    checked = answer("verify", "--bucket", written.folder)
+    assert (checked["verdict"], checked["undecoded"], checked["folds"]) == (True, [], 1)
+    assert "context, compression zstd" in shown("inspect", written.folder, "--version", "3")
+
+
 def test_text(written: Written) -> None:
-    url = str(written.folder)
-    written.lose(written.writer.manifests[6].objects[0].key)
-    text = delta_sync("compact", "--bucket", url, "--dry-run").stdout
+    compact = ("compact", "--bucket", written.folder)
+    written.lose(written.object_of(6))
+    text = shown(*compact, "--dry-run")
     assert "5 to make, 0 were there" in text
     assert text.splitlines()[-1].split() == ["0", "16"]
-    done = delta_sync("compact", "--bucket", url, "--anchor", "4")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "folded ranges  3 made, 0 were there" in done.stdout
-    assert "anchor         of version 4, made" in done.stdout
-    assert "skipped versions 4 to 8: no object" in done.stdout
-    again = delta_sync("compact", "--bucket", url, "--anchor", "4").stdout
-    assert "anchor         of version 4, was there" in again
+    text = shown(*compact, "--anchor", "4", code=1)
+    for part in (
+        "folded ranges  3 made, 0 were there",
+        "anchor         of version 4, made",
+        "skipped versions 4 to 8: no",
+    ):
+        assert part in text
+    assert "anchor         of version 4, was there" in shown(*compact, "--anchor", "4", code=1)
+    help_text = delta_sync("compact", "--help").out
+    for word in ("--dry-run", "--anchor N|head|tag:NAME", "--no-folds", "--codec {packed,context}", "Ctrl-C"):
+        assert word in help_text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--no-folds"], 2, "leaves nothing to do"),
-        (["--anchor", "-1"], 2, "--anchor"),
-        (["--anchor", "best"], 2, "is no version"),
-        (["--anchor", "18"], 3, "version 18 is not published"),
-        (["--anchor", "tag:none"], 3, "no tag 'none'"),
-        (["--scratch", "/nowhere"], 4, "scratch folder"),
-    ],
-)
-def test_refused(written: Written, arguments: list[str], code: int, message: str) -> None:
-    done = delta_sync("compact", "--bucket", str(written.folder), *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_refused(written: Written) -> None:
+    for code, error, arguments in (
+        (3, "not_found", ["--anchor", "18"]),
+        (3, "not_found", ["--anchor", "tag:none"]),
+        (4, "store", ["--scratch", "/nowhere"]),
+    ):
+        assert kind(code, "compact", "--bucket", written.folder, *arguments) == error
 
 
-def test_without_a_run(tmp_path: Path) -> None:
-    assert delta_sync("compact").returncode == 2
-    assert delta_sync("compact", "--bucket", str(tmp_path / "none")).returncode == 3
-
-
-def test_the_first_interrupt_asks_and_the_second_one_ends() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with _stopping() as stop:
-            assert not stop()
+INTERRUPTED = """
+import os, signal, sys
+from vllm_delta_sync import cli
+from vllm_delta_sync.bucket.local import LocalBucket
+times = int(sys.argv.pop(1))
+put = LocalBucket.put
+def counted(bucket, key, *rest, **options):
+    put(bucket, key, *rest, **options)
+    if key.startswith("folds/"):
+        for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop()
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        with pytest.raises(KeyboardInterrupt):
-            _ask_and_stop()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with _stopping() as stop:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert not stop()
-    finally:
-        signal.signal(signal.SIGINT, before)
+LocalBucket.put = counted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(cli.main())
+"""
 
 
-def _ask_and_stop() -> None:
-    with _stopping() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        check_stop(stop)
-
-
-def test_ended_in_the_middle(written: Written, tmp_path: Path) -> None:
-    """Ctrl-C leaves the run whole, nothing in the scratch folder, and the rest for the next time."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupted_in_the_middle(written: Written, tmp_path: Path, times: int) -> None:
+    """Ctrl-C leaves the run whole, nothing in the scratch folder, and the rest for the next time; so does a second."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    for _ in range(64 - 17):
-        written.publish(share=0.001)
-    command = [sys.executable, "-m", "vllm_delta_sync.cli", "compact", "--bucket", str(written.folder)]
-    process = subprocess.Popen(
-        [*command, "--scratch", str(scratch)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    command = [sys.executable, "-c", INTERRUPTED, str(times), "compact"]
+    done = subprocess.run(
+        [*command, "--bucket", str(written.folder), "--scratch", str(scratch)],
+        capture_output=True,
         text=True,
-        # Whoever runs the tests in the background of a shell has told children to ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
-    folds = written.folder / "folds"
-    while not (folds.is_dir() and any(folds.iterdir())) and process.poll() is None:
-        os.sched_yield()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
     assert not list(scratch.iterdir())
     made = written.run.folds()
-    assert 0 < len(made) < 21
-    for pair in made:
-        written.check(*pair)
-    document = answer("compact", "--bucket", str(written.folder))
-    assert document["folds_present"] == len(made)
-    assert len(made) + len(document["folds"]) == 21
+    assert len(made) == 1
+    written.check(*made[0])
+    document = answer("compact", "--bucket", written.folder)
+    assert (document["folds_present"], len(document["folds"])) == (1, 4)
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored(written: Written) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert answer("compact", "--bucket", written.folder)["skipped"] == []
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        answer("compact", "--bucket", written.folder)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

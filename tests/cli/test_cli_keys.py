@@ -1,23 +1,18 @@
-"""``delta-sync keygen`` and ``keys``, and the keys that other commands take, as a user runs them."""
+"""``delta-sync keygen`` and ``keys``, and the keys that other commands take."""
 
-import io
-import json
 import os
 import stat
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from tests.cli.test_cli import delta_sync
+from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.damage import TABLE
 from tests.support.samples import RunWriter
-from tests.trust.test_verify_signed import Signed
-from vllm_delta_sync import cli
+from tests.support.signed_runs import Signed
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.errors import ConflictError, SettingsError, SignatureError, UsageError
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.trust import Keyring
@@ -28,27 +23,7 @@ from vllm_delta_sync.wire import manifest as names
 from vllm_delta_sync.wire.documents import KEYS_KEY, KeyEntry, KeyFile
 
 
-def real(*arguments: str, code: int = 0) -> Any:
-    """The JSON document of a command in a process of its own."""
-    done = delta_sync(*arguments, "--json")
-    assert (done.returncode, done.stderr) == (code, ""), done.stdout
-    return json.loads(done.stdout)
-
-
-def shown(*arguments: str, code: int = 0, **environment: str) -> str:
-    """What a command prints; in this process, to be quick."""
-    out, err = io.StringIO(), io.StringIO()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DELTA_SYNC_")}
-    with mock.patch.dict(os.environ, {**kept, **environment}, clear=True), redirect_stdout(out), redirect_stderr(err):
-        assert (cli.run(arguments), err.getvalue()) == (code, ""), out.getvalue()
-    return out.getvalue()
-
-
-def answer(*arguments: str, code: int = 0, **environment: str) -> Any:
-    return json.loads(shown(*arguments, "--json", code=code, **environment))
-
-
-class World:
+class KeyedRun:
     """A run in a directory, and keys in files beside it: root (which servers trust), trainer, next."""
 
     def __init__(self, folder: Path, first: str = "trainer") -> None:
@@ -67,48 +42,41 @@ class World:
         return Keyring.load([self.pub(known) for known in trusted] or None, self.path(name))
 
     def keys(self, *arguments: str, code: int = 0, signing: str = "root") -> Any:
-        return real("keys", "--bucket", self.url, "--signing-key", str(self.path(signing)), *arguments, code=code)
+        return answer("keys", "--bucket", self.url, "--signing-key", str(self.path(signing)), *arguments, code=code)
 
     def verify(self, code: int = 0) -> Any:
-        return real("verify", "--bucket", self.url, "--all", "--trusted-keys", self.pub("root"), code=code)
+        return answer("verify", "--bucket", self.url, "--all", "--trusted-keys", self.pub("root"), code=code)
 
     def change(self, signing: str = "root", trusted: tuple[str, ...] = (), **change: Any) -> Any:
         return change_keys(open_bucket(self.url), self.keyring(signing, *trusted), **change)
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path) -> KeyedRun:
+    return KeyedRun(tmp_path)
 
 
 def test_keygen(tmp_path: Path) -> None:
     path = tmp_path / "a.key"
-    done = delta_sync("keygen", str(path))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == load_public(Path(f"{path}.pub")) + "\n"
+    assert shown("keygen", path) == load_public(Path(f"{path}.pub")) + "\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "PRIVATE" in path.read_text()
     kept = path.read_bytes()
-    again = delta_sync("keygen", str(path))
-    assert again.returncode == 5
-    assert "is there already" in again.stderr
+    assert kind(5, "keygen", path) == "conflict"
     assert path.read_bytes() == kept
-    assert delta_sync("keygen", str(tmp_path / "no" / "a.key")).returncode == 4
-    document = answer("keygen", str(tmp_path / "b.key"))
+    assert delta_sync("keygen", tmp_path / "no" / "a.key").code == 4
+    document = answer("keygen", tmp_path / "b.key")
     assert document["key"] == load_public(tmp_path / "b.key.pub")
     assert Path(document["public"]).is_file()
-
-
-def test_keygen_for_notices(tmp_path: Path) -> None:
-    path = tmp_path / "notice.key"
-    document = answer("keygen", str(path), "--notice")
-    assert document["key"] == curve.load_secret(path).public.decode()
+    notice = tmp_path / "notice.key"
+    document = answer("keygen", notice, "--notice")
+    assert document["key"] == curve.load_secret(notice).public.decode()
     assert curve.load_public(tmp_path / "notice.key.pub").decode() == document["key"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert delta_sync("keygen", str(path), "--notice").returncode == 5
+    assert stat.S_IMODE(notice.stat().st_mode) == 0o600
+    assert kind(5, "keygen", notice, "--notice") == "conflict"
 
 
-def test_the_life_of_keys(world: World) -> None:
+def test_the_life_of_keys(world: KeyedRun) -> None:
     """Listed, rotated, stolen, revoked: what verify says at each turn, and what mends it."""
     run = world.run
     run.deltas(*["packed"] * 3)
@@ -155,14 +123,14 @@ def test_the_life_of_keys(world: World) -> None:
     run.delta(base=6)
     keys = ("--bucket", world.url, "--signing-key", str(world.path("stranger")), "--trusted-keys", world.pub("root"))
     # The range over the thief's versions is refused.
-    assert real("compact", *keys, code=1)["folds"] == [{"first": 0, "last": 4}]
-    assert real("repair", *keys)["verdict"] is True
+    assert answer("compact", *keys, code=1)["folds"] == [{"first": 0, "last": 4}]
+    assert answer("repair", *keys)["verdict"] is True
     after = world.verify()
     assert (after["verdict"], after["head"], after["refused"], after["folds"]) == (True, 9, [7, 8], 1)
     assert answer("log", "--bucket", world.url, code=0)["versions"][9]["signed_by"] == world.public["stranger"]
 
 
-def test_the_head_is_signed_again_when_its_key_is_revoked(world: World) -> None:
+def test_the_head_is_signed_again_when_its_key_is_revoked(world: KeyedRun) -> None:
     run = world.run
     run.deltas("packed", "packed")
     world.change(add=[world.public["trainer"]])
@@ -175,7 +143,7 @@ def test_the_head_is_signed_again_when_its_key_is_revoked(world: World) -> None:
     assert opened.verify().findings == []
 
 
-def test_changes_that_make_no_sense_are_refused(world: World) -> None:
+def test_changes_that_make_no_sense_are_refused(world: KeyedRun) -> None:
     world.run.deltas("packed", "packed")
     trainer, root, other = (world.public[name] for name in ("trainer", "root", "next"))
     world.change(add=[trainer])
@@ -212,7 +180,7 @@ def test_changes_that_make_no_sense_are_refused(world: World) -> None:
 
 
 def test_a_run_that_is_not_signed_has_no_list(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = KeyedRun(tmp_path)
     url = str(tmp_path / "plain")
     RunWriter(open_bucket(url), TABLE)
     signing = ("--signing-key", str(world.path("root")))
@@ -224,7 +192,7 @@ def test_a_run_that_is_not_signed_has_no_list(tmp_path: Path) -> None:
 class Racing:
     """Between another operator's look at the list and the change, somebody else changes it."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: KeyedRun) -> None:
         self.bucket = open_bucket(world.url)
         self.world = world
         self.url = self.bucket.url
@@ -240,7 +208,7 @@ class Racing:
         self.bucket.put(key, data, if_absent=if_absent)
 
 
-def test_of_two_changes_at_once_one_is_told(world: World) -> None:
+def test_of_two_changes_at_once_one_is_told(world: KeyedRun) -> None:
     world.change(add=[world.public["trainer"]])
     with pytest.raises(ConflictError, match="changed at the same time"):
         change_keys(Racing(world), world.keyring("root"), add=[world.public["stranger"]])  # type: ignore[arg-type]
@@ -250,7 +218,7 @@ def test_of_two_changes_at_once_one_is_told(world: World) -> None:
     assert world.change(add=[world.public["stranger"]]).file.sequence == 3
 
 
-def test_a_change_that_was_cut_off_is_gone_on_with(world: World) -> None:
+def test_a_change_that_was_cut_off_is_gone_on_with(world: KeyedRun) -> None:
     """It had been put, and keys.json not yet: the next change builds on it."""
     world.change(add=[world.public["trainer"]])
     bucket = open_bucket(world.url)
@@ -265,28 +233,20 @@ def test_a_change_that_was_cut_off_is_gone_on_with(world: World) -> None:
     assert KeyFile.from_bytes(bucket.get(KEYS_KEY)).sequence == 4
 
 
-WRITERS = (
-    ("tag", "best"),
-    ("compact",),
-    ("branch", "{folder}/branch"),
-)
-
-
-@pytest.mark.parametrize("command", WRITERS, ids=[command[0] for command in WRITERS])
-def test_what_writes_into_a_signed_run_asks_for_a_key(command: tuple[str, ...], tmp_path: Path) -> None:
-    world = World(tmp_path, first="root")
+@pytest.mark.parametrize("command", ["tag best", "compact", "branch {folder}/branch"])
+def test_what_writes_into_a_signed_run_asks_for_a_key(command: str, tmp_path: Path) -> None:
+    world = KeyedRun(tmp_path, first="root")
     world.run.deltas(*["packed"] * 4)
     before = set(tmp_path.rglob("*.json"))
-    arguments = [part.format(folder=tmp_path) for part in command]
-    refused = answer(*arguments, "--bucket", world.url, code=2)
-    assert refused["error"]["kind"] == "settings"
-    assert "--signing-key" in refused["error"]["message"]
+    arguments = [*command.format(folder=tmp_path).split(), "--bucket", world.url]
+    refused = answer(*arguments, code=2)["error"]
+    assert refused["kind"] == "settings"
+    assert "--signing-key" in refused["message"]
     stranger = {"DELTA_SYNC_SIGNING_KEY": str(world.path("stranger"))}
-    assert answer(*arguments, "--bucket", world.url, code=1, **stranger)["error"]["kind"] == "signature"
-    trusting = {**stranger, "DELTA_SYNC_TRUSTED_KEYS": world.pub("root")}
-    assert "refuse" in answer(*arguments, "--bucket", world.url, code=2, **trusting)["error"]["message"]
+    assert kind(1, *arguments, **stranger) == "signature"
+    assert kind(2, *arguments, **stranger, DELTA_SYNC_TRUSTED_KEYS=world.pub("root")) == "settings"
     assert set(tmp_path.rglob("*.json")) == before
-    answer(*arguments, "--bucket", world.url, DELTA_SYNC_SIGNING_KEY=str(world.path("root")))
+    answer(*arguments, DELTA_SYNC_SIGNING_KEY=str(world.path("root")))
     written = set(tmp_path.rglob("*.json")) - before
     assert written
     for file in written:
@@ -295,7 +255,7 @@ def test_what_writes_into_a_signed_run_asks_for_a_key(command: tuple[str, ...], 
 
 
 def test_what_only_reads_or_removes_needs_no_key(tmp_path: Path) -> None:
-    world = World(tmp_path, first="root")
+    world = KeyedRun(tmp_path, first="root")
     world.run.deltas(*["packed"] * 4)
     world.run.tag("best", 2)
     for arguments in (("compact", "--dry-run"), ("gc", "--keep-last", "1"), ("tag", "best", "--delete")):
@@ -303,32 +263,26 @@ def test_what_only_reads_or_removes_needs_no_key(tmp_path: Path) -> None:
 
 
 READERS = (
-    ("log", "--bucket", "{url}"),
-    ("inspect", "{url}"),
-    ("inspect", "{url}", "--version", "1"),
-    ("verify", "--bucket", "{url}"),
-    ("gc", "--bucket", "{url}", "--yes"),
-    ("tag", "--bucket", "{url}"),
-    ("compact", "--bucket", "{url}", "--dry-run"),
-    ("repair", "--bucket", "{url}"),
-    ("keys", "--bucket", "{url}"),
+    *("log --bucket {url}", "inspect {url}", "inspect {url} --version 1", "verify --bucket {url}"),
+    *("gc --bucket {url} --yes", "tag --bucket {url}", "compact --bucket {url} --dry-run", "repair --bucket {url}"),
+    "keys --bucket {url}",
 )
 
 
-@pytest.mark.parametrize("command", READERS, ids=["-".join(command[:1] + command[2:]) for command in READERS])
-def test_every_reader_refuses_what_is_not_trusted(command: tuple[str, ...], tmp_path: Path) -> None:
-    world = World(tmp_path, first="root")
+def test_every_reader_refuses_what_is_not_trusted(tmp_path: Path) -> None:
+    world = KeyedRun(tmp_path, first="root")
     world.run.deltas("packed")
-    arguments = [part.format(url=world.url) for part in command]
-    answer(*arguments, "--trusted-keys", world.pub("root"))
-    refused = answer(*arguments, "--trusted-keys", world.pub("stranger"), code=1)
-    assert refused["error"]["kind"] == "signature"
-    assert answer(*arguments, code=1, DELTA_SYNC_TRUSTED_KEYS=world.pub("stranger")) == refused
-    assert answer(*arguments, "--trusted-keys", str(tmp_path / "nowhere"), code=2)["error"]["kind"] == "settings"
+    for command in READERS:
+        arguments = command.format(url=world.url).split()
+        answer(*arguments, "--trusted-keys", world.pub("root"))
+        refused = answer(*arguments, "--trusted-keys", world.pub("stranger"), code=1)
+        assert refused["error"]["kind"] == "signature"
+        assert answer(*arguments, code=1, DELTA_SYNC_TRUSTED_KEYS=world.pub("stranger")) == refused
+        assert kind(2, *arguments, "--trusted-keys", tmp_path / "nowhere") == "settings"
 
 
 def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
-    world = World(tmp_path, first="root")
+    world = KeyedRun(tmp_path, first="root")
     world.run.deltas("packed")
     short = world.public["root"][:16]
     text = shown("log", "--bucket", world.url)
@@ -344,7 +298,7 @@ def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
     assert (row["signed_by"], row["signature_holds"]) == (world.public["root"], True)
 
 
-def test_a_key_that_others_can_read_is_refused(world: World) -> None:
+def test_a_key_that_others_can_read_is_refused(world: KeyedRun) -> None:
     os.chmod(world.path("root"), 0o644)
     assert "chmod 600" in world.keys("--add", world.pub("next"), code=2)["error"]["message"]
     os.chmod(world.path("root"), 0o600)
@@ -354,11 +308,3 @@ def test_a_key_that_others_can_read_is_refused(world: World) -> None:
     gone = world.keys("--revoke", world.public["trainer"], "--version", "none")
     assert (gone["versions"], gone["head"]) == ([0], None)
     assert any("no version of the run is believed any more" in note for note in gone["notes"])
-
-
-def test_python_sees_the_same(world: World) -> None:
-    world.run.deltas("packed")
-    world.change(add=[world.public["trainer"]])
-    assert Run(open_bucket(world.url), Keyring.load(world.pub("root"))).verify().checked
-    with pytest.raises(SignatureError):
-        open_run(world.url, Keyring.load(world.pub("stranger")))

@@ -2,22 +2,23 @@
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.test_cli import GOLDEN, delta_sync
-from tests.cli.test_cli_keys import World, answer
+from tests.cli.test_cli_keys import KeyedRun
+from tests.golden.regenerate import DIRECTORY
 from tests.support.clouds import far_from_clouds
+from tests.support.commands import answer, process
+from tests.support.publishers import Trainer
+from tests.support.signed_runs import Signed
 from tests.support.stores import s3_server
-from tests.trainer.faults.hooks import Trainer
-from tests.trust.test_verify_signed import Signed
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.opening import OpenedBucket
+from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.errors import SettingsError, SignatureError, UsageError
 from vllm_delta_sync.trust import Keyring
 
@@ -29,66 +30,52 @@ def toml(folder: Path, **values: object) -> dict[str, str]:
     return {"DELTA_SYNC_CONFIG": str(file)}
 
 
-def said(environment: Mapping[str, str], *arguments: str, code: int = 0) -> Any:
+def said(environment: dict[str, str], *arguments: str, code: int = 0) -> Any:
     """The JSON document of a command in this environment."""
-    return answer(*arguments, code=code, **environment)  # type: ignore[arg-type]
+    return answer(*arguments, code=code, **environment)
 
 
 # Arguments that no setting gives. {url}: the run, {folder}: where new files go, {pub}: a public key file.
 ON_A_RUN = (
-    ("log",),
-    ("inspect", "{url}"),
-    ("inspect", "{url}", "--version", "1"),
-    ("verify",),
-    ("verify", "--all"),
-    ("export", "--to", "{folder}/export"),
-    ("repair",),
-    ("repair", "--dry-run"),
-    ("gc", "--keep-last", "1"),
-    ("gc", "--keep-last", "1", "--dry-run"),
-    ("tag",),
-    ("tag", "best"),
-    ("tag", "old", "--delete"),
-    ("branch", "{folder}/branch"),
-    ("compact",),
-    ("compact", "--dry-run"),
-    ("keys",),
-    ("keys", "--add", "{pub}"),
-    ("doctor", "--bytes", "0"),
-    ("fleet",),
-    ("fleet", "--wait", "1", "--replicas", "0"),
+    *("log", "inspect {url}", "inspect {url} --version 1", "verify", "verify --all", "export --to {folder}/export"),
+    *("repair", "repair --dry-run", "gc --keep-last 1", "gc --keep-last 1 --dry-run", "tag", "tag best"),
+    *("tag old --delete", "branch {folder}/branch", "compact", "compact --dry-run", "keys", "keys --add {pub}"),
+    *("doctor --bytes 0", "fleet", "fleet --wait 1 --replicas 0"),
 )
 OF_EVERY_KIND = (
-    *(("keygen", "{folder}/new.key"), ("inspect", "{folder}/root.key.pub"), ("serve", "model", "--dry-run")),
-    ("broker", "--publishers", "tcp://127.0.0.1:*", "--subscribers", "tcp://127.0.0.1:*"),
-    *ON_A_RUN,
+    *("keygen {folder}/new.key", "inspect {folder}/root.key.pub", "serve model --dry-run"),
+    *("broker --publishers tcp://127.0.0.1:* --subscribers tcp://127.0.0.1:*", *ON_A_RUN),
 )
 
 
-def arguments_of(command: tuple[str, ...], world: World) -> list[str]:
-    return [part.format(url=world.url, folder=world.folder, pub=world.pub("next")) for part in command]
+def arguments_of(command: str, world: KeyedRun) -> list[str]:
+    return command.format(url=world.url, folder=world.folder, pub=world.pub("next")).split()
+
+
+def files(url: str) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in Path(url).rglob("*.*")}
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path) -> KeyedRun:
     """A run that the key ``stranger`` has signed, and files of other keys."""
-    world = World(tmp_path, first="stranger")
+    world = KeyedRun(tmp_path, first="stranger")
     world.run.deltas(*["packed"] * 3)
     world.run.tag("old", 2)
     return world
 
 
 def test_every_command_has_its_case() -> None:
-    assert {command[0] for command in OF_EVERY_KIND} == set(cli.COMMANDS)
+    assert {command.split()[0] for command in OF_EVERY_KIND} == set(cli.COMMANDS)
 
 
-@pytest.mark.parametrize("command", ON_A_RUN, ids=" ".join)
-def test_what_the_file_does_not_trust_is_refused(command: tuple[str, ...], world: World) -> None:
-    before = {file: file.read_bytes() for file in Path(world.url).rglob("*.*")}
+def test_what_the_file_does_not_trust_is_refused(world: KeyedRun) -> None:
+    before = files(world.url)
     keys = {"trusted_keys": world.pub("root"), "signing_key": str(world.path("root"))}
-    refused = said(toml(world.folder, bucket=world.url, **keys), *arguments_of(command, world), code=1)
-    assert refused["error"]["kind"] == "signature"
-    assert {file: file.read_bytes() for file in Path(world.url).rglob("*.*")} == before
+    refusing = toml(world.folder, bucket=world.url, **keys)
+    for command in ON_A_RUN:
+        assert said(refusing, *arguments_of(command, world), code=1)["error"]["kind"] == "signature"
+    assert files(world.url) == before
     # A flag, and the environment, win over the file; nothing but the signature was wrong.
     environment = {
         **toml(world.folder, bucket="/nowhere", trusted_keys=world.pub("root")),
@@ -96,24 +83,22 @@ def test_what_the_file_does_not_trust_is_refused(command: tuple[str, ...], world
         "DELTA_SYNC_TRUSTED_KEYS": world.pub("stranger"),
         "DELTA_SYNC_SIGNING_KEY": str(world.path("stranger")),
     }
-    said(environment, *arguments_of(command, world))
+    for command in ON_A_RUN:
+        said(environment, *arguments_of(command, world))
 
 
-@pytest.mark.parametrize("command", [case for case in ON_A_RUN if case[:2] != ("keys", "--add")], ids=" ".join)
-def test_an_unsigned_run_is_refused_where_the_file_asks_for_signatures(
-    command: tuple[str, ...], world: World, tmp_path: Path
-) -> None:
+def test_an_unsigned_run_is_refused_where_the_file_asks_for_signatures(world: KeyedRun, tmp_path: Path) -> None:
     world.url = str(tmp_path / "plain")
     plain = Signed(Keyring(), open_bucket(world.url))
     plain.deltas(*["packed"] * 3)
     plain.tag("old", 2)
-    file = toml(world.folder, trusted_keys=world.pub("root"))
-    refused = said({**file, "DELTA_SYNC_BUCKET": world.url}, *arguments_of(command, world), code=1)
-    assert refused["error"]["kind"] == "signature"
-    assert "not signed" in refused["error"]["message"]
+    environment = {**toml(world.folder, trusted_keys=world.pub("root")), "DELTA_SYNC_BUCKET": world.url}
+    for command in [case for case in ON_A_RUN if not case.startswith("keys --add")]:
+        refused = said(environment, *arguments_of(command, world), code=1)["error"]
+        assert (refused["kind"], "not signed" in refused["message"]) == ("signature", True)
 
 
-def test_a_flag_wins_over_the_environment_and_that_over_the_file(world: World) -> None:
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(world: KeyedRun) -> None:
     file = toml(world.folder, bucket="/of-the-file", trusted_keys=world.pub("root"))
     assert "of-the-file" in said(file, "log", code=3)["error"]["message"]
     of_environment = {**file, "DELTA_SYNC_BUCKET": "/of-the-environment"}
@@ -124,30 +109,30 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(world: World) -
     assert found["versions"][-1]["signature_holds"] is True
 
 
-@pytest.mark.parametrize("command", OF_EVERY_KIND, ids=" ".join)
-def test_an_unknown_name_is_an_error_of_every_command(command: tuple[str, ...], world: World) -> None:
-    arguments = arguments_of(command, world)
+def test_an_unknown_name_is_an_error_of_every_command(world: KeyedRun) -> None:
     known = {"DELTA_SYNC_BUCKET": world.url}
-    refused = said({**known, **toml(world.folder, trusted_key=world.pub("root"))}, *arguments, code=2)
-    assert refused["error"]["kind"] == "settings"
-    for word in ("'trusted_key'", str(world.folder / "settings.toml"), "trusted_keys"):
-        assert word in refused["error"]["message"]
-    refused = said({**known, "DELTA_SYNC_TRUSTED_KEY": world.pub("root")}, *arguments, code=2)
-    assert "DELTA_SYNC_TRUSTED_KEY is not a setting" in refused["error"]["message"]
+    misspelt = {**known, **toml(world.folder, trusted_key=world.pub("root"))}
+    for command in OF_EVERY_KIND:
+        refused = said(misspelt, *arguments_of(command, world), code=2)["error"]
+        assert refused["kind"] == "settings"
+        assert all(word in refused["message"] for word in ("'trusted_key'", "settings.toml", "trusted_keys"))
+        refused = said({**known, "DELTA_SYNC_TRUSTED_KEY": "x"}, *arguments_of(command, world), code=2)["error"]
+        assert "DELTA_SYNC_TRUSTED_KEY is not a setting" in refused["message"]
 
 
-@pytest.mark.parametrize("place", ["flag", "environment", "file"])
 @pytest.mark.parametrize("name", ["trusted_keys", "signing_key"])
-def test_a_key_that_is_named_by_nothing_is_no_leave_to_trust_anybody(name: str, place: str, world: World) -> None:
-    flags = ["--" + name.replace("_", "-"), ""] if place == "flag" else []
-    environment = {"DELTA_SYNC_" + name.upper(): ""} if place == "environment" else {}
-    file = toml(world.folder, bucket=world.url, **({name: ""} if place == "file" else {}))
-    refused = said({**file, **environment}, "tag", "best", *flags, code=2)
-    assert refused["error"]["kind"] == "settings"
-    assert name in refused["error"]["message"]
+def test_a_key_that_is_named_by_nothing_is_no_leave_to_trust_anybody(name: str, world: KeyedRun) -> None:
+    file = toml(world.folder, bucket=world.url)
+    refused = [
+        said(file, "tag", "best", "--" + name.replace("_", "-"), "", code=2),
+        said({**file, "DELTA_SYNC_" + name.upper(): ""}, "tag", "best", code=2),
+        said(toml(world.folder, bucket=world.url, **{name: ""}), "tag", "best", code=2),
+    ]
+    for document in refused:
+        assert (document["error"]["kind"], name in document["error"]["message"]) == ("settings", True)
 
 
-def test_the_file_says_who_signs(world: World) -> None:
+def test_the_file_says_who_signs(world: KeyedRun) -> None:
     file = toml(world.folder, bucket=world.url, signing_key=str(world.path("stranger")))
     assert said(file, "tag", "best", "--version", "2")["version"] == 2
     # A server has no business with that key.
@@ -156,7 +141,7 @@ def test_the_file_says_who_signs(world: World) -> None:
         assert word in refused["error"]["message"]
 
 
-def test_a_value_that_does_not_fit_is_an_error_that_says_where_it_is_from(world: World) -> None:
+def test_a_value_that_does_not_fit_is_an_error_that_says_where_it_is_from(world: KeyedRun) -> None:
     file = toml(world.folder, bucket=world.url, store_deadline=-1)
     message = said(file, "verify", code=2)["error"]["message"]
     assert "'store_deadline' is '-1'" in message
@@ -175,7 +160,7 @@ def set_all(patch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
 
 
 def test_what_a_library_call_is_not_given_is_taken_from_the_settings(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: KeyedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert open_run(world.url).head().version == 3
     set_all(monkeypatch, toml(world.folder, trusted_keys=world.pub("root"), store_download_limit=10**9))
@@ -198,7 +183,7 @@ def test_what_a_library_call_is_not_given_is_taken_from_the_settings(
         open_run(world.url)
 
 
-def test_a_publisher_signs_with_the_key_that_is_set(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_signs_with_the_key_that_is_set(world: KeyedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer()
     monkeypatch.setenv("DELTA_SYNC_TRUSTED_KEYS", world.pub("next"))
     with pytest.raises(UsageError, match="trusted_keys is set without signing_key"):
@@ -228,7 +213,52 @@ def test_commands_talk_to_the_store_that_the_file_names(tmp_path: Path, monkeypa
 
 
 def test_a_process_of_its_own_reads_the_same_settings(tmp_path: Path) -> None:
-    file = toml(tmp_path, bucket=GOLDEN, trusted_keys=str(tmp_path / "gone.pub"))
-    done = delta_sync("verify", **file)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "gone.pub" in done.stderr
+    done = process("verify", **toml(tmp_path, bucket=str(DIRECTORY), trusted_keys=str(tmp_path / "gone.pub")))
+    assert (done.code, done.out) == (2, "")
+    assert "gone.pub" in done.err
+
+
+# Loading
+
+
+def test_flag_over_environment_over_file_of_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('bucket = "/from-file"\npoll_seconds = 9.0\npolicy = "manual"\n')
+    environment = {"DELTA_SYNC_CONFIG": str(file), "DELTA_SYNC_POLL_SECONDS": "4", "OTHER": "x"}
+    settings = load_settings({"policy": "follow", "notice": None}, environment)
+    assert (settings.bucket, settings.poll_seconds, settings.policy) == ("/from-file", 4.0, "follow")
+
+
+def test_a_setting_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    for words, environment in (
+        ("'bucket' is missing", {}),
+        ("DELTA_SYNC_BUKET is not a setting", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_BUKET": "/y"}),
+        ("'poll_seconds' is '0'", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_POLL_SECONDS": "0"}),
+        ("'pause_mode' is 'stop'", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_PAUSE_MODE": "stop"}),
+        ("'notice' is '5555'", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_NOTICE": "5555"}),
+        ("'cache_bytes' is '-1'", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_CACHE_BYTES": "-1"}),
+        ("cannot be read", {"DELTA_SYNC_BUCKET": "/x", "DELTA_SYNC_CONFIG": "/no/such/file"}),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            load_settings(environment=environment)
+    file = tmp_path / "file"
+    for words, content in (("'speed' is unknown", b'bucket = "/x"\nspeed = 3\n'), ("as TOML", b"bucket = '\xff\xfe'")):
+        file.write_bytes(content)
+        with pytest.raises(SettingsError, match=words):
+            load_settings(environment={"DELTA_SYNC_CONFIG": str(file)})
+
+
+def test_admin_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    settings = load_settings({"bucket": "/x", "admin_token_file": str(file)}, {})
+    with pytest.raises(SettingsError, match="cannot be read"):
+        settings.admin_token()
+    for words, content in (("is empty", b"\n"), ("cannot be read", b"\xff\xfe")):
+        file.write_bytes(content)
+        with pytest.raises(SettingsError, match=words):
+            settings.admin_token()
+    file.write_text("a-token-of-27-characters-it\n")
+    token = settings.admin_token({})
+    assert token is not None
+    assert token.matches("a-token-of-27-characters-it")
+    assert load_settings({"bucket": "/x"}, {}).admin_token() is None

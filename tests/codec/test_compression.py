@@ -6,19 +6,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.hostile import EMPTY, FRAMES, MAGIC, declaring
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, LimitError
 from vllm_delta_sync.wire.compression import COMPRESSIONS, Compression, compress, decompress
-
-MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def plane(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
-
-
-def frame_declaring(size: int, blocks: bytes = b"\x01\x00\x00") -> bytes:
-    """A frame with an 8-byte content size, a 1 KiB window, and ``blocks`` (one empty last block)."""
-    return MAGIC + b"\xc0\x00" + size.to_bytes(8, "little") + blocks
 
 
 @given(st.binary(max_size=2000), st.sampled_from(COMPRESSIONS))
@@ -34,7 +28,7 @@ def test_round_trip(data: bytes, compression: Compression) -> None:
 @pytest.mark.parametrize("size", [2**60, 2**40, 2**31, 2**64 - 2])
 def test_a_frame_that_declares_more_than_it_can_hold(size: int) -> None:
     with pytest.raises(LimitError, match="MAX_ZSTD_RATIO"):
-        decompress(plane(frame_declaring(size)), size, "zstd", "plane")
+        decompress(plane(declaring(size)), size, "zstd", "plane")
 
 
 def test_a_bomb_that_keeps_its_word_is_bounded_by_the_expected_size() -> None:
@@ -50,35 +44,12 @@ def test_a_window_beyond_the_limit() -> None:
         decompress(plane(huge_window), 1 << 20, "zstd", "plane")
 
 
-WHOLE = zstandard.ZstdCompressor().compress(bytes(range(100)))
-EMPTY = zstandard.ZstdCompressor().compress(b"")
-STREAMED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(range(100)))
-
-
-@pytest.mark.parametrize(
-    ("data", "size"),
-    [
-        (b"", 0),
-        (b"", 100),
-        (MAGIC, 0),
-        (b"\x50\x2a\x4d\x18\x00\x00\x00\x00", 0),  # skippable
-        (b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd", 4),
-        (WHOLE + b"!", 100),
-        (WHOLE + WHOLE, 100),
-        (WHOLE[:-1], 100),
-        (WHOLE[:20], 100),
-        (EMPTY + b"!", 0),
-        (EMPTY + WHOLE, 0),
-        (EMPTY[:-1], 0),
-        (frame_declaring(0, b"\x03\x00\x10" + b"x"), 0),  # declares nothing, holds 128 KiB
-        (STREAMED, 100),  # no declared size
-        (frame_declaring(100), 100),  # declares 100, holds nothing
-        (bytes(range(100)), 100),
-    ],
-)
-def test_what_is_not_exactly_one_frame_of_the_declared_size(data: bytes, size: int) -> None:
-    with pytest.raises(FormatError, match="plane"):
+@pytest.mark.parametrize("case", FRAMES)
+def test_what_is_not_exactly_one_frame_of_the_declared_size(case: str) -> None:
+    kind, size, data = FRAMES[case]
+    with pytest.raises(DeltaSyncError, match="plane") as caught:
         decompress(plane(data), size, "zstd", "plane")
+    assert caught.value.kind == kind
 
 
 def test_an_empty_plane_takes_few_bytes() -> None:

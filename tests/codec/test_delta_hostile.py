@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rfc8785
 
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.errors import (
@@ -49,8 +48,9 @@ def parts(codec: Codec) -> tuple[Arrays, Metadata]:
     return arrays, json.loads(container.metadata["delta_sync"])
 
 
-def build(arrays: Arrays, metadata: Metadata | str | bytes) -> bytes:
-    text = metadata if isinstance(metadata, str) else rfc8785.dumps(metadata).decode()  # type: ignore[arg-type]
+def build(arrays: Arrays, metadata: Metadata | str) -> bytes:
+    # Not by rfc8785, which takes seconds for a million blocks.
+    text = metadata if isinstance(metadata, str) else json.dumps(metadata, sort_keys=True, separators=(",", ":"))
     return write_container(arrays, {"delta_sync": text})
 
 
@@ -107,7 +107,7 @@ METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [
     ({"blocks": [{"dtype": "F16", "kind": "sparse"}]}, TensorMismatchError),
     ({"blocks": [{"dtype": "F32", "kind": "sparse"}]}, TensorMismatchError),
     ({"blocks": [{"dtype": "BF16", "kind": "sparse"}] * 2}, FormatError),
-    ({"blocks": [{"dtype": "BF16", "kind": "sparse"}] * 1_000_001}, LimitError),
+    ({"blocks": [0] * 1_000_001}, LimitError),
     ({"blocks": []}, TensorMismatchError),
 ]
 

@@ -3,8 +3,7 @@
 import random
 
 from tests.tools.fuzz.__main__ import CORPUS, run
-from tests.tools.fuzz.mutate import mutated
-from tests.tools.fuzz.targets import read_all, seeds
+from tests.tools.fuzz.inputs import mutated, read_all, seeds
 
 
 def test_good_objects_of_the_corpus_are_those_that_are_written_today() -> None:

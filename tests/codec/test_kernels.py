@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_delta_sync
@@ -32,7 +32,6 @@ def two_versions(draw: st.DrawFn) -> tuple[DType, list[int], list[int]]:
 
 
 @given(two_versions())
-@settings(max_examples=150, deadline=None)
 def test_diff_apply_revert_follow_the_reference(sample: tuple[DType, list[int], list[int]]) -> None:
     element, old, new = sample
     width = 8 * element.itemsize
@@ -54,7 +53,6 @@ def test_diff_apply_revert_follow_the_reference(sample: tuple[DType, list[int], 
 
 
 @given(two_versions())
-@settings(max_examples=60, deadline=None)
 def test_both_commits_change_bits_and_fingerprint_as_the_diff_says(
     sample: tuple[DType, list[int], list[int]],
 ) -> None:

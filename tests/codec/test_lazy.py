@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codec.test_fold import histories
@@ -42,7 +42,6 @@ def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Cha
 
 
 @given(history=histories(), batch=st.sampled_from([1, 3, 1 << 20]), block=st.sampled_from([1, 4, 1 << 20]))
-@settings(max_examples=150, deadline=None)
 def test_folding_piece_by_piece_does_what_the_versions_do(
     history: tuple[TensorTable, list[list[Bits]], list[Changes]], batch: int, block: int
 ) -> None:
@@ -104,7 +103,7 @@ def test_damaged_planes_are_refused() -> None:
     old = random_bits(table, random)
     data = encode(changes_between(table, old, nudge(old, random, 0.4), full=[2]), table, "packed", "zstd", CONTEXT)
     refused = 0
-    for place in range(8, len(data), 3):
+    for place in range(8, len(data), 5):
         damaged = bytearray(data)
         damaged[place] ^= 1 << int(random.integers(8))
         try:
@@ -115,7 +114,7 @@ def test_damaged_planes_are_refused() -> None:
         whole = decode(bytes(damaged), table, CONTEXT)
         assert sum(piece.changed for piece in pieces) == whole.changed
         assert fold(pieces, table).changed == fold([whole], table).changed
-    assert refused > 100
+    assert refused > 60
     for cut in (0, 7, 8, 100, len(data) - 1):
         with pytest.raises(FormatError):
             list(LazyDelta(data[:cut], table, CONTEXT).pieces())

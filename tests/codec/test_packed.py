@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import reference_packed as reference
@@ -47,7 +47,6 @@ def tensors_of(draw: st.DrawFn, dtype: str) -> list[reference.Tensor]:
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)))
-@settings(max_examples=200, deadline=None)
 def test_planes_are_those_of_the_reference_and_come_back(data: st.DataObject, dtype: str) -> None:
     tensors = data.draw(tensors_of(dtype))
     group, table = group_of(dtype, tensors)
@@ -71,7 +70,6 @@ def test_planes_are_those_of_the_reference_and_come_back(data: st.DataObject, dt
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)), st.sampled_from(["zstd", "none"]))
-@settings(max_examples=120, deadline=None)
 def test_decoding_gives_what_was_encoded(data: st.DataObject, dtype: str, compression: str) -> None:
     group, table = group_of(dtype, data.draw(tensors_of(dtype)))
     arrays, rows = packed.encode([group], table, compression)  # type: ignore[arg-type]
@@ -88,7 +86,6 @@ def test_decoding_gives_what_was_encoded(data: st.DataObject, dtype: str, compre
 
 
 @given(st.lists(st.lists(st.integers(0, 2**47), min_size=1, max_size=30, unique=True).map(sorted), max_size=4))
-@settings(max_examples=150, deadline=None)
 def test_gaps_come_back_however_far(groups: list[list[int]]) -> None:
     positions = np.array([position for group in groups for position in group], np.int64)
     counts = np.array([len(group) for group in groups], np.int64)
@@ -195,7 +192,6 @@ def test_size_is_near_the_entropy_of_positions_and_values(share: float, most: fl
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)), st.sampled_from(["zstd", "none"]), st.sampled_from([1, 20, 10**6]))
-@settings(max_examples=60, deadline=None)
 def test_tensors_in_full_come_back(data: st.DataObject, dtype: str, compression: str, most: int) -> None:
     numels = data.draw(st.lists(st.sampled_from([0, 1, 9, 33]), min_size=1, max_size=4))
     table = TensorTable([TensorSpec(f"w{i}", dtype, (numel,)) for i, numel in enumerate(numels)])

@@ -65,13 +65,9 @@ def test_manifests_are_kubernetes_ones() -> None:
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=names(TEXTS))
-def test_variables_are_settings(path: Path) -> None:
+def test_variables_are_settings_and_nothing_looks_like_a_secret(path: Path) -> None:
     known = {environment_name(field) for field in ClientSettings.model_fields} | set(NO_SETTINGS)
     assert set(re.findall(r"\bDELTA_SYNC_[A-Z0-9_]+", path.read_text())) <= known
-
-
-@pytest.mark.parametrize("path", TEXTS, ids=names(TEXTS))
-def test_nothing_looks_like_a_secret(path: Path) -> None:
     assert SECRETS.findall(path.read_text()) == []
 
 
@@ -204,14 +200,15 @@ def clean() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("DELTA_SYNC_", "AWS_"))}
 
 
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_trainer_trains_and_goes_on_and_servers_find_their_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket = tmp_path / "demo"
-    run_of(bucket, 1)
-    run_of(bucket, 2)
+    for number in range(1, steps + 1):
+        run_of(bucket, number)
     with open_run(str(bucket)) as run:
-        assert run.head().version == 2
+        assert run.head().version == steps
         assert {"config.json", "tokenizer.json"} <= {file.name for file in run.info.files}
         assert {tensor.dtype for tensor in run.table} == {"BF16"}
     monkeypatch.setenv("DELTA_SYNC_BUCKET", str(bucket))
@@ -313,7 +310,3 @@ def test_settings_of_pip_are_translated(tmp_path: Path) -> None:
             f"find-links = {wheels}",
         ]
     )
-
-
-def test_certificates_of_the_environment_are_handed_over() -> None:
-    assert pip_here("", {"SSL_CERT_FILE": "/etc/bundle.pem"}).volumes == [("/etc/bundle.pem", "/run/cert.pem")]

@@ -64,9 +64,16 @@ FOREIGN_FLAGS = {
     "--update-weight-mode",
     "--custom-update-weight-post-write-path",
     "--rollout-function-path",
+    "--environment",
+    "--folder",
+    "--games",
+    "--out",
+    "--host",
+    "--quick",
+    "--versions",
 }
 SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
-"""Members of the status that an API server adds; tests/receiver/test_layout_leading.py sees them."""
+"""Members of the status that an API server adds; tests/receiver/test_api_servers.py sees them."""
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -96,13 +103,18 @@ def run_python(code: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
-    """Those that need no vLLM, on a tiny model in place of the one downloaded."""
-    checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
-    trainer, reader, again, gate = (block for block in python_blocks("README.md") if "vllm import LLM" not in block)
+def blocks_of_the_readme(shared: Path) -> list[str]:
+    """Those that need no vLLM: a trainer, a reader, a training that goes on, and a gate."""
+    found = [block for block in python_blocks("README.md") if "vllm import LLM" not in block]
     for text in (SHARED, "tcp://*:5555"):
-        assert text in trainer + reader
-    trainer = trainer.replace(SHARED, str(tmp_path / "shared")).replace("tcp://*:5555", "tcp://127.0.0.1:*")
+        assert text in found[0] + found[1]
+    return [block.replace(SHARED, str(shared)).replace("tcp://*:5555", "tcp://127.0.0.1:*") for block in found]
+
+
+def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
+    """On a tiny model in place of the one downloaded."""
+    checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
+    trainer, reader, _, _ = blocks_of_the_readme(tmp_path / "shared")
     said = run_python(trainer, tmp_path)
     steps = int(re.findall(r"range\(1, (\d+)\)", trainer)[0]) - 1
     assert re.findall(r"^step (\d+): version (\d+), ", said, re.MULTILINE) == [
@@ -111,11 +123,16 @@ def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
     run = open_run(str(tmp_path / "shared" / "first-run"))
     assert run.manifest(0).kind == "reference"
     assert run.verify(checkpoint).head == steps
-    report = run_python(reader.replace(SHARED, str(tmp_path / "shared")), tmp_path)
-    assert f"head={steps}" in report
-    # The other block goes on where a training of its own, of five steps, has ended.
+    assert f"head={steps}" in run_python(reader, tmp_path)
+
+
+@pytest.mark.slow
+def test_other_blocks_of_the_readme_run(tmp_path: Path) -> None:
+    """They go on where a training of their own has ended."""
+    save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
     shared = tmp_path / "again"
-    first = trainer.replace(str(tmp_path / "shared"), str(shared)).replace(f"range(1, {steps + 1})", "range(1, 19)")
+    trainer, _, again, gate = blocks_of_the_readme(shared)
+    first = re.sub(r"range\(1, \d+\)", "range(1, 19)", trainer, count=1)
     run_python(f"{first}\n{again}", tmp_path)
     run = open_run(str(shared / "first-run"))
     assert [manifest.base_version for manifest in run.log()][-2:] == [18, 18]

@@ -1,8 +1,8 @@
 """What a fresh vLLM says: run as ``python -m tests.e2e.fresh OUT CHECKPOINT...`` in a process of its own.
 
 Loads each checkpoint with vLLM's own loader and writes, per checkpoint, the SHA-256 of every runtime parameter; for
-the first and the last, also greedy tokens and log probabilities from a whole engine. The plugin is active and the
-worker extension loaded, so that kernels are the same; nothing follows a run.
+the last, also greedy tokens and log probabilities from a whole engine. The plugin is active and the worker extension
+loaded, so that kernels are the same; nothing follows a run.
 """
 
 import hashlib
@@ -19,14 +19,22 @@ MAX_TOKENS = 24
 
 def main(out: Path, checkpoints: list[str]) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    results: dict[str, Any] = {}
-    engine = make_engine(checkpoints[0])
-    results[checkpoints[0]] = {"digests": digests(worker_model(engine)), "outputs": generate(engine)}
-    for checkpoint in checkpoints[1:-1]:
-        results[checkpoint] = {"digests": digests(load_again(engine, checkpoint))}
     last = make_engine(checkpoints[-1])
-    results[checkpoints[-1]] = {"digests": digests(worker_model(last)), "outputs": generate(last)}
+    outputs = generate(last)
+    results: dict[str, Any] = {path: {"digests": digests(load_again(last, path))} for path in checkpoints[:-1]}
+    results[checkpoints[-1]] = {"digests": digests(worker_model(last)), "outputs": outputs}
     out.write_text(json.dumps(results))
+
+
+def fresh_vllm(root: Path, checkpoints: list[Path]) -> list[dict[str, Any]]:
+    """What this program writes of checkpoints, in their order."""
+    from tests.e2e import warm
+
+    out = root / "fresh.json"
+    done = warm.run("tests.e2e.fresh", str(out), *map(str, checkpoints), seconds=300)
+    assert done.status == 0, done.said[-4000:]
+    results = json.loads(out.read_text())
+    return [results[str(checkpoint)] for checkpoint in checkpoints]
 
 
 def make_engine(checkpoint: str) -> Any:

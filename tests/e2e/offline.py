@@ -12,7 +12,7 @@ from typing import Any
 from tests.e2e.fresh import digests, generate, load_again, make_engine, worker_model
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 
-VERSIONS = 5
+VERSIONS = 3
 
 
 def main(root: Path, family: str) -> None:

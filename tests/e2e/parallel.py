@@ -17,7 +17,7 @@ from typing import Any
 from tests.e2e.fresh import digests, generate
 from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
 
-VERSIONS = 5
+VERSIONS = 3
 
 
 def main(

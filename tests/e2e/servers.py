@@ -1,20 +1,24 @@
 """Start and end real ``vllm serve`` processes for tests."""
 
+import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
 from tests.e2e import warm
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.warm import ENVIRONMENT, WarmProcess
 
 START_SECONDS = 600.0
@@ -47,6 +51,8 @@ class Server:
     url: str
     process: "subprocess.Popen[bytes] | WarmProcess"
     log: Path
+    log_start: int = 0
+    """Where in the log ``logged`` begins."""
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE_SECONDS, verify=PLAIN, **kwargs)
@@ -84,6 +90,122 @@ class Server:
                 return status
             time.sleep(0.05)
         raise AssertionError(f"not idle within {timeout} s: {self.status()}")
+
+    def spans(self, tokens: int = 5, **headers: str) -> list[dict[str, Any]]:
+        """What a short request says of the weights that answered it."""
+        body = {"model": "tiny", "prompt": "fox", "max_tokens": tokens, "ignore_eos": True}
+        spans: list[dict[str, Any]] = self.post("/v1/completions", body, headers=headers).json()["delta_sync"]["spans"]
+        return spans
+
+    def outputs(self) -> list[dict[str, Any]]:
+        """Greedy tokens and log probabilities, in the form of tests/e2e/fresh.py."""
+        outputs = []
+        for prompt in PROMPTS:
+            body = {
+                "model": "tiny",
+                "prompt": prompt,
+                "max_tokens": MAX_TOKENS,
+                "temperature": 0,
+                "logprobs": 1,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            choice = self.post("/v1/completions", body).json()["choices"][0]
+            outputs.append({"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]})
+        return outputs
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every runtime parameter, from vLLM's own weight checker."""
+        found: dict[str, str] = self.post("/weight_checker", {"action": "checksum"}).json()["checksums"]
+        return {name.removeprefix("dp0:pp0:pcp0:tp0:"): digest for name, digest in found.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Ours, by name and labels."""
+        text = self.get("/metrics").text
+        return {name: float(value) for name, value in re.findall(r"^(delta_sync_\S+) (\S+)$", text, re.MULTILINE)}
+
+    def skip_log(self) -> None:
+        """Let ``logged`` begin here: what was logged before is of no interest any more."""
+        self.log_start = self.log.stat().st_size
+
+    def logged(self) -> str:
+        """The log, since ``skip_log``."""
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            return file.read().decode(errors="replace")
+
+    def log_lines(self, words: str) -> list[str]:
+        """Lines of ``logged`` with these words."""
+        return [line for line in self.logged().splitlines() if words in line]
+
+    def wait_logged(self, words: str, timeout: float = 300) -> str:
+        """Block until there is such a line, and return it."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if lines := self.log_lines(words):
+                return lines[0]
+            time.sleep(0.05)
+        raise AssertionError(f"no {words!r} within {timeout} s:\n{self.logged()[-4000:]}")
+
+
+class Load:
+    """Threads that ask one long request after the other, from the start of the block, once they are at it, to its end.
+
+    Attributes:
+        answers: the responses.
+    """
+
+    TOKENS = 230
+
+    def __init__(self, server: Server, threads: int = 2) -> None:
+        self.answers: list[httpx.Response] = []
+        self._server = server
+        self._stop = threading.Event()
+        self._answered = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(threads)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        # The next request follows at once, so that one is in flight from now on.
+        assert self._answered.wait(120)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def _ask(self) -> None:
+        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": self.TOKENS, "temperature": 0, "ignore_eos": True}
+        # One client: making one takes as long as half of such a request, and nothing is in flight meanwhile.
+        with httpx.Client(base_url=self._server.url, timeout=PATIENCE_SECONDS) as client:
+            while not self._stop.is_set():
+                self.answers.append(client.post("/v1/completions", json=body))
+                self._answered.set()
+
+    def check(self) -> None:
+        """All finished, some met commits, and they say which weights sampled which of their tokens."""
+        crossed = 0
+        for response in self.answers:
+            body = response.json()
+            assert body["usage"]["completion_tokens"] == self.TOKENS
+            spans = body["delta_sync"]["spans"]
+            assert [spans[0]["start"], spans[-1]["end"]] == [0, self.TOKENS]
+            assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
+            versions = [span["version"] for span in spans]
+            assert versions == sorted(set(versions))
+            assert int(response.headers["x-delta-sync-version"]) <= versions[0]
+            crossed += len(spans) > 1
+        assert crossed, f"no request of {len(self.answers)} was in flight across a commit"
+
+
+def eventually(reached: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Block until something is so."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"within {seconds:.0f} s it did not come to this: {what}"
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Start straight from the bucket: ``load_format="delta_sync"`` against a fresh load of the exported checkpoint.
 
+A server that starts so, and follows: tests/e2e/test_bucket_alone.py.
 Each case runs in a process of its own, as ``python -m tests.e2e.test_cold_start FOLDER CASE``.
 """
 
@@ -18,7 +19,7 @@ from tests.e2e import warm
 from tests.e2e.fresh import digests, generate, make_engine, worker_model
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 VERSIONS = 3
 WEIGHTS = "model.safetensors"
@@ -129,8 +130,8 @@ def main(root: Path, case: str) -> None:
     ("case", "kind", "has_weights"),
     [
         ("anchor", "anchor", False),
-        pytest.param("reference", "reference", True, marks=pytest.mark.slow),
-        pytest.param("own_head", "reference", False, marks=pytest.mark.slow),
+        ("reference", "reference", True),
+        ("own_head", "reference", False),
     ],
 )
 def test_cold_start_is_a_fresh_load_of_the_head(tmp_path: Path, case: str, kind: str, has_weights: bool) -> None:

@@ -8,11 +8,11 @@ import pytest
 from tests.e2e.parallel import VERSIONS
 from tests.e2e.test_parallel import run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 # Of 320 rows each rank holds half. 300 are padded before they are cut: then a tile is held in part.
-@pytest.mark.parametrize(("vocabulary", "rebuilt"), [("320", False), pytest.param("300", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("vocabulary", "rebuilt"), [("320", False), ("300", True)])
 def test_two_ranks_follow_bit_for_bit(tmp_path: Path, vocabulary: str, rebuilt: bool) -> None:
     said = run(tmp_path, "llama", "2", "context", vocabulary)
     seen = json.loads((tmp_path / "seen.json").read_text())

@@ -2,49 +2,24 @@
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e import warm
-from tests.e2e.servers import Server, delta_sync_serve, serving
-from tests.e2e.test_server import digests_of
-from tests.support.tiny import make_model, save_checkpoint, train_steps
-from trainer_side import Publisher
+from tests.e2e.servers import Load, Server, eventually
+from tests.e2e.world import World
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("attached")]
 
 OURS = ["--weight-transfer-config", '{"backend": "delta_bucket"}']
 MANUAL = ["--policy", "manual", "--poll-seconds", "0.2"]
-LONG = {"model": "tiny", "prompt": "the quick", "max_tokens": 230, "temperature": 0, "ignore_eos": True}
-
-
-class Trainer:
-    """Publishes from real steps."""
-
-    def __init__(self, root: Path) -> None:
-        self.model = make_model("qwen3")
-        self.base = save_checkpoint(self.model, root / "base")
-        self.url = str(root / "run")
-        self.publisher = Publisher(self.model, bucket=self.url, base=self.base)
-        self.steps = train_steps(self.model, lr=3e-5)
-        self.version = 0
-
-    def publish(self) -> int:
-        next(self.steps)
-        self.version += 1
-        self.publisher.publish(step=self.version, wait=True)
-        self.publisher.flush()
-        return self.version
 
 
 def test_trainer_drives_a_server_by_every_door(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path)
-    command = delta_sync_serve(trainer.base, "--bucket", trainer.url, *MANUAL, "--pause-mode", "abort", *OURS)
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "DELTA_SYNC_STATE_DIR": str(tmp_path / "state")}
-    with trainer.publisher, serving(trainer.base, tmp_path / "server.log", command, environment) as server:
+    trainer = World(tmp_path)
+    with trainer.serve(*MANUAL, "--pause-mode", "abort", *OURS) as server:
         server.wait_served(0)
         check_nothing_moves_by_itself(server, trainer)
         check_refusals(server, trainer)
@@ -54,40 +29,29 @@ def test_trainer_drives_a_server_by_every_door(tmp_path: Path) -> None:
         assert server.post("/delta_sync/verify").json()["verdict"] is True
         # Nothing that came through these doors counts as somebody else's writing.
         assert "weights are still version" not in server.log.read_text()
+    trainer.close()
 
 
-def check_nothing_moves_by_itself(server: Server, trainer: Trainer) -> None:
+def check_nothing_moves_by_itself(server: Server, trainer: World) -> None:
     trainer.publish()
     version = trainer.publish()
-    status = wait_until_known(server, version)
-    looks = status["looks"]
-    while status["looks"] < looks + 3:
-        time.sleep(0.1)
-        status = server.status()
+    eventually(lambda: (server.status()["head"] or {}).get("version") == version, f"version {version} is seen")
+    looks = server.status()["looks"]
+    eventually(lambda: server.status()["looks"] >= looks + 3, "it looks again and again")
+    status = server.status()
     assert (status["served"]["version"], status["lag"], status["state"], status["last_error"]) == (0, 2, "idle", None)
     assert server.get("/delta_sync/ready").status_code == 200
     status = server.post("/delta_sync/sync", {"version": 1}).json()
     assert (status["served"]["version"], status["lag"], status["policy"]) == (1, 1, "manual")
 
 
-def wait_until_known(server: Server, version: int) -> dict[str, Any]:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        status = server.status()
-        if status["head"] is not None and status["head"]["version"] == version:
-            return status
-        time.sleep(0.05)
-    raise AssertionError(f"version {version} was not seen: {server.status()}")
-
-
-def check_refusals(server: Server, trainer: Trainer) -> None:
+def check_refusals(server: Server, trainer: World) -> None:
     """Vllm's routes answer with our message, and not a bit changes."""
-    before = digests_of(server)
+    before = server.digests()
     refused: list[tuple[str, Any, int, str]] = [
         ("/init_weight_transfer_engine", {"init_info": {"bucket": "/elsewhere"}}, 400, "init_info.bucket is"),
         ("/start_draft_weight_update", None, 400, "updates the served model only"),
         ("/update_weights", {"update_info": {"version": 99}}, 404, "version 99 is not published; the head is 2"),
-        ("/update_weights", {"update_info": {"version": 99, "timeout_s": 0.3}}, 404, "version 99 is not published"),
         ("/update_weights", {"update_info": {"names": ["a"]}}, 400, "update_info.names"),
         ("/update_weights", {"update_info": [{}, {}]}, 400, "one document for all of them"),
         ("/finish_weight_update", {"weight_version": "mine"}, 400, "weight_version is 'mine'"),
@@ -103,10 +67,10 @@ def check_refusals(server: Server, trainer: Trainer) -> None:
             answer.text,
         )
     assert server.get("/weight_info").json() == {"weight_version": "1"}
-    assert digests_of(server) == before
+    assert server.digests() == before
 
 
-def check_native_update(server: Server, trainer: Trainer) -> None:
+def check_native_update(server: Server, trainer: World) -> None:
     """With vLLM's own client for trainers."""
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
@@ -125,10 +89,10 @@ def check_native_update(server: Server, trainer: Trainer) -> None:
     status = server.status()
     assert (status["served"]["version"], status["lag"], version) == (3, 0, 3)
     assert status["served"]["fingerprint"] == status["head"]["fingerprint"]
-    assert spans_of(server) == [{"index": 0, "version": 3, "start": 0, "end": 5}]
+    assert server.spans() == [{"index": 0, "version": 3, "start": 0, "end": 5}]
 
 
-def check_pauses_of_the_caller(server: Server, trainer: Trainer) -> None:
+def check_pauses_of_the_caller(server: Server, trainer: World) -> None:
     """As trainers do with other backends: pause, update, resume."""
     for mode in ("keep", "wait", "abort"):
         assert server.post(f"/pause?mode={mode}").status_code == 200
@@ -137,53 +101,31 @@ def check_pauses_of_the_caller(server: Server, trainer: Trainer) -> None:
         assert server.post("/finish_weight_update").status_code == 200
         assert server.get("/is_paused").json() == {"is_paused": True}
         assert server.post("/resume").status_code == 200
-        assert spans_of(server) == [{"index": 0, "version": version, "start": 0, "end": 5}]
+        assert server.spans() == [{"index": 0, "version": version, "start": 0, "end": 5}]
 
 
-def check_clients_see_the_abort(server: Server, trainer: Trainer) -> None:
+def check_clients_see_the_abort(server: Server, trainer: World) -> None:
     served, version = trainer.version, trainer.publish()
-    answers: list[dict[str, Any]] = []
-    over = threading.Event()
-
-    def ask() -> None:
-        while not over.is_set():
-            answers.append(server.post("/v1/completions", LONG).json())
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        while len(answers) < 2:
-            time.sleep(0.01)
-        before = len(answers)
+    with Load(server, threads=1) as load:
+        before = len(load.answers)
         assert server.post("/delta_sync/sync", {"version": version}).json()["served"]["version"] == version
-        while len(answers) < before + 3:
-            time.sleep(0.01)
-    finally:
-        over.set()
-        thread.join(120)
+        eventually(lambda: len(load.answers) >= before + 3, "requests are answered")
+    answers = [answer.json() for answer in load.answers]
     aborted = [answer for answer in answers if answer["choices"][0]["finish_reason"] == "abort"]
     for answer in answers:
         spans = answer["delta_sync"]["spans"]
         assert len(spans) <= 1
         if answer in aborted:
-            assert answer["usage"]["completion_tokens"] < LONG["max_tokens"]
+            assert answer["usage"]["completion_tokens"] < Load.TOKENS
             assert [span["version"] for span in spans] in ([served], [])
     assert len(aborted) == 1
-
-
-def spans_of(server: Server) -> list[dict[str, Any]]:
-    body = {"model": "tiny", "prompt": "fox", "max_tokens": 5, "ignore_eos": True}
-    spans: list[dict[str, Any]] = server.post("/v1/completions", body).json()["delta_sync"]["spans"]
-    return spans
 
 
 @pytest.mark.slow
 def test_native_calls_reach_the_server_that_leads(tmp_path: Path) -> None:
     """Two API servers; which of them takes a connection is chance, so that each of the calls may go to another."""
-    trainer = Trainer(tmp_path)
-    command = delta_sync_serve(trainer.base, "--bucket", trainer.url, *MANUAL, *OURS, "--api-server-count", "2")
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "DELTA_SYNC_STATE_DIR": str(tmp_path / "state")}
-    with trainer.publisher, serving(trainer.base, tmp_path / "server.log", command, environment) as server:
+    trainer = World(tmp_path)
+    with trainer.serve(*MANUAL, *OURS, "--api-server-count", "2") as server:
         server.wait_served(0)
         asked: set[str] = set()
         while len(asked) < 2 or trainer.version < 6:
@@ -199,6 +141,7 @@ def test_native_calls_reach_the_server_that_leads(tmp_path: Path) -> None:
                 assert answer.status_code == 200, (route, answer.text)
             asked.add(server.status()["role"])
             assert server.get("/weight_info").json() == {"weight_version": str(version)}
+    trainer.close()
 
 
 def test_async_engine_is_followed_in_the_callers_process(attached: dict[str, Any]) -> None:
@@ -236,7 +179,7 @@ def test_async_engine_takes_native_calls(attached: dict[str, Any]) -> None:
     ]
     for held, asked, served, spans in seen["paused"]:
         assert (held, served) == (True, asked)
-        assert spans in ([[str(asked), 0, 8]], None)
+        assert spans == [[str(asked), 0, 8]]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.trust import Keyring, keys
 from vllm_delta_sync.upkeep.branching import branch
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("export")]
 
 SHARD_BYTES = "100000"
 """Some tensors of the model are larger, and most are far smaller."""
@@ -69,6 +69,10 @@ class World:
         return folder
 
 
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
@@ -86,7 +90,7 @@ def greedy(model: PreTrainedModel, tokenizer: Any) -> list[list[int]]:
     return said
 
 
-@pytest.mark.parametrize("name", ["0", "1", "2", "3", "branch 0", "branch 1"])
+@pytest.mark.parametrize("name", ["3", "branch 1", *slow("0", "1", "2", "branch 0")])
 def test_an_export_is_the_trainers_model_in_transformers(world: World, tmp_path: Path, name: str) -> None:
     folder = world.export(name, tmp_path / "out")
     held = world.held[name]
@@ -105,16 +109,7 @@ def test_an_export_is_the_trainers_model_in_transformers(world: World, tmp_path:
     assert greedy(loaded, tokenizer) == greedy(saved, tokenizer)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("0", marks=pytest.mark.slow),
-        pytest.param("1", marks=pytest.mark.slow),
-        "3",
-        pytest.param("branch 0", marks=pytest.mark.slow),
-        "branch 1",
-    ],
-)
+@pytest.mark.parametrize("name", ["branch 1", *slow("0", "1", "3", "branch 0")])
 def test_stock_vllm_says_the_same_of_an_export_and_of_what_the_trainer_saves(
     world: World, tmp_path: Path, name: str
 ) -> None:

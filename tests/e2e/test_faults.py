@@ -4,68 +4,31 @@ The first half happens to one server of two tensor-parallel ranks that survives 
 """
 
 import shutil
-import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.e2e.servers import Server, delta_sync_serve, serving
-from tests.e2e.test_pause_lease import TOKENS, expect_reverted, request_in_flight, spans_of, wait_for_log
-from tests.e2e.trainer import Trainer
-from tests.support.faults.inject import Faults
+from tests.e2e.servers import Server, eventually
+from tests.e2e.world import Follower, World, expect_served, kill, no_process_left, ranks_bound
 from tests.support.forge import BAD_VERSIONS
-from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync import open_run
 
 pytestmark = pytest.mark.e2e
-FAMILY = "qwen3"
 SECONDS = 300.0
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:.0f} s"
-        time.sleep(0.02)
-
-
-class World:
-    """A trainer's process, a run, and faults; servers come and go."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.url = str(root / "run")
-        self.base = save_checkpoint(make_model(FAMILY, seed=5), root / "base")
-        self.faults = Faults(root)
-        self.disk_is_full = False
-        self.trainer = Trainer(FAMILY, self.base, self.url)
-
-    def serve(self, *flags: str, prefix: tuple[str, ...] = (), **environment: str) -> Any:
-        command = [*prefix, *delta_sync_serve(self.base, "--bucket", self.url, *flags)]
-        settings = {**self.faults.environment, "VLLM_SERVER_DEV_MODE": "1", **environment}
-        return serving(self.base, self.root / "server.log", command, settings, cold=bool(prefix))
-
-    def log(self) -> str:
-        return (self.root / "server.log").read_text(errors="replace")
-
-
-def expect_served(world: World, server: Server, version: int) -> None:
-    """The version is served, bit for bit, by a server that answers with it."""
-    status = server.status()
-    assert status["served"]["version"] == version, status
-    assert status["served"]["fingerprint"] == open_run(world.url).manifest(version).fingerprint
-    assert server.post("/delta_sync/verify").json()["verdict"] is True
-    body = {"model": "tiny", "prompt": "the fox", "max_tokens": 1, "ignore_eos": True}
-    answer = server.post("/v1/completions", body).json()
-    assert [span["version"] for span in answer["delta_sync"]["spans"]] == [version]
+FLAGS = {
+    # Looked after so rarely that nothing happens but what the tests ask for.
+    "--poll-seconds": "600",
+    "--policy": "manual",
+    "--tensor-parallel-size": "2",
+    "--undo-bytes": "1500000",
+}
+two_ranks = pytest.mark.xdist_group("two ranks")
+one_rank = pytest.mark.xdist_group("follower")
 
 
 def sync(server: Server) -> dict[str, Any]:
@@ -73,39 +36,17 @@ def sync(server: Server) -> dict[str, Any]:
     return answer
 
 
-def full_disk(folder: Path) -> tuple[str, ...]:
-    """A command prefix under which ``folder`` is a disk of one page; nothing where that is not allowed."""
-    mount = 'mount -t tmpfs -o size=4k tmpfs "$0" && exec "$@"'
-    probe = ("unshare", "-Urm", "sh", "-c", mount, str(folder))
-    if shutil.which("unshare") and subprocess.run([*probe, "true"], capture_output=True, check=False).returncode == 0:
-        return probe
-    return ()
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = World(tmp_path_factory.mktemp("faults"))
     yield world
-    world.trainer.close()
+    world.close()
 
 
 @pytest.fixture(scope="module")
 def server(world: World) -> Iterator[Server]:
-    """Two ranks that take a version only when they are asked to, and whose cache disk is full."""
-    cache = world.root / "cache"
-    cache.mkdir()
-    # Looked after so rarely that nothing happens but what the tests ask for.
-    flags = {
-        "--poll-seconds": "600",
-        "--policy": "manual",
-        "--tensor-parallel-size": "2",
-        "--cache-dir": str(cache),
-        "--undo-bytes": "1500000",
-    }
-    world.disk_is_full = bool(full_disk(cache))
-    with world.serve(
-        *chain.from_iterable(flags.items()), prefix=full_disk(cache), VLLM_CPU_OMP_THREADS_BIND="0|1"
-    ) as server:
+    """Two ranks that take a version only when they are asked to."""
+    with world.serve(*chain.from_iterable(FLAGS.items()), environment=ranks_bound(2)) as server:
         assert sync(server)["served"]["version"] == 0
         yield server
 
@@ -113,18 +54,19 @@ def server(world: World) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("at", "do", "kind", "rank"),
     [
-        ("rank.before_scatter", "raise", "engine", 0),
         ("rank.before_scatter", "raise", "engine", 1),
         ("rank.after_scatter", "raise", "engine", 0),
-        ("rank.after_scatter", "raise", "engine", 1),
-        ("rank.in_stage", "raise", "engine", 0),
         ("rank.in_stage", "memory", "memory", 1),
-        ("rank.before_scatter", "memory", "memory", 0),
+        pytest.param("rank.before_scatter", "raise", "engine", 0, marks=pytest.mark.slow),
+        pytest.param("rank.after_scatter", "raise", "engine", 1, marks=pytest.mark.slow),
+        pytest.param("rank.in_stage", "raise", "engine", 0, marks=pytest.mark.slow),
+        pytest.param("rank.before_scatter", "memory", "memory", 0, marks=pytest.mark.slow),
     ],
 )
+@two_ranks
 def test_one_rank_fails(world: World, server: Server, at: str, do: str, kind: str, rank: int) -> None:
     before = server.status()["served"]["version"]
-    version = world.trainer.step()
+    version = world.publish()
     world.faults.arm(at, do, rank)
     assert sync(server)["error"]["kind"] == kind
     assert world.faults.happened
@@ -133,15 +75,7 @@ def test_one_rank_fails(world: World, server: Server, at: str, do: str, kind: st
     expect_served(world, server, version)
 
 
-def test_cache_disk_is_full(world: World, server: Server) -> None:
-    if not world.disk_is_full:
-        pytest.skip("no file system can be mounted here; tests/bucket/test_cache.py fills a disk by other means")
-    version = world.trainer.step()
-    sync(server)
-    expect_served(world, server, version)
-    assert "No space left on device" in world.log()
-
-
+@two_ranks
 def test_object_is_corrupt(world: World, server: Server) -> None:
     before = server.status()["served"]["version"]
     bad = next(bad for bad in BAD_VERSIONS if bad.name == "truncated object")
@@ -149,20 +83,20 @@ def test_object_is_corrupt(world: World, server: Server) -> None:
     assert sync(server)["error"]["kind"] == bad.kind
     expect_served(world, server, before)
     forgery.remove()
-    version = world.trainer.step()
+    version = world.publish()
     sync(server)
     expect_served(world, server, version)
 
 
+@two_ranks
 def test_undo_log_runs_out_of_memory(world: World, server: Server) -> None:
     """The oldest commits leave the log; the way back to them goes through the bucket then."""
     start = server.status()["served"]["version"]
-    for _ in range(5):
-        version = world.trainer.step()
+    while not (undo := server.status()["undo"]) or undo[-1] <= start:
+        version = world.publish()
+        assert version < start + 8, "the log takes no end"
         sync(server)
-    status = server.status()
-    assert 0 < len(status["undo"]) < 5
-    oldest = status["undo"][-1]
+    oldest = undo[-1]
     for back in (oldest, start):
         assert server.post("/delta_sync/rollback", {"version": back}).status_code == 200
         expect_served(world, server, back)
@@ -171,10 +105,11 @@ def test_undo_log_runs_out_of_memory(world: World, server: Server) -> None:
     expect_served(world, server, version)
 
 
+@two_ranks
 def test_engine_sleeps(world: World, server: Server) -> None:
     before = server.status()["served"]["version"]
     assert server.post("/sleep?level=1").status_code == 200
-    version = world.trainer.step()
+    version = world.publish()
     assert sync(server)["error"]["kind"] == "busy"
     assert server.status()["served"]["version"] == before
     assert server.post("/wake_up").status_code == 200
@@ -182,23 +117,25 @@ def test_engine_sleeps(world: World, server: Server) -> None:
     expect_served(world, server, version)
 
 
+@two_ranks
 def test_native_weight_update_is_looked_into(world: World, server: Server) -> None:
     """vLLM refuses it, as no transfer engine is set up; the weights are checked all the same."""
     assert server.post("/update_weights", {"update_info": {}}).status_code >= 400
-    version = world.trainer.step()
+    version = world.publish()
     sync(server)
-    assert "after update_weights" in world.log()
+    assert "after update_weights" in server.log.read_text()
     expect_served(world, server, version)
 
 
+@two_ranks
 def test_weights_change_while_a_version_is_staged(world: World, server: Server) -> None:
     """Between staging and pause the checkpoint is loaded again: nothing is committed on top of it, and it is mended."""
-    version = world.trainer.step()
+    version = world.publish()
     world.faults.arm("controller.before_pause", "wait")
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(target=lambda: answers.append(sync(server)))
     asking.start()
-    wait_until(lambda: world.faults.happened, "staging")
+    eventually(lambda: world.faults.happened, "staging")
     assert server.post("/collective_rpc", {"method": "reload_weights"}).status_code == 200
     world.faults.let_go()
     asking.join(SECONDS)
@@ -210,113 +147,95 @@ def test_weights_change_while_a_version_is_staged(world: World, server: Server) 
     expect_served(world, server, version)
 
 
+@two_ranks
 def test_trainer_is_killed_in_the_middle_of_a_publish(world: World, server: Server) -> None:
-    """Last: its run ends with it."""
     before = server.status()["served"]["version"]
-    world.trainer.die()
+    world.die_in_a_publish()
     assert sync(server)["served"]["version"] == before
     expect_served(world, server, before)
     assert open_run(world.url).verify(world.base).head == before
+    world.begin()
+    version = world.publish()
+    assert sync(server)["served"]["version"] == version == before + 1
+    expect_served(world, server, version)
 
 
-def kill(server: Server) -> None:
-    """SIGKILL to the API server; every process of it is gone soon."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    server.process.send_signal(signal.SIGKILL)
-    assert psutil.wait_procs(children, timeout=120)[1] == []
-
-
-HUNG = "a rank hangs in a commit"
-BRIEF = ["--poll-seconds", "0.2", "--pause-seconds", "10"]
-FROM_BUCKET = ["--load-format", "delta_sync"]
-
-
-@pytest.fixture(scope="module")
-def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Server]]:
-    """A server of one rank that follows at once, and whose pauses end soon."""
-    world = World(tmp_path_factory.mktemp("brief"))
-    with ExitStack() as stack:
-        stack.callback(world.trainer.close)
-        server = stack.enter_context(world.serve(*BRIEF))
-        server.wait_served(0)
-        yield world, server
-
-
-def test_generation_goes_on_when_the_controller_stands_still(brief: tuple[World, Server]) -> None:
-    """Between commit and resume the process of the API server is stopped; once it goes on, so does the commit."""
-    world, server = brief
-    world.faults.arm("controller.after_commit", "stop")
-    with request_in_flight(server) as answers:
-        assert world.trainer.step() == 1
-        try:
-            wait_for_log(server, "fault: stop at controller.after_commit")
-            expect_reverted(wait_for_log(server, "the lost pause is over"), 1)
-            assert psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED
-        finally:
-            # Whoever waits for its answers would wait for ever.
-            server.process.send_signal(signal.SIGCONT)
-        server.wait_served(1)
-    assert all(answer["usage"]["completion_tokens"] == TOKENS for answer in answers)
-    assert spans_of(server) == [{"index": 0, "version": 1, "start": 0, "end": 5}]
-    expect_served(world, server, 1)
-    server.wait_served(world.trainer.step())
-    expect_served(world, server, 2)
-
-
-def test_server_ends_and_comes_back(brief: tuple[World, Server]) -> None:
-    """Last of its server. Ended by itself as nobody can tell what a rank holds, and killed in a commit.
-
-    Started again, it serves the head: from its checkpoint in one commit, from the bucket without any.
-    """
-    world, first = brief
-    end(world, first, HUNG)
-    version = world.trainer.step()
-    with world.serve(*BRIEF) as server:
-        server.wait_served(version)
-        assert server.status()["commits"] == 1
-        end(world, server, "rank.after_scatter")
-    version = world.trainer.step()
-    with world.serve(*BRIEF, *FROM_BUCKET) as server:
-        server.wait_served(version)
-        assert server.status()["commits"] == 0
-        expect_served(world, server, version)
+def full_disk(folder: Path) -> tuple[str, ...]:
+    """A command prefix under which ``folder`` is a disk of one page; nothing where that is not allowed."""
+    mount = 'mount -t tmpfs -o size=4k tmpfs "$0" && exec "$@"'
+    probe = ("unshare", "-Urm", "sh", "-c", mount, str(folder))
+    if shutil.which("unshare") and subprocess.run([*probe, "true"], capture_output=True, check=False).returncode == 0:
+        return probe
+    return ()
 
 
 @pytest.mark.slow
-def test_server_is_killed_while_idle_and_while_staging(tmp_path: Path) -> None:
-    """Started again each time, it serves the head, in one commit."""
+def test_cache_disk_is_full(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    prefix = full_disk(cache)
+    if not prefix:
+        pytest.skip("no file system can be mounted here; tests/bucket/test_cache.py fills a disk by other means")
     world = World(tmp_path)
-    with ExitStack() as stack:
-        stack.callback(world.trainer.close)
-        version = 0
-        for moment in ("", "rank.in_stage", "rank.before_scatter"):
-            with world.serve(*BRIEF) as server:
-                server.wait_served(version)
-                assert server.status()["commits"] == min(version, 1)
-                version = world.trainer.step()
-                server.wait_served(version)
-                end(world, server, moment)
-            version = world.trainer.step()
-        with world.serve(*BRIEF) as server:
-            server.wait_served(version)
-            assert server.status()["commits"] == 1
-            expect_served(world, server, version)
+    flags = chain.from_iterable(FLAGS.items())
+    with world.serve(*flags, "--cache-dir", str(cache), prefix=prefix, environment=ranks_bound(2)) as server:
+        version = world.publish()
+        sync(server)
+        expect_served(world, server, version)
+        assert "No space left on device" in server.log.read_text()
+    world.close()
 
 
-def end(world: World, server: Server, moment: str) -> None:
+HUNG = "a rank hangs in a commit"
+
+
+@one_rank
+def test_server_ends_and_comes_back(follower: Follower) -> None:
+    """Ended by itself as nobody can tell what a rank holds, and killed in a commit.
+
+    Started again, it serves the head: from its checkpoint in one commit, from the bucket without any.
+    """
+    end(follower, HUNG)
+    version = follower.world.publish()
+    server = follower.start()
+    server.wait_served(version)
+    assert server.status()["commits"] == 1
+    end(follower, "rank.after_scatter")
+    version = follower.world.publish()
+    server = follower.start("--load-format", "delta_sync")
+    server.wait_served(version)
+    assert server.status()["commits"] == 0
+    expect_served(follower.world, server, version)
+
+
+@pytest.mark.slow
+@one_rank
+@pytest.mark.parametrize("moment", ["", "rank.in_stage", "rank.before_scatter"])
+def test_server_is_killed_while_idle_and_while_staging(follower: Follower, moment: str) -> None:
+    """Started again each time, it serves the head, in one commit."""
+    follower.server.wait_served(follower.world.publish())
+    end(follower, moment)
+    version = follower.world.publish()
+    server = follower.start()
+    server.wait_served(version)
+    assert server.status()["commits"] == 1
+    expect_served(follower.world, server, version)
+
+
+def end(follower: Follower, moment: str) -> None:
     """Bring a server down at a moment of its work; no process of it is left."""
+    world, server = follower.world, follower.server
     if not moment:
         kill(server)
         return
-    children = psutil.Process(server.process.pid).children(recursive=True)
     if moment == HUNG:
         world.faults.arm("rank.before_scatter", "stop")
-        world.trainer.step()
-        assert server.process.wait(SECONDS) == 1
-        assert psutil.wait_procs(children, timeout=120)[1] == []
-        assert "ending the engine" in world.log()
+        with no_process_left(server):
+            world.publish()
+            assert server.process.wait(SECONDS) == 1
+        assert "ending the engine" in server.logged()
         return
     world.faults.arm(moment, "hang")
-    world.trainer.step()
-    wait_until(lambda: world.faults.happened, moment)
+    world.publish()
+    eventually(lambda: world.faults.happened, moment)
     kill(server)

@@ -11,7 +11,7 @@ from tests.e2e.features import DRAFT, VERSIONS
 from tests.e2e.servers import plain_vllm_serve, refused
 from tests.support.tiny import make_model, save_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline")]
 
 EAGER = {"enforce_eager": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -27,24 +27,26 @@ def follow(root: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(root: Path, options: dict[str, Any]) -> warm.Ended:
-    # Code that is compiled for a test is of no use to anybody else.
-    environment = {"VLLM_PLUGINS": "delta_sync", "VLLM_CACHE_ROOT": str(root / "cache")}
+    environment = {"VLLM_PLUGINS": "delta_sync"}
+    if "enforce_eager" not in options:
+        # Code that is compiled for a test is of no use to anybody else.
+        environment["VLLM_CACHE_ROOT"] = str(root / "cache")
     return warm.run("tests.e2e.features", str(root), json.dumps(options), seconds=400, environment=environment)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="compiled"),
         pytest.param({**EAGER, "sleep": 2}, id="sleep-2"),
+        pytest.param({}, id="compiled", marks=pytest.mark.slow),
+        pytest.param(
+            {"compilation_config": {"mode": 3, "backend": "eager"}}, id="compiled-eager", marks=pytest.mark.slow
+        ),
         pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8}, id="lora", marks=pytest.mark.slow),
         pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model", marks=pytest.mark.slow),
         pytest.param({**EAGER, "sleep": 1}, id="sleep-1", marks=pytest.mark.slow),
         pytest.param({**EAGER, "kv_cache_dtype": "fp8"}, id="kv-cache-fp8", marks=pytest.mark.slow),
         pytest.param({**EAGER, "speculative_config": NGRAM}, id="ngram", marks=pytest.mark.slow),
-        pytest.param(
-            {"compilation_config": {"mode": 3, "backend": "eager"}}, id="compiled-eager", marks=pytest.mark.slow
-        ),
         pytest.param({"enable_lora": True, "max_lora_rank": 8}, id="lora-compiled", marks=pytest.mark.slow),
     ],
 )
@@ -76,6 +78,7 @@ def test_experts_under_lora_hold_what_a_fresh_load_holds(tmp_path: Path) -> None
     assert all(seen["last"][name] != digest for name, digest in seen["first"].items() if "experts" in name)
 
 
+@pytest.mark.slow
 def test_offline_start_from_random_weights_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, {**EAGER, "load_format": "dummy"})
     assert done.status != 0

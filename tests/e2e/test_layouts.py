@@ -8,8 +8,9 @@ import pytest
 
 from tests.e2e import warm
 from tests.e2e.layouts import BACK, VERSIONS
+from tests.e2e.world import ranks_bound
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline")]
 DENSE, EXPERTS = "llama_one_kv_head", "qwen3_moe"
 TENSOR, PIPELINE, DATA = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 EXPERT = "enable_expert_parallel"
@@ -19,7 +20,7 @@ EXPERT = "enable_expert_parallel"
     ("family", "flags"),
     [
         pytest.param(DENSE, {PIPELINE: 2}, id="PP2", marks=pytest.mark.slow),
-        pytest.param(DENSE, {DATA: 2}, id="DP2"),
+        pytest.param(DENSE, {DATA: 2}, id="DP2", marks=pytest.mark.slow),
         pytest.param(DENSE, {TENSOR: 2, PIPELINE: 2}, id="TP2-PP2", marks=pytest.mark.slow),
         pytest.param(EXPERTS, {TENSOR: 2, EXPERT: True}, id="TP2-EP"),
         pytest.param(EXPERTS, {DATA: 2, EXPERT: True}, id="DP2-EP", marks=pytest.mark.slow),
@@ -47,11 +48,9 @@ def test_every_rank_follows_bit_for_bit(tmp_path: Path, family: str, flags: dict
 
 def run(folder: Path, family: str, flags: dict[str, Any]) -> None:
     """Run tests/e2e/layouts.py in a process of its own."""
-    # vLLM wants one entry for each rank.
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks_of(flags)))}
-    environment = {**binding, "VLLM_PLUGINS": "delta_sync"}
+    environment = {**ranks_bound(ranks_of(flags)), "VLLM_PLUGINS": "delta_sync"}
     pairs = [f"{name}={json.dumps(value)}" for name, value in flags.items()]
-    done = warm.run("tests.e2e.layouts", str(folder), family, *pairs, seconds=300, environment=environment)
+    done = warm.run("tests.e2e.layouts", str(folder), family, *pairs, seconds=600, environment=environment)
     assert done.status == 0, done.said[-4000:]
 
 

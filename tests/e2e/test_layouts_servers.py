@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,13 +11,11 @@ import httpx
 import pytest
 
 from tests.e2e.fresh import PROMPTS
-from tests.e2e.servers import PLAIN, Server, delta_sync_serve, serving
-from tests.support.tiny import make_model, save_checkpoint, train_steps
-from trainer_side import Publisher
+from tests.e2e.servers import PLAIN, Server, eventually
+from tests.e2e.world import World, ranks_bound
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("stores")]
 PATIENCE_SECONDS = 60.0
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 FLAGS = ["--poll-seconds", "0.2", "--data-parallel-size", "2"]
 
 
@@ -55,13 +53,6 @@ def each_of(server: Server, count: int) -> Iterator[Each]:
         each.close()
 
 
-def eventually(reached: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not reached():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def served(client: httpx.Client) -> int | None:
     found = client.get("/delta_sync/status").json()["served"]
     return None if found is None else int(found["version"])
@@ -85,22 +76,12 @@ def spans_of(client: httpx.Client, engine: int) -> set[int]:
 
 
 def test_one_leads_and_the_others_pass_on(tmp_path: Path) -> None:
-    model = make_model("llama_one_kv_head", seed=5)
-    base = save_checkpoint(model, tmp_path / "base")
-    steps = train_steps(model, lr=3e-5)
-    url = str(tmp_path / "run")
-    command = delta_sync_serve(base, "--bucket", url, *FLAGS)
-    with (
-        Publisher(model, bucket=url, base=base) as publisher,
-        serving(base, tmp_path / "server.log", command, ENVIRONMENT) as server,
-        each_of(server, 2) as each,
-    ):
+    world = World(tmp_path, "llama_one_kv_head")
+    with world.serve(*FLAGS, environment=ranks_bound(2)) as server, each_of(server, 2) as each:
         (leader,), (follower,) = each.by_role["leader"], each.by_role["follower"]
         both = (leader, follower)
         for step in (1, 2):
-            next(steps)
-            publisher.publish(step=step, wait=True)
-            publisher.flush()
+            assert world.publish() == step
             for client in both:
                 assert client.get("/delta_sync/wait", params={"version": step, "timeout": 60}).status_code == 200
                 assert [spans_of(client, engine) for engine in (0, 1)] == [{step}, {step}]
@@ -123,4 +104,5 @@ def test_one_leads_and_the_others_pass_on(tmp_path: Path) -> None:
         first_leader = next(one["pid"] for one in status["servers"] if one["role"] == "leader")
         os.kill(first_leader, signal.SIGKILL)
         # vLLM ends all of a server with an API server that fails: there is nobody left to follow it.
-        assert server.process.wait(PATIENCE_SECONDS) != 0
+        assert server.process.wait(PATIENCE_SECONDS) == 1
+    world.close()

@@ -4,28 +4,39 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.attached import BLOCK, MODES, PROMPT, SHORT, STARTED, TOKENS
+from tests.e2e.attached import BLOCK, OTHERS, PROMPT, SHORT, SOME, STARTED, TOKENS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("attached")]
 
 CACHED = PROMPT // BLOCK * BLOCK
 NEAR = 1e-3
 """Log probabilities that differ by no more are those of the same weights and keys, summed in another order."""
 
 
-def trial(attached: dict[str, Any], mode: str, cache: str) -> dict[str, Any]:
-    seen: dict[str, Any] = attached[f"{mode}, {cache}"]
+MODES = [*SOME, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
+
+
+@pytest.fixture
+def seen(request: pytest.FixtureRequest, mode: str, cache: str) -> dict[str, Any]:
+    """What became of requests with that mode and setting."""
+    fixture = "attached" if (mode, cache) in SOME else "attached_again"
+    seen: dict[str, Any] = request.getfixturevalue(fixture)[f"{mode}, {cache}"]
     assert (seen["version"], seen["verdict"]) == (seen["before"] + 1, True)
     return seen
+
+
+def cases(*modes: str) -> Any:
+    """Parameters of the fixture ``seen``: with each cache setting, the modes named, or all."""
+    chosen = [each for each in MODES if not modes or (each if isinstance(each, tuple) else each.values)[0] in modes]
+    return pytest.mark.parametrize(("mode", "cache"), chosen)
 
 
 def farthest(left: list[float], right: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("cache", ["reset", "keep"])
-def test_keep_lets_requests_go_on_with_new_weights(attached: dict[str, Any], cache: str) -> None:
-    seen = trial(attached, "keep", cache)
+@cases("keep")
+def test_keep_lets_requests_go_on_with_new_weights(seen: dict[str, Any]) -> None:
     for answer in seen["flying"]:
         assert (answer["ended"], len(answer["tokens"])) == ("length", TOKENS)
         (old, start, cut), (new, begin, end) = answer["spans"]
@@ -34,24 +45,24 @@ def test_keep_lets_requests_go_on_with_new_weights(attached: dict[str, Any], cac
         assert cut >= STARTED
 
 
-def test_reset_recomputes_what_running_requests_had_cached(attached: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("mode", "cache"), [("keep", "reset")])
+def test_reset_recomputes_what_running_requests_had_cached(seen: dict[str, Any]) -> None:
     """After the commit they say what the new weights say of all that was said before, from the first token on."""
-    seen = trial(attached, "keep", "reset")
     answer, rest = seen["flying"][0], seen["rest"]
     assert rest["tokens"] == answer["tokens"][seen["cut"] :]
     assert farthest(rest["logprobs"], answer["logprobs"][seen["cut"] :]) < NEAR
 
 
-def test_keep_leaves_running_requests_on_keys_of_the_old_weights(attached: dict[str, Any]) -> None:
-    seen = trial(attached, "keep", "keep")
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "cache"), [("keep", "keep")])
+def test_keep_leaves_running_requests_on_keys_of_the_old_weights(seen: dict[str, Any]) -> None:
     answer, rest = seen["flying"][0], seen["rest"]
     # The first token after the commit was asked of both with the same tokens before it.
     assert abs(rest["logprobs"][0] - answer["logprobs"][seen["cut"]]) > NEAR
 
 
-@pytest.mark.parametrize(("mode", "cache"), MODES)
-def test_later_requests_meet_old_keys_only_where_they_are_kept(attached: dict[str, Any], mode: str, cache: str) -> None:
-    seen = trial(attached, mode, cache)
+@cases()
+def test_later_requests_meet_old_keys_only_where_they_are_kept(seen: dict[str, Any], mode: str, cache: str) -> None:
     again, fresh = seen["again"], seen["fresh"]
     assert fresh["cached"] == 0
     # The first of two requests in flight had its prompt in the cache; it is computed anew after a reset.
@@ -61,18 +72,16 @@ def test_later_requests_meet_old_keys_only_where_they_are_kept(attached: dict[st
     assert distance > NEAR if cache == "keep" else distance < NEAR
 
 
-@pytest.mark.parametrize("cache", ["reset", "keep"])
-def test_wait_finishes_requests_first(attached: dict[str, Any], cache: str) -> None:
-    seen = trial(attached, "wait", cache)
+@cases("wait")
+def test_wait_finishes_requests_first(seen: dict[str, Any]) -> None:
     assert "draining" in seen["states"]
     for answer in seen["flying"]:
         assert (answer["ended"], len(answer["tokens"])) == ("length", TOKENS)
         assert answer["spans"] == [[str(seen["before"]), 0, TOKENS]]
 
 
-@pytest.mark.parametrize("cache", ["reset", "keep"])
-def test_abort_ends_requests(attached: dict[str, Any], cache: str) -> None:
-    seen = trial(attached, "abort", cache)
+@cases("abort")
+def test_abort_ends_requests(seen: dict[str, Any]) -> None:
     for answer in seen["flying"]:
         assert answer["ended"] == "abort"
         assert STARTED <= len(answer["tokens"]) < TOKENS
@@ -81,9 +90,8 @@ def test_abort_ends_requests(attached: dict[str, Any], cache: str) -> None:
     assert (seen["queued"]["ended"], seen["queued"]["tokens"], seen["queued"]["spans"]) == ("abort", [], [])
 
 
-@pytest.mark.parametrize(("mode", "cache"), MODES)
-def test_requests_that_come_meanwhile_wait_for_the_new_weights(attached: dict[str, Any], mode: str, cache: str) -> None:
-    seen = trial(attached, mode, cache)
+@cases()
+def test_requests_that_come_meanwhile_wait_for_the_new_weights(seen: dict[str, Any], mode: str) -> None:
     late = seen["late"]
     if mode == "abort":
         # What was asked a moment before the pause is ended by it, like all that is queued.

@@ -14,7 +14,7 @@ from tests.docs.test_docs import ROOT, SHARED, blocks, python_blocks, run_python
 from tests.e2e.servers import Server, free_port, serving
 from tests.support.tiny import make_model, save_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("readme")]
 
 MODEL = "Qwen3-0.6B"
 TEXT = (ROOT / "README.md").read_text()
@@ -62,7 +62,7 @@ def test_trainer_server_and_requests_of_the_readme(tmp_path: Path) -> None:
     assert (verb, model) == ("serve", MODEL)
     program = str(Path(sys.executable).with_name("delta-sync"))
     command = [program, verb, str(checkpoint), *flags, "--served-model-name", MODEL]
-    with serving(checkpoint, tmp_path / "server.log", command, {}, cold=True) as server:
+    with serving(checkpoint, tmp_path / "server.log", command, {}) as server:
         server.wait_served(last)
         status, completion = commands("curl -s http")[0], commands("curl -si http")[0]
         assert curled(server, status).json()["served"]["version"] == last

@@ -2,23 +2,20 @@
 
 import itertools
 import json
-import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.servers import Server, delta_sync_serve, serving
-from tests.support.tiny import make_model, save_checkpoint, train_steps
-from trainer_side import Publisher
+from tests.e2e.servers import Server
+from tests.e2e.world import Follower
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("follower")]
 TOKENS = 200
 WANTED = "X-Delta-Sync-Min-Version"
 LONG = {"model": "tiny", "n": 2, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
@@ -33,6 +30,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 }
 SHORT = {"model": "tiny", "prompt": "fox", "max_tokens": 3, "ignore_eos": True}
 MOST_VERSIONS = 20
+OUTCOMES = ("served", "late", "unreachable", "malformed")
 Answers = list[tuple[str, int, list[dict[str, Any]]]]
 """Path, version of the header, and chunks of each stream."""
 
@@ -90,43 +88,20 @@ def check_stream(path: str, admitted: int, chunks: list[dict[str, Any]]) -> int:
     return len(spans) - len({span["index"] for span in spans})
 
 
-def figure(server: Server, name: str) -> float:
-    """A sample of /metrics."""
-    found = re.search(rf"^{re.escape(name)} (\S+)$", server.get("/metrics").text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
-
-
-def test_which_policy_answered_and_who_is_admitted(tmp_path: Path) -> None:
-    model = make_model("qwen3")
-    base = save_checkpoint(model, tmp_path / "base")
-    steps = train_steps(model, lr=3e-5)
-    url = str(tmp_path / "run")
-    with Publisher(model, bucket=url, base=base, notice="tcp://127.0.0.1:*") as publisher:
-
-        def publish(version: int) -> None:
-            next(steps)
-            publisher.publish(step=version, wait=True)
-            publisher.flush()
-
-        flags = ["--notice", str(publisher.notice_address), "--poll-seconds", "0.5", "--min-version-seconds", "3"]
-        environment = {"DELTA_SYNC_STATE_DIR": str(tmp_path / "state"), "DELTA_SYNC_MAX_LAG": "5"}
-        command = delta_sync_serve(base, "--bucket", url, *flags)
-        with serving(base, tmp_path / "server.log", command, environment) as server:
-            server.wait_served(0)
-            answers: Answers = []
-            version = 0
-            with streaming(server, answers):
-                # A commit may fall between two streams of a kind.
-                while version < 3 or (version < MOST_VERSIONS and not all(crossings(answers).values())):
-                    version += 1
-                    publish(version)
-                    server.wait_served(version)
-                    assert server.get("/delta_sync/ready").status_code == 200
-            crossed = crossings(answers)
-            assert all(crossed.values()), f"none of {len(answers)} streams met a commit: {crossed}"
-            assert figure(server, "delta_sync_output_gap_seconds_count") >= 1
-            check_admission(server, publish, version + 1)
+def test_which_policy_answered(follower: Follower) -> None:
+    world, server = follower.world, follower.server
+    gaps = server.metrics()["delta_sync_output_gap_seconds_count"]
+    answers: Answers = []
+    with streaming(server, answers):
+        # A commit may fall between two streams of a kind.
+        for published in range(MOST_VERSIONS):
+            if published >= 3 and all(crossings(answers).values()):
+                break
+            server.wait_served(world.publish())
+            assert server.get("/delta_sync/ready").status_code == 200
+    crossed = crossings(answers)
+    assert all(crossed.values()), f"none of {len(answers)} streams met a commit: {crossed}"
+    assert server.metrics()["delta_sync_output_gap_seconds_count"] > gaps
 
 
 def crossings(answers: Answers) -> Counter[str]:
@@ -137,8 +112,11 @@ def crossings(answers: Answers) -> Counter[str]:
     return crossed
 
 
-def check_admission(server: Server, publish: Any, version: int) -> None:
+def test_who_is_admitted(follower: Follower) -> None:
     """Waits for the next version and gets it; late, malformed, held; and readiness."""
+    world, server = follower.world, follower.server
+    before = admissions(server)
+    version = world.version + 1
     this, next_one = str(version), str(version + 1)
     answers: list[httpx.Response] = []
 
@@ -150,7 +128,7 @@ def check_admission(server: Server, publish: Any, version: int) -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    publish(version)
+    assert world.publish() == version
     asking.join(300)
     assert answers[-1].headers["x-delta-sync-version"] == this
     assert [span["version"] for span in answers[-1].json()["delta_sync"]["spans"]] == [version]
@@ -166,5 +144,12 @@ def check_admission(server: Server, publish: Any, version: int) -> None:
     assert server.get("/delta_sync/wait", params={"version": version + 1, "timeout": 300}).status_code == 409
     assert server.post("/delta_sync/release").status_code == 200
     assert server.get("/delta_sync/ready").json()["reasons"] == []
-    for outcome in ("served", "late", "unreachable", "malformed"):
-        assert figure(server, f'delta_sync_admission_seconds_count{{outcome="{outcome}"}}') >= 1
+    after = admissions(server)
+    assert [name for name in before if after[name] <= before[name]] == []
+
+
+def admissions(server: Server) -> dict[str, float]:
+    """How many requests with a wish came to each outcome."""
+    found = server.metrics()
+    names = (f'delta_sync_admission_seconds_count{{outcome="{outcome}"}}' for outcome in OUTCOMES)
+    return {name: found.get(name, 0) for name in names}

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.servers import Server, delta_sync_serve, serving
-from tests.e2e.test_server import Load, check_in_flight, digests_of, outputs_of
+from tests.e2e.servers import Load, Server, delta_sync_serve, serving
 from tests.e2e.trainer import Trainer
 from tests.support.stores import STORES, Store, hub
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync import open_run
 from vllm_delta_sync.torch_bits import bits_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VERSIONS = 20
 FAMILY = "qwen3"
 SHARD_BYTES = {"local": 2**30, "s3": 10_000, "hub": 2**30}
@@ -73,18 +72,19 @@ def opened(name: str, base: Path, folder: Path, serves: bool = True) -> Iterator
 
 def through(site: Site) -> dict[str, Any]:
     """Publish all versions; what is held then."""
-    responses: list[Any] = []
     for version in range(1, VERSIONS + 1):
-        with nullcontext() if site.server is None or version > LOADED else Load(site.server, responses):
+        load = None if site.server is None or version > LOADED else Load(site.server)
+        with load or nullcontext():
             assert site.trainer.step() == version
             if site.server is not None:
                 status = site.server.wait_served(version)
+        if load is not None:
+            load.check()
     if site.server is None:
         return {"fingerprint": open_run(site.store.url).manifest(VERSIONS).fingerprint}
-    check_in_flight(responses)
     assert status["served"]["fingerprint"] == status["head"]["fingerprint"]
     assert site.server.post("/delta_sync/verify").json()["verdict"] is True
-    return {"digests": digests_of(site.server), "fingerprint": status["served"]["fingerprint"]}
+    return {"digests": site.server.digests(), "fingerprint": status["served"]["fingerprint"]}
 
 
 def check_run(name: str, store: Store) -> dict[str, str]:
@@ -142,19 +142,19 @@ def test_a_hub_with_faults(at_hub: Site) -> None:
     """Publisher and server share one Hub that fails in every way; the server answers all the while."""
     server, trainer = at_hub.server, at_hub.trainer
     assert server is not None
-    answers = outputs_of(server)
+    answers = server.outputs()
     for name, fault in PASSING.items():
         hub().fault(**fault)
         status = server.wait_served(trainer.step())
         assert status["served"]["fingerprint"] == status["head"]["fingerprint"], name
-        before, answers = answers, outputs_of(server)
+        before, answers = answers, server.outputs()
         assert answers != before, name
         hub().clear_faults()
     before = server.status()["served"]
     for kind, broken in (("access", refusing), ("deadline", hanging)):
         with broken():
             assert server.wait_error(kind)["served"] == before
-            assert outputs_of(server) == answers
+            assert server.outputs() == answers
     server.wait_served(trainer.step())
     status = server.status()
     assert status["last_error"] is None

@@ -1,7 +1,7 @@
 """A trainer in a process of its own: run as ``python -m tests.e2e.trainer FAMILY CHECKPOINT RUN SHARD_BYTES WRITERS``.
 
-Reads commands from standard input, one a line, and answers each with a line: ``step`` trains a step and publishes it
-(the version's number), ``die`` does the same and is killed by SIGKILL after the objects and before the manifest.
+For each line of standard input it trains a step and publishes it, and answers with the version's number. With ``die``
+in place of the numbers it publishes a step, and is killed by SIGKILL after the objects and before the manifest.
 """
 
 import os
@@ -20,7 +20,8 @@ from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.wire.manifest import ObjectRef, object_key
 
 
-def main(family: str, base: str, url: str, shard_bytes: str, writers: str) -> None:
+def main(family: str, base: str, url: str, shard_bytes: str, writers: str = "0") -> None:
+    dies = shard_bytes == "die"
     if int(writers):
         upload_by_processes(url, int(writers))
     # Not before, and not above: those processes import this module too.
@@ -29,11 +30,11 @@ def main(family: str, base: str, url: str, shard_bytes: str, writers: str) -> No
 
     model = make_model(family, seed=5)
     steps = train_steps(model, lr=3e-5)
-    with Publisher(model, bucket=url, base=base, shard_bytes=int(shard_bytes)) as publisher:
+    with Publisher(model, bucket=url, base=base, shard_bytes=2**30 if dies else int(shard_bytes)) as publisher:
         print("ready", flush=True)
-        for number, line in enumerate(sys.stdin, start=1):
-            if line.strip() == "die":
-                die_before_the_manifest()
+        if dies:
+            die_before_the_manifest()
+        for number, _ in enumerate(["die"] if dies else sys.stdin, start=1):
             next(steps)
             result = publisher.publish(step=number, wait=True)
             publisher.flush()
@@ -109,28 +110,17 @@ class Trainer:
 
     def step(self) -> int:
         """Train and publish; the version."""
-        return int(self._ask("step"))
-
-    def die(self) -> None:
-        """Let it be killed in the middle of a publish."""
-        stdin = self.process.stdin
-        if stdin is not None:
-            stdin.write("die\n")
-            stdin.flush()
-        assert self.process.wait(300) == -signal.SIGKILL
+        if self.process.stdin is None:
+            raise AssertionError("the trainer has no input")
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return int(self._line())
 
     def close(self) -> None:
         """End the process."""
         if self.process.poll() is None and self.process.stdin is not None:
             self.process.stdin.close()
             self.process.wait(300)
-
-    def _ask(self, command: str) -> str:
-        if self.process.stdin is None:
-            raise AssertionError("the trainer has no input")
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return self._line()
 
     def _line(self) -> str:
         line = self.process.stdout.readline() if self.process.stdout is not None else ""

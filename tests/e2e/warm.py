@@ -3,9 +3,9 @@
 A server is three processes or more, one after the other, and each takes seconds of a core to import vLLM and torch.
 Here they are forks: of a process that has imported both and done nothing else, and of one another, as vLLM allows by
 ``VLLM_WORKER_MULTIPROC_METHOD=fork``, but not on a CPU. ``/proc`` then shows the command line and environment of the
-first process, and OpenMP has one thread, bound to no core. What looks there starts cold, and so does what is decided at
-import (``HF_ENDPOINT``; that several API servers add up their metrics), and README's commands, the demo, the examples
-and the soak.
+first process, and OpenMP has one thread, bound to no core. What looks there starts cold (the siege, for the sake of
+tests/e2e/test_secrets.py), and so does what is decided at import (``HF_ENDPOINT``; that several API servers add up
+their metrics), and the demo, the examples and the soak.
 
 ``python -m tests.e2e.warm`` reads a line of JSON for each process to start or to look at, and answers with a line.
 """
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
     "HF_HUB_OFFLINE": "1",
 }
+LOOK_SECONDS = 0.002
 # Not our own packages: each process imports those, so that what PYTHONPATH and sitecustomize change of them is changed.
 IMPORTS = (
     "vllm.entrypoints.cli.main",
@@ -50,6 +51,9 @@ IMPORTS = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.sample.sampler",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama",
     "cryptography.hazmat.primitives.asymmetric.ed25519",
@@ -226,14 +230,49 @@ def _run(command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-def _main() -> None:
-    """Start processes until the tests hang up. The processes that are started return from here as well."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _import_all() -> None:
+    from vllm.platforms import current_platform
+
+    # Small functions of vLLM's, such as the rank of a log probability, would be compiled in each run of the tests.
+    backend = type(current_platform).simple_compile_backend
+    type(current_platform).simple_compile_backend = "eager"
     for name in IMPORTS:
         # What a release of vLLM has elsewhere is imported by who needs it.
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    type(current_platform).simple_compile_backend = backend
+    registry: Any = sys.modules.get("vllm.model_executor.models.registry")
+    if hasattr(registry, "_run_in_subprocess"):
+        # What vLLM asks a class of models when it first meets it, it asks in a process that imports everything anew, to
+        # leave GPUs alone.
+        registry._run_in_subprocess = lambda function: function()
+    queues: Any = sys.modules.get("vllm.distributed.device_communicators.shm_broadcast")
+    if hasattr(queues, "SpinCondition"):
+        queues.SpinCondition.__init__ = _sleeping(queues.SpinCondition.__init__)
+
+
+def _sleeping(original: Callable[..., None]) -> Callable[..., None]:
+    """Let readers of a queue between vLLM's processes sleep as soon as it is empty, not after a second of looking.
+
+    A server that a test leaves alone would keep a core busy: it has something to say to its ranks more often than that.
+    """
+
+    @functools.wraps(original)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.is_reader:
+            # At first it looks as long as ever, until its sockets are connected.
+            self.last_read += self.busy_loop_s
+            self.busy_loop_s = LOOK_SECONDS
+
+    return made
+
+
+def _main() -> None:
+    """Start processes until the tests hang up. The processes that are started return from here as well."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _import_all()
     ended: dict[int, int] = {}
     for line in sys.stdin:
         order = json.loads(line)

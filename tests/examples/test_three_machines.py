@@ -1,350 +1,728 @@
-"""Machines and sockets of the three-machines example, without vLLM: real namespaces where root may make them."""
+"""The three machines' scripts without vLLM: trajectories, kills of the trainer, rollouts, environment, verdict, run."""
 
+import gzip
+import json
 import os
+import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import torch
+from transformers import Qwen3ForCausalLM
 
-from examples.demo.processes import Child, DemoError
-from examples.fleet.links import Links
-from examples.fleet.probe import far_end
-from examples.three_machines import machines as machines_module
-from examples.three_machines import sockets
-from examples.three_machines.__main__ import parse_options
-from examples.three_machines.machines import PREFIX, Machine, Site, machines, sweep, why_not
-from examples.three_machines.reach import attempt
-from examples.three_machines.settings import ENVIRONMENT, MACHINES, ROLLOUT, TRAINER
-from examples.three_machines.sockets import End, Rules, Socket, Watch, descendants, given, read_table
-from examples.three_machines.wiring import Wiring, without_proxy
+from examples.three_machines import environment, rollouts, trainer, verdict
+from examples.three_machines.trainer import Batch, BatchError
+from tests.support import three_seen
 from tests.support.running import mentioning
-from tests.support.s3_store import S3Server
+from tests.support.three import RUN, key_of, packed, save_policy, some_batch, write_batch
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket import open_bucket
 
+FOLDER = Path(environment.__file__).parent
 SECONDS = 60
-NETWORKS = ("loopback",) if why_not() else ("loopback", "namespaces")
-LISTEN = """
-import socket, sys
-server = socket.create_server((sys.argv[1], 0))
-print(server.getsockname()[1], flush=True)
-connections = [server.accept()]
-sys.stdin.read()
-"""
-CONNECT = """
-import socket, sys
-try:
-    connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)
-    print("connected", flush=True)
-except OSError as error:
-    print(error.strerror, flush=True)
-sys.stdin.read()
-"""
+VERSIONS = 4
+KEY = key_of("w1", 0)
 
 
-@pytest.fixture(params=NETWORKS)
-def site(request: pytest.FixtureRequest) -> Iterator[Site]:
-    with machines(MACHINES, request.param) as made:
-        assert made.isolated is (request.param == "namespaces")
-        yield made
+# Trajectories
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Child, str]]]:
-    """Starts a program on a machine; gives it and the first line that it says."""
-    with ExitStack() as stack:
+def setting(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    *owners, last = path.split(".")
 
-        def run(machine: Machine, program: str, *arguments: str) -> tuple[Child, str]:
-            command = machine.command(sys.executable, "-c", program, *arguments)
-            child = stack.enter_context(Child(machine.name, command, tmp_path / f"{machine.name}.log", talk=True))
-            return child, child.lines.readline().strip()
+    def change(document: Any) -> None:
+        for part in owners:
+            document = document[int(part) if isinstance(document, list) else part]
+        document[int(last) if isinstance(document, list) else last] = value
 
-        yield run
-
-
-@contextmanager
-def watching(site: Site, rules: dict[str, Rules] | None = None) -> Iterator[Watch]:
-    watch = Watch(site.machines, {name: Rules() for name in MACHINES} | (rules or {}))
-    yield watch
-    watch.look()
-
-
-def leftovers(pid: int) -> list[str]:
-    """Namespaces and interfaces that a process has made and not removed."""
-    said = [
-        subprocess.run(["ip", *words], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-        for words in (["netns", "list"], ["-o", "link"])
-    ]
-    return [line for text in said for line in text.splitlines() if f"{PREFIX}-{pid}-" in line]
-
-
-def test_a_machine_with_its_own_network_has_one_way_out(start: Callable[..., tuple[Child, str]]) -> None:
-    for network in NETWORKS[1:]:
-        with machines(MACHINES, network) as site:
-            trainer, rollout = site[TRAINER], site[ROLLOUT]
-            with socket.create_server(("0.0.0.0", 0)) as outside:
-                port = outside.getsockname()[1]
-                ways = [
-                    start(trainer, CONNECT, address, str(port))[1]
-                    for address in (trainer.gateway, rollout.gateway, rollout.address, "127.0.0.1", "8.8.8.8")
-                ]
-            assert ways == [
-                "connected",
-                *["Network is unreachable"] * 2,
-                "Connection refused",
-                "Network is unreachable",
-            ]
-        assert leftovers(os.getpid()) == []
-
-
-def test_attempts_tell_a_way_from_none(site: Site, start: Callable[..., tuple[Child, str]]) -> None:
-    _, port = start(site[ROLLOUT], LISTEN, site[ROLLOUT].address)
-    there = attempt(site[TRAINER], site[ROLLOUT], int(port))
-    assert there.reached is not site.isolated
-    assert there.reason == ("Network is unreachable" if site.isolated else "it answers")
-    assert attempt(site[ROLLOUT], site[ROLLOUT], int(port)).reached
-
-
-def test_who_may_not_make_namespaces_shares_loopback_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with machines(MACHINES) as site:
-        assert (site.isolated, site.shared) == (False, why_not())
-        assert {machine.address for machine in site.machines.values()} == {"127.0.0.1"}
-    with pytest.raises(DemoError, match=f"namespaces is not possible: {why_not()}; use auto"):
-        with machines(MACHINES, "namespaces"):
-            pass
-    monkeypatch.setenv("PATH", "")
-    assert why_not() == "there is no ip command (iproute2)"
-
-
-MAKE = f"""
-import sys
-from examples.three_machines.machines import machines
-with machines({MACHINES!r}, "namespaces"):
-    print("made", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("network", NETWORKS[1:])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_namespaces_go_with_whoever_made_them(network: str, number: signal.Signals) -> None:
-    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + MAKE
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "made\n"
-        assert len(leftovers(process.pid)) == 2 * len(MACHINES)
-        process.send_signal(number)
-        process.wait(SECONDS)
-    if number == signal.SIGKILL:
-        sweep()
-    assert leftovers(process.pid) == []
-
-
-def test_sweeping_leaves_those_alone_whose_maker_lives() -> None:
-    for network in NETWORKS[1:]:
-        with machines(MACHINES, network) as site:
-            sweep()
-            assert len(leftovers(os.getpid())) == 2 * len(MACHINES)
-            assert attempt(site[TRAINER], site[TRAINER], 1).reason == "Connection refused"
-
-
-def test_addresses_in_use_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = machines_module.NETWORK.network_address + 256 * (os.getpid() % 256)
-    monkeypatch.setattr(machines_module, "_do", lambda *words: f"inet {first}/24 brd x\ndefault via 10.0.0.1")
-    assert str(machines_module._free_network().network_address) != str(first)
-    monkeypatch.setattr(machines_module, "_do", lambda *words: f"{machines_module.NETWORK} dev eth0")
-    with pytest.raises(DemoError, match=r"no free addresses in 10\.77\.0\.0/16"):
-        machines_module._free_network()
-
-
-def test_links_lead_out_of_a_machine(tmp_path: Path, start: Callable[..., tuple[Child, str]], site: Site) -> None:
-    """From a machine through its link to another's address, and to who listens on loopback of where links begin."""
-    with Links(100e6, 0.01, tmp_path / "links.log") as links, far_end() as far:
-        _, port = start(site[ENVIRONMENT], LISTEN, site[ENVIRONMENT].address)
-        rollout = site[ROLLOUT]
-        entry = links.forward(ROLLOUT, int(port), host=rollout.gateway, target=site[ENVIRONMENT].address)
-        assert start(rollout, CONNECT, rollout.gateway, str(entry))[1] == "connected"
-        store = links.forward(TRAINER, far, host=site[TRAINER].gateway)
-        command = [sys.executable, "-m", "examples.fleet.probe", site[TRAINER].gateway, str(store), "100e6"]
-        done = subprocess.run(
-            site[TRAINER].command(*command), capture_output=True, text=True, timeout=SECONDS, check=True
-        )
-        assert '"round_trip_ms": 1' in done.stdout
-        assert links.passed()[TRAINER]["down"] > 100e6 / 8 / 2
+    return change
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--versions", "0"], ["--mbit", "nan"], ["--network", "moon"], ["--max-staleness", "1.5"]]
+    ("change", "named"),
+    [
+        (setting("format_version", 2), "'format_version'"),
+        (setting("number", 1), "holds batch 1 of worker 'w1'"),
+        (setting("worker", "w2"), "of worker 'w2'"),
+        (setting("games", []), "'games'"),
+        (setting("games.0.reward", "1.0"), "'games.0.reward'"),
+        (setting("games.0.turns.0.output", []), "'games.0.turns.0.output'"),
+        (setting("games.0.turns.0.output.0", 4000), "'games.0.turns.0.output.0'"),
+        (setting("games.0.turns.0.logprobs", [-1.0]), "1 logprobs for 3 output tokens"),
+        (setting("games.0.turns.0.logprobs.0", 0.5), "'games.0.turns.0.logprobs.0'"),
+        (setting("games.0.turns.0.spans.0.end", 2), "spans end at 2"),
+        (setting("games.0.turns.0.spans.0.start", 1), "span 1-3 of version 0"),
+        (setting("games.0.turns.1.prompt.0", 40), "the prompt of turn 1"),
+    ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse_options(arguments)
-    assert caught.value.code == 2
+def test_a_batch_that_does_not_fit_is_refused_by_name(change: Callable[[dict[str, Any]], None], named: str) -> None:
+    document = some_batch()
+    assert Batch.from_object(packed(document), KEY).games[0].game == 0
+    change(document)
+    with pytest.raises(BatchError, match=KEY) as refused:
+        Batch.from_object(packed(document), KEY)
+    assert named in str(refused.value)
 
 
-def test_help_says_what_it_does() -> None:
-    command = [sys.executable, "-m", "examples.three_machines", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
-    assert "--max-staleness" in done.stdout
-    assert "Exit status" in done.stdout
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", packed(some_batch())[:-9], packed([]), gzip.compress(b" " * (trainer.MAX_BYTES + 1))]
+)
+def test_bytes_that_are_no_batch_are_refused(data: bytes) -> None:
+    with pytest.raises(BatchError, match=KEY):
+        Batch.from_object(data, KEY)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_an_interrupt_ends_every_process_and_namespace(tmp_path: Path, network: str) -> None:
+# The trainer
+
+
+class Trainings:
+    """Trainers in real processes, on one run.
+
+    Attributes:
+        run: id. url: of the run. games: URL of what is trained on.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]", folder: Path) -> None:
+        self._process, self.folder = process, folder
+        self.url, self.games = str(folder / "run"), str(folder / "games")
+        policy = save_policy(folder / "state" / "policy")
+        with Publisher(Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.bfloat16), self.url) as publisher:
+            self.run = publisher.run
+
+    def write(self, *versions: int, worker: str = "w1", run: str | None = None) -> None:
+        """One batch per version, sampled by it."""
+        with open_bucket(self.games) as bucket:
+            taken = len(list(bucket.list(f"trajectories/{worker}/")))
+        for number, version in enumerate(versions, start=taken):
+            write_batch(self.games, some_batch(number, version, run or self.run, worker))
+
+    def train(self, point: str = "-", versions: int = VERSIONS, **options: Any) -> int:
+        """Exit status of a trainer that is killed at a point, if any."""
+        settings = {"bucket": self.url, "games": self.games, "folder": self.folder / "state", "versions": versions}
+        settings |= {"max-staleness": 100, "patience": SECONDS, **options}
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{self.folder} {point} {flags}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def said(self) -> str:
+        """What trainers wrote to standard error."""
+        return (self.folder / "errors").read_text()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in (self.folder / "events").read_text().splitlines() if line[0] == "{"]
+        return [event for event in found if event["event"] == kind]
+
+    def consumed(self) -> list[dict[str, Any]]:
+        """Of every version, first to last, as the bucket has it."""
+        run = open_run(self.url)
+        return [json.loads(run.sidecar(version, "trained")) for version in range(1, run.head().version + 1)]
+
+    def fingerprint(self) -> str:
+        return str(open_run(self.url).head().fingerprint)
+
+
+@pytest.fixture(scope="module")
+def process() -> "Iterator[subprocess.Popen[str]]":
+    """It has imported what takes long; every trainer is a fork of it."""
+    command = [sys.executable, "-m", "tests.support.three_killed"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def trainings(process: "subprocess.Popen[str]", tmp_path: Path) -> Trainings:
+    return Trainings(process, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(process: "subprocess.Popen[str]", tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Fingerprint of what comes of the same trajectories without a kill."""
+    made = Trainings(process, tmp_path_factory.mktemp("undisturbed"))
+    made.write(*[0] * VERSIONS)
+    assert made.train() == 0
+    return made.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        ["save:before:3"],
+        ["manifest:after:2"],
+        ["save:after:3", "manifest:before:1", "manifest:after:1"],
+        *(
+            pytest.param([point], marks=pytest.mark.slow)
+            for point in (
+                *("gradient:before:2", "flush:before:3", "flush:after:3", "step:after:2", "sync:after:3"),
+                *("sync:before:4", "publish:after:2", "sidecar:after:2", "object:after:2", "manifest:before:2"),
+                "head:before:2",
+            )
+        ),
+    ],
+    ids="+".join,
+)
+def test_a_killed_trainer_goes_on_and_each_trajectory_is_trained_on_once(
+    trainings: Trainings, undisturbed: str, points: list[str]
+) -> None:
+    trainings.write(*[0] * VERSIONS)
+    assert [trainings.train(point) for point in points] == [-9] * len(points)
+    assert trainings.train() == 0
+    consumed = trainings.consumed()
+    assert [one["step"] for one in consumed] == list(range(1, VERSIONS + 1))
+    assert [one["trained"] for one in consumed] == [[key_of("w1", number)] for number in range(VERSIONS)]
+    assert trainings.fingerprint() == undisturbed
+
+
+def test_what_is_too_old_or_no_batch_of_this_run_is_left_out_and_recorded(trainings: Trainings) -> None:
+    trainings.write(0, 0, 0)
+    trainings.write(0, worker="other", run="f" * 32)
+    trainings.write(9, worker="prophet")
+    with open_bucket(trainings.games) as bucket:
+        bucket.put(key_of("broken", 0), b"nothing of the kind")
+        bucket.put("trajectories/x.y/0000000001.json.gz", b"")
+    assert trainings.train(versions=2, max_staleness=1) == 0
+    trainings.write(1, 2)
+    assert trainings.train(versions=3, max_staleness=1) == 0
+    consumed = trainings.consumed()
+    assert [one["trained"] for one in consumed] == [[key_of("w1", number)] for number in (0, 1, 3)]
+    assert consumed[2]["stale"] == [key_of("w1", 2)] == [event["key"] for event in trainings.events("stale")]
+    reasons = {event["key"].split("/")[1]: event["why"] for event in trainings.events("set_aside")}
+    assert [key for one in consumed for key in one["set_aside"]] == [key_of(name, 0) for name in reasons]
+    assert reasons.keys() == {"broken", "other", "prophet"}
+    assert "is of run ffff" in reasons["other"]
+    assert "names version 9" in reasons["prophet"]
+
+
+def test_a_state_that_is_not_of_the_runs_newest_version_is_refused(trainings: Trainings) -> None:
+    state = trainings.folder / "state" / "state.safetensors"
+    trainings.write(0, 0, 0)
+    assert trainings.train(versions=1) == 0
+    older = state.read_bytes()
+    assert trainings.train(versions=3) == 0
+    before = trainings.fingerprint()
+    assert trainings.train(versions=4, patience=0.1) == 1
+    for data in (older, b"x" * 100):
+        state.write_bytes(data)
+        assert trainings.train(versions=4) == 1
+    state.unlink()
+    assert trainings.train(versions=4) == 1
+    said = trainings.said()
+    assert "no trajectory to train on came to" in said
+    assert f"is of step 1 of run {trainings.run}" in said
+    assert "is not a state of this policy" in said
+    assert f"is of step 0 of run {trainings.run}" in said
+    assert trainings.fingerprint() == before
+
+
+def test_a_state_restores_the_next_step_and_one_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder, file = save_policy(tmp_path / "policy"), tmp_path / "state.safetensors"
+    first, again = (
+        trainer.Policy(Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), 1e-3, 1e-8) for _ in range(2)
+    )
+    batch = Batch.from_object(packed(some_batch()), KEY)
+    for number in range(3):
+        trainer.gradient(first, batch)
+        first.step(1.0)
+        if number == 1:
+            trainer.save_state(file, trainer.Progress(run="r", step=2, cursor={"w1": 2}), first)
+    held = trainer.load_state(file, again)
+    assert held == trainer.Progress(run="r", step=2, cursor={"w1": 2})
+    trainer.gradient(again, batch)
+    again.step(1.0)
+    for one, other in zip(first.served.parameters(), again.served.parameters(), strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+    larger = Qwen3ForCausalLM.from_pretrained(save_policy(tmp_path / "larger", layers=3), dtype=torch.bfloat16)
+    with pytest.raises(trainer.StateError, match="not a state of this policy"):
+        trainer.load_state(file, trainer.Policy(larger, 1e-3, 1e-8))
+
+
+def test_a_game_is_one_sequence_in_which_its_guesses_alone_are_marked() -> None:
+    games = [[([3, 4], [5, 6]), ([3, 4, 5, 6, 9, 4], [7, 8])], [([3, 4], [5, 6])]]
+    tokens, answers = trainer.lay_out(games)
+    assert tokens.tolist() == [[3, 4, 5, 6, 9, 4, 7, 8], [3, 4, 5, 6, 0, 0, 0, 0]]
+    assert [tokens[row, 1:][answers[row]].tolist() for row in range(2)] == [[5, 6, 7, 8], [5, 6]]
+
+
+def test_advantages_compare_the_plays_of_one_game() -> None:
+    document = some_batch()
+    for play, reward in zip(document["games"], (1.0, 0.0, 0.5, 0.2, 0.2, 0.2), strict=True):
+        play["reward"] = reward
+    found = trainer.advantages_of(Batch.from_object(packed(document), KEY))
+    torch.testing.assert_close(found, torch.tensor([1.5**0.5, -(1.5**0.5), 0.0, 0.0, 0.0, 0.0]), atol=1e-4, rtol=0)
+
+
+def test_importance_weights_are_truncated_and_pass_no_gradient_themselves() -> None:
+    ratio = torch.tensor([[0.5, 1.0, 1.5, 8.0]])
+    logprobs = torch.full((1, 4), -1.0, requires_grad=True)
+    answers = torch.ones(1, 4, dtype=torch.bool)
+    trainer.off_policy_loss(logprobs, -1.0 - ratio.log(), torch.tensor([4.0]), answers).backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.5, -1.0, -1.5, -2.0]]))
+
+
+# Rollouts and environment
+
+
+@pytest.mark.parametrize(
+    ("secret", "guess", "signs"),
+    [
+        *[("tea", "tea", "ggg"), ("tea", "ate", "yyy"), ("tea", "ton", "g--"), ("tea", "tet", "gg-")],
+        *[
+            ("tot", "ott", "yyg"),
+            ("eta", "eee", "g--"),
+            ("tea", "te", "---"),
+            ("tea", "", "---"),
+            ("tea", "TEA", "---"),
+        ],
+    ],
+)
+def test_feedback_counts_a_letter_as_often_as_the_secret_has_it(secret: str, guess: str, signs: str) -> None:
+    assert environment.feedback(secret, guess) == signs
+
+
+def test_what_the_trainer_warms_up_on_is_what_rollouts_play() -> None:
+    assert rollouts.IDS == trainer.IDS
+    assert (rollouts.GUESSES, environment.WORDS) == (environment.GUESSES, trainer.WORDS)
+    for secret in environment.WORDS:
+        for guess in environment.WORDS:
+            assert rollouts.reply(guess, environment.feedback(secret, guess)) == trainer.marked(secret, guess) + ">"
+
+
+def test_rewards_fall_with_each_guess_and_any_solved_game_earns_more_than_any_other() -> None:
+    solved = [environment.reward(["---"] * before + ["ggg"]) for before in range(4)]
+    assert solved == pytest.approx([1.0, 0.9, 0.8, 0.7])
+    assert environment.reward(["---", "g-g", "g--", "---"]) == pytest.approx(0.2)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server that guesses at random; ``server`` is the Server."""
+
+    protocol_version = "HTTP/1.1"
+    server: "Server"
+
+    def do_GET(self) -> None:
+        version = self.server.version
+        self._send(200, {"run": RUN, "served": None if version is None else {"version": version}, "recent": []})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        if "prompt" not in asked:
+            self._send(200, {"verdict": True, "fingerprint": "f"})
+            return
+        if self.server.failing:
+            self.server.failing -= 1
+            self._send(503, {"error": "not now"})
+            return
+        choices, spans, version = [], [], self.server.version
+        for index in range(len(asked["prompt"])):
+            tokens = rollouts.encode(self.server.chance.choice(environment.WORDS))
+            logprobs = {"token_logprobs": [-1.5, -0.5, -0.25]}
+            choices.append({"index": index, "token_ids": tokens, "logprobs": logprobs})
+            later = version if version is None else version + 1
+            spans.append({"index": index, "version": version, "start": 0, "end": 1})
+            spans.append({"index": index, "version": later, "start": 1, "end": 3})
+        self._send(200, {"choices": choices[::-1], "delta_sync": {"spans": spans}})
+
+    def _send(self, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+class Server(ThreadingHTTPServer):
+    """What rollouts see of a server: random words, their versions, a status. ``failing``: answers that are errors."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.version: int | None = 0
+        self.failing = 0
+        self.chance = random.Random(1)
+
+
+class World:
+    """A server, an environment, a bucket, and rollouts that play."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server, self.environment = Server(), environment.Service("127.0.0.1", 0, seed=3)
+        self.games = str(folder / "games")
+        for service in (self.server, self.environment):
+            threading.Thread(target=service.serve_forever, daemon=True).start()
+
+    def rollouts(self, **options: Any) -> "subprocess.Popen[str]":
+        server, rated = (f"http://127.0.0.1:{one.server_address[1]}" for one in (self.server, self.environment))
+        settings: dict[str, Any] = {
+            "server": server,
+            "environment": rated,
+            "games": self.games,
+            "bucket": "unused",
+            "folder": "unused",
+        }
+        settings |= {"worker": "w1", "groups": 3, "plays": 4, "versions": 9, **options}
+        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, str(FOLDER / "rollouts.py"), *words]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def batches(self) -> list[Batch]:
+        with open_bucket(self.games) as bucket:
+            return [Batch.from_object(bucket.get(item.key), item.key) for item in bucket.list("trajectories/")]
+
+    def close(self) -> None:
+        for service in (self.server, self.environment):
+            service.shutdown()
+            service.server_close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def told(process: "subprocess.Popen[str]", kind: str) -> dict[str, Any]:
+    """The next event of a kind; ends with the process."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        found: dict[str, Any] = json.loads(line)
+        if found["event"] == kind:
+            return found
+    raise AssertionError(f"rollouts ended without {kind!r}: {process.communicate()[1]}")
+
+
+def test_batches_hold_whole_games_and_killed_it_goes_on_under_the_next_number(world: World) -> None:
+    world.server.version, world.server.failing = None, 3
+    with world.rollouts(ahead=2) as process:
+        told(process, "ready")
+        world.server.version = 0
+        assert "503" in told(process, "away")["error"]
+        assert told(process, "back")["what"] == "server"
+        assert [told(process, "batch")["version"] for _ in range(2)] == [0, 0]
+        # It has played as many as it may for this version.
+        world.server.version = 1
+        assert told(process, "batch")["version"] == 1
+        process.kill()
+    held = world.batches()
+    with world.rollouts() as process:
+        assert told(process, "ready")["number"] == len(held)
+        told(process, "batch")
+        world.server.version = 9
+        assert told(process, "verified")["fingerprint"] == "f"
+        assert process.wait(SECONDS) == 0
+    batches = world.batches()
+    assert batches[: len(held)] == held
+    assert [batch.number for batch in batches] == list(range(len(batches)))
+    assert {(batch.run, len(batch.games)) for batch in batches} == {(RUN, 12)}
+    assert (batches[0].versions, batches[-1].versions) == ({0, 1}, {1, 2})
+    assert len({play.game for batch in batches for play in batch.games}) == 3 * len(batches)
+    for play in batches[0].games:
+        guesses = ["".join(rollouts.CHARACTERS[token] for token in turn.output) for turn in play.turns]
+        signs = [environment.feedback(environment.secret_of(3, play.game), guess) for guess in guesses]
+        assert play.solved is (signs[-1] == "ggg")
+        assert play.solved or len(signs) == 4
+        assert play.reward == pytest.approx(environment.reward(signs))
+        assert play.turns[0].logprobs == [-1.5, -0.5, -0.25]
+
+
+def test_without_a_new_version_it_plays_on_after_its_patience(world: World) -> None:
+    with world.rollouts(patience=0.3) as process:
+        told(process, "batch")
+        assert told(process, "impatient")["version"] == 0
+        told(process, "batch")
+        process.kill()
+
+
+def test_who_is_away_for_too_long_ends_it_with_one_line(world: World) -> None:
+    with world.rollouts(environment="http://127.0.0.1:9", **{"give-up": 0.1}) as process:
+        assert process.wait(SECONDS) == 1
+        assert process.stderr is not None
+        assert process.stderr.read().startswith("rollouts: ConnectError: ")
+    assert world.batches() == []
+
+
+def test_an_object_that_arrived_is_not_written_twice_and_anothers_is_left_alone(tmp_path: Path) -> None:
+    with open_bucket(str(tmp_path)) as bucket:
+        assert [rollouts.create(bucket, KEY, data) for data in (b"x", b"x", b"y")] == [True, True, False]
+        assert bucket.get(KEY) == b"x"
+
+
+def test_the_environment_names_what_it_refuses(world: World) -> None:
+    url = f"http://127.0.0.1:{world.environment.server_address[1]}"
+    bad = {"game": 17, "guesses": ["ear"] * 5}
+    secret = environment.secret_of(3, 17)
+    with httpx.Client(base_url=url) as client:
+        for body, named in [
+            ([{"game": True, "guesses": ["ear"]}], "'game'"),
+            ([{"game": -1, "guesses": ["ear"]}], "'game'"),
+            ([bad], "'guesses'"),
+            ([bad | {"guesses": [3]}], "'guesses'"),
+            ([bad | {"guesses": [secret, "ear"]}], "solved"),
+            ({"game": 17}, "a list"),
+        ]:
+            answer = client.post("/guess", json=body)
+            assert answer.status_code == 400
+            assert named in answer.json()["error"]
+        assert client.post("/guess", content=b"{{").status_code == 400
+        assert client.post("/secret", json=[]).status_code == 404
+        assert client.post("/guess", content=b"x" * (environment.MAX_BODY_BYTES + 1)).status_code == 413
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert environment.main(["--port", str(taken.getsockname()[1])]) == 1
+
+
+# The verdict
+
+
+def sampled_by(model: Qwen3ForCausalLM, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with the log-probs that a model gives its tokens."""
+    for turn in (turn for game in batch["games"] for turn in game["turns"]):
+        row = torch.tensor([turn["prompt"] + turn["output"]])
+        with torch.no_grad():
+            logits = torch.log_softmax(model(input_ids=row[:, :-1]).logits.float(), dim=-1)
+        chosen = logits.gather(-1, row[:, 1:, None]).flatten()[len(turn["prompt"]) - 1 :]
+        turn["logprobs"] = [min(0.0, value) for value in chosen.tolist()]
+    return batch
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four versions as three machines leave it: version n was trained on batch n - 1."""
+    folder = tmp_path_factory.mktemp("story")
+    policy = save_policy(folder / "trainer" / "policy")
+    model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    events: dict[str, list[dict[str, Any]]] = {"trainer": [], "rollout": []}
+    with Publisher(model, str(folder / "run")) as publisher:
+        for version in range(VERSIONS):
+            served = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
+            served.load_state_dict({name: part.float() for name, part in model.state_dict().items()})
+            write_batch(str(folder / "games"), sampled_by(served, some_batch(version, version, publisher.run)))
+            for parameter in model.parameters():
+                parameter.data += 0.02 * torch.randn_like(parameter)
+            consumed = trainer.Consumed(step=version + 1, trained=[key_of("w1", version)])
+            publisher.publish(version + 1, wait=True, sidecars={"trained": consumed.model_dump_json().encode()})
+            events["trainer"].append({"event": "published", "version": version + 1, "called": 10.0 * version})
+        publisher.flush()
+        events["rollout"].append(
+            {"event": "served", "version": VERSIONS, "at": 31.0, "pauses_ms": {"4": 5.0, "3": None}}
+        )
+        scanned = open_run(str(folder / "run")).head().fingerprint
+        events["rollout"].append({"event": "verified", "verdict": True, "fingerprint": scanned})
+    model.save_pretrained(folder / "trainer" / "checkpoint")
+    (folder / "rollout").mkdir()
+    for name, lines in events.items():
+        (folder / name / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+OPTIONS = {"versions": VERSIONS, "max_staleness": 1, "network": ""}
+
+
+def found_in(story: Path) -> verdict.Found:
+    return verdict.read(str(story / "run"), str(story / "games"), story)
+
+
+def test_a_run_in_order_holds(story: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--bucket", str(story / "run"), "--games", str(story / "games"), "--out", str(story)]
+    assert verdict.main([*words, "--versions", str(VERSIONS)]) == 0
+    summary = json.loads((story / "summary.json").read_text())
+    claims = ("weights_exact", "trained_once", "none_too_stale", "versions_explain_tokens")
+    assert summary["verdict"] == dict.fromkeys(claims, True)
+    assert summary["fresh_seconds"] == {"median": 16.0, "longest": 31.0}
+    assert (summary["versions"], summary["pause_ms"]["median"]) == (VERSIONS, 5.0)
+    assert (story / "three-machines.png").stat().st_size > 10_000
+    assert "seconds to fresh" in capsys.readouterr().out
+    assert verdict.main([*words, "--versions", str(VERSIONS + 1)]) == 1
+
+
+def test_each_claim_can_fail(story: Path) -> None:
+    found = found_in(story)
+    found.scan["fingerprint"] = "0" * 32
+    found.consumed[2]["trained"] = [key_of("w1", 0)]
+    found.consumed[3] = {"step": 3, "trained": [key_of("w1", 3)], "stale": [], "set_aside": []}
+    wrong_model = Qwen3ForCausalLM.from_pretrained(story / "trainer" / "policy", dtype=torch.float32)
+    sampled_by(wrong_model, found.batches[key_of("w1", 3)])
+    summary = verdict.judge(found, Namespace(out=story, **OPTIONS))
+    assert not any(summary["verdict"].values()), summary["verdict"]
+    assert f"{key_of('w1', 0)} was consumed 2 times" in summary["wrong"]
+    assert f"{key_of('w1', 2)} was lost: later ones were consumed" in summary["wrong"]
+    assert "batch 3 of versions 3 to 3 was trained on by version 2" in summary["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"trained": [key_of("w1", 9)]}, "was consumed, and is not there"),
+        ({"set_aside": [key_of("w1", 0)], "trained": []}, "was set aside"),
+        ({"stale": [key_of("w1", 0)]}, "was consumed 2 times"),
+        ({"step": 2}, "steps do not follow each other"),
+    ],
+)
+def test_what_is_not_trained_on_once_is_named(story: Path, change: dict[str, Any], text: str) -> None:
+    found = found_in(story)
+    assert verdict.not_once(found) == []
+    found.consumed[1] |= change
+    assert any(text in wrong for wrong in verdict.not_once(found))
+
+
+def test_too_stale_means_more_than_the_setting_and_the_reward_has_to_rise(story: Path) -> None:
+    found = found_in(story)
+    found.consumed = {3: {"step": 3, "trained": [key_of("w1", 1)], "stale": [key_of("w1", 0)], "set_aside": []}}
+    assert verdict.too_stale(found, 1) == []
+    assert len(verdict.too_stale(found, 0)) == len(verdict.too_stale(found, 2)) == 1
+    found = found_in(story)
+    for game in (game for batch in found.batches.values() for game in batch["games"]):
+        game["reward"] = 0.5
+    summary = verdict.judge(found, Namespace(out=story, **OPTIONS | {"versions": 100}))
+    assert summary["verdict"]["reward_rose"] is False
+    assert summary["reward"] == {"first": 0.5, "last": 0.5}
+
+
+# run.sh
+
+
+def run_sh(*words: str, **variables: str) -> list[str]:
+    return ["env", f"PYTHON={sys.executable}", "bash", str(FOLDER / "run.sh"), *words]
+
+
+@pytest.mark.parametrize("words", [["--versions", "x"], ["--mbit"], ["--network", "moon"], ["--moon", "1"]])
+def test_wrong_arguments_are_refused(words: list[str]) -> None:
+    done = subprocess.run(run_sh(*words), capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stderr[:15]) == (2, "three machines:")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run(run_sh("--help"), capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert "--versions" in done.stdout
+    for script in (trainer, rollouts, environment, verdict):
+        with pytest.raises(SystemExit) as ended:
+            script.main(["--help"])
+        assert ended.value.code == 0
+        assert "--help" in capsys.readouterr().out
+
+
+def left_of(pid: int) -> list[str]:
+    """Namespaces and interfaces that a run has made and not removed."""
+    listings = [subprocess.run(["ip", *words], capture_output=True, text=True, check=True) for words in LISTINGS]
+    return [line for done in listings for line in done.stdout.splitlines() if f"ds3m-{pid}-" in line]
+
+
+LISTINGS = (("netns", "list"), ("-o", "link"))
+CONNECT = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)
+    print("connected")
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.parametrize("network", ["auto", pytest.param("loopback", marks=pytest.mark.slow)])
+def test_a_machine_has_one_way_out_and_an_interrupt_leaves_nothing(tmp_path: Path, network: str) -> None:
     out = tmp_path / "out"
     # A background shell takes SIGINT away from what it starts.
-    program = (
-        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "runpy.run_module('examples.three_machines', run_name='__main__')"
-    )
-    command = [sys.executable, "-c", program, "--network", network, "--out", str(out)]
+    begin = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", begin, *run_sh("--network", network, "--out", str(out))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "the link of rollout" in line:
-                break
-        assert len(leftovers(process.pid)) == (2 * len(MACHINES) if network == "namespaces" else 0)
-        assert mentioning(out) > {process.pid}
+        deadline = time.monotonic() + SECONDS
+        while not mentioning(Path(f"THREE_MACHINE={process.pid}-trainer")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        variables = dict(line.split("=", 1) for line in (out / "store.env").read_text().splitlines())
+        host, _, port = variables["STORE_trainer"].removeprefix("http://").rpartition(":")
+        if host != "127.0.0.1":
+            assert len(left_of(process.pid)) == 6
+            other = variables["STORE_rollout"].removeprefix("http://").rpartition(":")[0]
+            inside = ["ip", "netns", "exec", f"ds3m-{process.pid}-trainer", sys.executable, "-c", CONNECT]
+            ways = [
+                subprocess.run([*inside, address, port], capture_output=True, text=True, check=True).stdout.strip()
+                for address in (host, other, "127.0.0.1", "8.8.8.8")
+            ]
+            assert ways == ["connected", "Network is unreachable", "Connection refused", "Network is unreachable"]
         process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
         said = process.stdout.read()
         assert process.wait(SECONDS) == 130, said
     assert "interrupted; all processes have ended" in said
-    # What a child of theirs has started is killed with it, and is gone a moment later.
-    deadline = time.monotonic() + SECONDS
+    assert (host == "127.0.0.1") is (network == "loopback" or "share this one's loopback" in said)
     while mentioning(out) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.1)
     assert mentioning(out) == set()
-    assert leftovers(process.pid) == []
+    assert shutil.which("ip") is None or left_of(process.pid) == []
 
+
+def test_what_is_not_its_own_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    done = subprocess.run(run_sh("--out", str(tmp_path)), capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 1
+    assert "holds files that this did not write" in done.stderr
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+# What tests/e2e/test_three_machines.py looks with
 
 TCP = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0000 100 0 0 10 0
    1: 02014D0A:A3E2 01014D0A:0050 02 00000000:00000000 00:00000000 00000000     0        0 4712 1 0000 100 0 0 10 0
-   2: 02014D0A:A3E4 01014D0A:0050 06 00000000:00000000 00:00000000 00000000     0        0 0 1 0000 100 0 0 10 0
 """
 TCP6 = """\
   sl  local_address                         remote_address                        st tx_queue rx_queue tr tm->when
-   0: 00000000000000000000000000000000:1F40 00000000000000000000000000000000:0000 0A 00000000:00000000 00:0 0 0 0 13 1
    1: 0000000000000000FFFF00000100007F:1F40 0000000000000000FFFF00000100007F:A3E2 01 00000000:00000000 00:0 0 0 0 14 1
 """
 
 
-def test_the_kernels_tables_are_read() -> None:
-    assert read_table("tcp", TCP) == [
-        (Socket("tcp", End("127.0.0.1", 8000), End("0.0.0.0", 0), "listen"), 4711),
-        (Socket("tcp", End("10.77.1.2", 41954), End("10.77.1.1", 80), "attempted"), 4712),
-        (Socket("tcp", End("10.77.1.2", 41956), End("10.77.1.1", 80), "ending"), 0),
-    ]
-    (listening, _), (mapped, inode) = read_table("tcp6", TCP6)
-    assert listening.local == End("::", 8000)
-    assert (mapped.local, mapped.remote, inode) == (End("127.0.0.1", 8000), End("127.0.0.1", 41954), 14)
+def test_connections_to_what_is_not_allowed_are_found() -> None:
+    listening, outward = three_seen.read_table(TCP)
+    assert listening == (("127.0.0.1", 8000), ("0.0.0.0", 0), three_seen.LISTENING, 4711)
+    assert outward == (("10.77.1.2", 41954), ("10.77.1.1", 80), 2, 4712)
+    (served,) = three_seen.read_table(TCP6)
+    assert served == (("127.0.0.1", 8000), ("127.0.0.1", 41954), 1, 14)
+    rows = [listening, outward, served]
+    assert three_seen.strange(rows, [("10.77.1.1", 80)]) == []
+    assert three_seen.strange(rows, []) == ["10.77.1.2:41954 → 10.77.1.1:80"]
+    assert three_seen.strange([outward, served], [("10.77.1.1", 80)]) == ["127.0.0.1:8000 → 127.0.0.1:41954"]
+    assert three_seen.strange([outward, served], [("10.77.1.1", 80)], [8000]) == []
 
 
-def test_a_connection_between_trainer_and_server_is_found(start: Callable[..., tuple[Child, str]]) -> None:
-    with machines(MACHINES, "loopback") as site, watching(site) as watch:
-        server, port = start(site[ROLLOUT], LISTEN, "0.0.0.0")
-        client, said = start(site[TRAINER], CONNECT, "127.0.0.1", port)
-        assert said == "connected"
-        watch.runs(ROLLOUT, server)
-        watch.runs(TRAINER, client)
-    assert watch.looks == 1
-    assert len(watch.found) == 2
-    assert any(text.startswith("trainer and rollout are joined: tcp 127.0.0.1:") for text in watch.found)
-
-
-def test_an_attempt_that_nobody_has_accepted_is_found_too(start: Callable[..., tuple[Child, str]]) -> None:
-    with machines(MACHINES, "loopback") as site, watching(site) as watch:
-        server, port = start(site[ROLLOUT], LISTEN.replace("server.accept()", "server"), "127.0.0.1")
-        watch.runs(ROLLOUT, server)
-        watch.runs(TRAINER, start(site[TRAINER], CONNECT, "127.0.0.1", port)[0])
-    assert [text for text in watch.found if text.startswith("trainer and rollout are joined")]
-
-
-def test_a_connection_to_a_place_that_no_rule_names_is_found(
-    site: Site, start: Callable[..., tuple[Child, str]]
-) -> None:
-    trainer = site[TRAINER]
-    with socket.create_server((trainer.gateway, 0)) as known, socket.create_server((trainer.gateway, 0)) as unknown:
-        ends = [End(trainer.gateway, listener.getsockname()[1]) for listener in (known, unknown)]
-        with watching(site, {TRAINER: Rules(frozenset(ends[:1]))}) as watch:
-            watch.runs(TRAINER, start(trainer, CONNECT, trainer.gateway, str(ends[0].port))[0])
-        assert (watch.looks, watch.seen[TRAINER], dict(watch.found)) == (1, 1, {})
-        with watching(site, {TRAINER: Rules(frozenset(ends[:1]))}) as watch:
-            watch.runs(TRAINER, start(trainer, CONNECT, trainer.gateway, str(ends[1].port))[0])
-    (text,) = watch.found
-    assert text.startswith("trainer is connected to what it should not know: tcp ")
-    assert f"→ {ends[1]} (" in text
-
-
-def test_what_a_machine_has_with_itself_is_its_own_affair(site: Site, start: Callable[..., tuple[Child, str]]) -> None:
-    rollout = site[ROLLOUT]
-    with watching(site) as watch:
-        server, port = start(rollout, LISTEN, "0.0.0.0")
-        for address in {"127.0.0.1", rollout.address}:
-            watch.runs(ROLLOUT, start(rollout, CONNECT, address, port)[0])
-        watch._children[ROLLOUT]["server"] = server
-    assert watch.seen[ROLLOUT] >= 2
-    assert dict(watch.found) == {}
-
-
-def test_what_a_process_was_given_is_what_it_has(start: Callable[..., tuple[Child, str]]) -> None:
-    with machines(MACHINES, "loopback") as site:
-        child, _ = start(site[TRAINER], "print(1, flush=True); import sys; sys.stdin.read()", "http://10.0.0.1:8000")
-        texts = given(descendants([child.process.pid]))
-    assert len(texts) == 2
-    assert all("http://10.0.0.1:8000" in text and f"PATH={os.environ['PATH']}" in text for text in texts.values())
-
-
-def test_looks_that_failed_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(MACHINES, "loopback") as site:
-        watch = Watch(site.machines, {name: Rules() for name in MACHINES})
-        watch.start()
-        watch.stop()
-        assert watch.looks >= 1
-        monkeypatch.setattr(sockets, "_rows", lambda folder: int("not a number"))
-        watch = Watch(site.machines, {name: Rules() for name in MACHINES})
-        watch.start()
-        with pytest.raises(ValueError, match="not a number"):
-            watch.stop()
-
-
-def test_an_address_in_the_wrong_hands_is_named(site: Site) -> None:
-    trainer, rollout, environment = (site[name] for name in MACHINES)
-    wiring = Wiring(
-        site=site,
-        stores={TRAINER: End(trainer.gateway, 1111), ROLLOUT: End(rollout.gateway, 1112)},
-        probes={TRAINER: End(trainer.gateway, 1113), ROLLOUT: End(rollout.gateway, 1114)},
-        environment=End(rollout.gateway, 2222),
-        service=End(environment.address, 7000),
-        server=End(rollout.address, 8000),
-        store=S3Server("http://127.0.0.1:3333", 1),
-        far=0,
-        run="s3://runs/run",
-        trajectories="s3://runs/games",
-        full="s3://runs/full",
-    )
-    innocent = [
-        f"AWS_ENDPOINT_URL=http://{wiring.stores[TRAINER]}",
-        "HTTP_PROXY=http://127.0.0.1:3128",
-        "s3://runs/run",
-    ]
-    assert wiring.told(TRAINER, innocent) == []
-    near = "--server http://127.0.0.1:8000 --environment http://" + str(wiring.environment)
-    assert wiring.told(ROLLOUT, [near, f"http://{wiring.stores[ROLLOUT]}"]) == []
-    assert wiring.told(TRAINER, [f"x\n--server\nhttp://{wiring.server}/v1"])[-1] == f"trainer was given {wiring.server}"
-    assert wiring.told(TRAINER, [near]) != []
-    assert wiring.told(ROLLOUT, [f"http://{wiring.stores[TRAINER]}"]) == [f"rollout was given {wiring.stores[TRAINER]}"]
-    if site.isolated:
-        assert wiring.told(ROLLOUT, [f"tcp {trainer.address}"]) == [f"rollout was given {trainer.address}"]
-
-
-def test_programs_of_a_machine_use_no_proxy() -> None:
-    given_here = {"HTTP_PROXY": "http://127.0.0.1:1", "https_proxy": "http://127.0.0.1:1", "PATH": "/bin"}
-    assert without_proxy(given_here) == {"PATH": "/bin"}
+def test_a_connection_between_two_machines_is_found_and_what_one_was_told_is_read() -> None:
+    mark = f"THREE_MACHINE={os.getpid()}-"
+    connect = "import socket, sys; c = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); print(); input()"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = ["env", f"{mark}trainer", sys.executable, "-uc", connect, str(port), f"http://127.0.0.1:{port}/"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "\n"
+            seen = three_seen.Seen(os.getpid(), {name: set() for name in three_seen.MACHINES}, isolated=False)
+            seen.look()
+            assert [text.rpartition(" ")[2] for text in seen.found] == [f"127.0.0.1:{port}"]
+            texts = three_seen.given(seen.pids("trainer"))
+            assert three_seen.told(texts, [f"127.0.0.1:{port}", "127.0.0.1:1", "27.0.0.1"]) == [f"127.0.0.1:{port}"]
+            seen.allowed["trainer"].add(("127.0.0.1", port))
+            seen.look()
+            assert list(seen.found.values()) == [1]
+            process.communicate("\n")

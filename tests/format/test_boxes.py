@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.detection import NAME, compared, disturbed, expected, tensor_of
@@ -42,7 +42,6 @@ def cut(box: Box) -> np.ndarray:
 
 
 @given(boxes())
-@settings(max_examples=300, deadline=None)
 def test_positions_are_those_of_the_box(box: Box) -> None:
     own = cut(box).reshape(-1)
     assert box.numel == own.size
@@ -54,7 +53,6 @@ def test_positions_are_those_of_the_box(box: Box) -> None:
 
 
 @given(boxes(), st.integers(1, 3))
-@settings(max_examples=300, deadline=None)
 def test_global_positions_are_found_in_the_box(box: Box, step: int) -> None:
     given = np.arange(math.prod(box.whole))[::step]
     chosen, local = box.inside(given)
@@ -64,7 +62,6 @@ def test_global_positions_are_found_in_the_box(box: Box, step: int) -> None:
 
 
 @given(boxes())
-@settings(max_examples=200, deadline=None)
 def test_view_of_a_flat_array_is_the_box(box: Box) -> None:
     flat = np.arange(math.prod(box.whole), dtype=np.uint16)
     view = box.view(flat)
@@ -75,7 +72,6 @@ def test_view_of_a_flat_array_is_the_box(box: Box) -> None:
 
 
 @given(ranges())
-@settings(max_examples=500, deadline=None)
 def test_boxes_of_a_range_are_the_range(case: tuple[int, int, tuple[int, ...]]) -> None:
     start, stop, whole = case
     found = boxes_of_range(start, stop, whole)

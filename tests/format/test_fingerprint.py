@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import reference
@@ -40,7 +40,6 @@ def test_hex_has_one_spelling(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 2**16 - 1), max_size=50), st.integers(0, 50))
-@settings(max_examples=60, deadline=None)
 def test_pieces_add_up_to_the_tensor(values: list[int], cut: int) -> None:
     bits = np.array(values, np.uint16)
     whole = fingerprint_tensor("layers.0.weight", bits)
@@ -64,7 +63,6 @@ def boxes(draw: st.DrawFn) -> tuple[list[int], tuple[int, list[int]], tuple[int,
 
 
 @given(boxes(), st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]))
-@settings(max_examples=150, deadline=None)
 def test_a_strided_box_follows_the_reference(
     box: tuple[list[int], tuple[int, list[int]], tuple[int, list[int]]], uint: type
 ) -> None:

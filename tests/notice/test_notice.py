@@ -1,51 +1,157 @@
-"""Notices over real sockets on the loopback interface."""
+"""Notices over real sockets: what was announced last reaches whoever is there, whatever happens in between."""
 
+import os
+import queue
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import rfc8785
 import zmq
 
+from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, Process, hear, hears_nothing, port_of, process, public
+from tests.support.proxy import TcpProxy
 from vllm_delta_sync.errors import NoticeError
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber
-from vllm_delta_sync.notice.sockets import MAX_FRAME_BYTES
+from vllm_delta_sync.notice.sockets import HEARTBEAT_TIMEOUT_MS, MAX_FRAME_BYTES
 from vllm_delta_sync.notice.subscriber import MAX_DRAIN
 
-WAIT = 120.0
+PATIENCE = 120.0
+POLL_MS = 120_000
+OTHER = "f" * 32
 
-LOOPBACK = "tcp://127.0.0.1:*"
-DIGEST = "ab" * 32
+
+def notice(version: int, run: str = RUN) -> Notice:
+    return Notice(run, version, DIGEST)
 
 
 @pytest.fixture
 def publisher() -> Iterator[NoticePublisher]:
-    # What is repeated by the clock is tested in test_notice_last.py.
+    opened = NoticePublisher(LOOPBACK)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[NoticePublisher]:
+    """Repeats nothing by the clock."""
     opened = NoticePublisher(LOOPBACK, repeat_seconds=3600)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def subscriber(publisher: NoticePublisher) -> Iterator[NoticeSubscriber]:
-    opened = NoticeSubscriber(publisher.address, "run-a")
-    wait_subscribed(publisher, opened)
+def subscriber(silent: NoticePublisher) -> Iterator[NoticeSubscriber]:
+    """Has heard of version 0 of the silent one."""
+    opened = NoticeSubscriber(silent.address, RUN)
+    silent.send(notice(0))
+    hear(opened, 0)
     yield opened
     opened.close()
 
 
-def wait_subscribed(publisher: NoticePublisher, subscriber: NoticeSubscriber, run: str = "run-a") -> None:
-    """Send version 0 until it arrives, then take what is still on its way."""
-    deadline = time.monotonic() + WAIT
-    while time.monotonic() < deadline:
-        publisher.send(Notice(run, 0, DIGEST))
-        if subscriber.receive(0.05) is not None:
-            while subscriber.receive(0.2) is not None:
-                continue
-            return
-    pytest.fail(f"no notice arrived within {WAIT} s")
+@pytest.fixture
+def proxied(publisher: NoticePublisher) -> Iterator[tuple[TcpProxy, NoticeSubscriber]]:
+    """A subscriber behind a bad network, that has heard of version 1."""
+    with TcpProxy(port_of(publisher.address)) as proxy:
+        subscriber = NoticeSubscriber(f"tcp://127.0.0.1:{proxy.port}", RUN)
+        publisher.send(notice(1))
+        hear(subscriber, 1)
+        yield proxy, subscriber
+        subscriber.close()
+
+
+# What arrives
+
+
+def test_a_notice_arrives(silent: NoticePublisher, subscriber: NoticeSubscriber) -> None:
+    silent.send(notice(7))
+    hear(subscriber, 7)
+    began = time.monotonic()
+    assert subscriber.receive(0.3) is None
+    assert 0.25 < time.monotonic() - began < PATIENCE
+    assert subscriber.malformed == 0
+
+
+def test_bytes_on_the_wire(silent: NoticePublisher) -> None:
+    silent.send(Notice(RUN, 12, "00ff"))
+    with zmq.Context() as context, context.socket(zmq.SUB) as peer:
+        peer.connect(silent.address)
+        peer.setsockopt_string(zmq.SUBSCRIBE, "")
+        assert peer.poll(POLL_MS)
+        assert peer.recv_multipart() == [RUN.encode(), b'{"manifest":"00ff","run":"%b","version":12}' % RUN.encode()]
+
+
+def test_other_runs_are_not_heard(silent: NoticePublisher, subscriber: NoticeSubscriber) -> None:
+    # A topic matches by its beginning in ZeroMQ.
+    for run in (OTHER, RUN + "b"):
+        silent.send(notice(3, run))
+    silent.send(notice(1))
+    assert subscriber.receive(PATIENCE) == notice(1)
+    assert subscriber.malformed == 0
+    # Each run has its last notice, which whoever comes late is told.
+    silent.send(notice(2))
+    for run, version in ((RUN, 2), (OTHER, 3), (RUN, 2)):
+        late = NoticeSubscriber(silent.address, run)
+        assert late.receive(PATIENCE) == notice(version, run)
+        late.close()
+
+
+def test_the_last_is_repeated_about_every_second(publisher: NoticePublisher) -> None:
+    subscriber = NoticeSubscriber(publisher.address, RUN)
+    publisher.send(notice(7))
+    hear(subscriber, 7)
+    began = time.monotonic()
+    for _ in range(3):
+        assert subscriber.receive(PATIENCE) == notice(7)
+    assert time.monotonic() - began > 1.5
+    subscriber.close()
+
+
+def test_any_thread_may_send(silent: NoticePublisher, subscriber: NoticeSubscriber) -> None:
+    def send(number: int) -> None:
+        for turn in range(200):
+            silent.send(notice(number * 1000 + turn))
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(send, number) for number in range(1, 5)]:
+            future.result()
+    silent.send(notice(9999))
+    hear(subscriber, 9999)
+    assert subscriber.malformed == 0
+
+
+def test_a_storm_of_subscriptions_is_answered_together(silent: NoticePublisher) -> None:
+    silent.send(notice(7))
+    with zmq.Context() as context, context.socket(zmq.SUB) as witness, context.socket(zmq.XSUB) as stormy:
+        witness.setsockopt(zmq.RCVHWM, 0)
+        witness.connect(silent.address)
+        witness.setsockopt_string(zmq.SUBSCRIBE, RUN)
+        assert witness.poll(POLL_MS)
+        stormy.setsockopt(zmq.SNDHWM, 0)
+        stormy.connect(silent.address)
+        began = time.monotonic()
+        for _ in range(5000):
+            stormy.send(b"\x01" + RUN.encode())
+            stormy.send(b"\x00" + RUN.encode())
+        while stormy.poll(300):
+            stormy.recv_multipart()
+        seconds = time.monotonic() - began
+        heard = 0
+        while witness.poll(0):
+            witness.recv_multipart()
+            heard += 1
+        assert 0 < heard < 3 + seconds / 0.02
+
+
+# What is no notice
 
 
 class RawPublisher:
@@ -55,12 +161,19 @@ class RawPublisher:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.XPUB)
         self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.subscriber = NoticeSubscriber(self.address, "run-a")
+        self.wait_for_subscriber()
 
     def wait_for_subscriber(self) -> None:
-        assert self.socket.poll(120_000)
+        assert self.socket.poll(POLL_MS)
         self.socket.recv()
 
+    def send_good(self, version: int) -> None:
+        self.socket.send_multipart([b"run-a", b'{"manifest":"","run":"run-a","version":%d}' % version])
+        assert self.subscriber.receive(PATIENCE) == Notice("run-a", version, "")
+
     def close(self) -> None:
+        self.subscriber.close()
         self.socket.close(linger=0)
         self.context.term()
 
@@ -70,106 +183,6 @@ def raw() -> Iterator[RawPublisher]:
     opened = RawPublisher()
     yield opened
     opened.close()
-
-
-@pytest.fixture
-def raw_subscriber(raw: RawPublisher) -> Iterator[NoticeSubscriber]:
-    opened = NoticeSubscriber(raw.address, "run-a")
-    raw.wait_for_subscriber()
-    yield opened
-    opened.close()
-
-
-def test_a_notice_arrives(publisher: NoticePublisher, subscriber: NoticeSubscriber) -> None:
-    publisher.send(Notice("run-a", 7, DIGEST))
-    assert subscriber.receive(120) == Notice("run-a", 7, DIGEST)
-    assert subscriber.receive(0) is None
-    assert subscriber.malformed == 0
-
-
-def test_bytes_on_the_wire(publisher: NoticePublisher) -> None:
-    with zmq.Context() as context, context.socket(zmq.SUB) as peer:
-        peer.connect(publisher.address)
-        peer.setsockopt_string(zmq.SUBSCRIBE, "")
-        deadline = time.monotonic() + WAIT
-        while not peer.poll(50) and time.monotonic() < deadline:
-            publisher.send(Notice("run-a", 12, "00ff"))
-        assert peer.recv_multipart() == [b"run-a", b'{"manifest":"00ff","run":"run-a","version":12}']
-
-
-def test_waiting_ends_in_time(subscriber: NoticeSubscriber) -> None:
-    start = time.monotonic()
-    assert subscriber.receive(0.3) is None
-    assert 0.25 < time.monotonic() - start < WAIT
-
-
-def test_the_newest_of_many_is_returned(publisher: NoticePublisher, subscriber: NoticeSubscriber) -> None:
-    for version in range(1, 11):
-        publisher.send(Notice("run-a", version, DIGEST))
-    time.sleep(0.5)
-    notice = subscriber.receive(120)
-    assert notice is not None
-    assert notice.version == 10
-    assert subscriber.receive(0.1) is None
-
-
-def test_an_older_notice_that_comes_late_does_not_hide_a_newer_one(
-    publisher: NoticePublisher, subscriber: NoticeSubscriber
-) -> None:
-    for version in (5, 9, 6):
-        publisher.send(Notice("run-a", version, DIGEST))
-    time.sleep(0.5)
-    notice = subscriber.receive(120)
-    assert notice is not None
-    assert notice.version == 9
-
-
-def test_other_runs_are_not_heard(publisher: NoticePublisher, subscriber: NoticeSubscriber) -> None:
-    publisher.send(Notice("run-b", 3, DIGEST))
-    # A topic matches by its beginning in ZeroMQ.
-    publisher.send(Notice("run-ab", 4, DIGEST))
-    assert subscriber.receive(0.3) is None
-    assert subscriber.malformed == 0
-    publisher.send(Notice("run-a", 1, DIGEST))
-    assert subscriber.receive(120) == Notice("run-a", 1, DIGEST)
-
-
-def test_several_subscribers(publisher: NoticePublisher, subscriber: NoticeSubscriber) -> None:
-    other = NoticeSubscriber(publisher.address, "run-a")
-    try:
-        wait_subscribed(publisher, other)
-        while subscriber.receive(0.2) is not None:
-            continue
-        publisher.send(Notice("run-a", 3, DIGEST))
-        for each in (subscriber, other):
-            assert each.receive(120) == Notice("run-a", 3, DIGEST)
-    finally:
-        other.close()
-
-
-def test_a_subscriber_that_comes_later_hears_the_last_of_what_nobody_heard(publisher: NoticePublisher) -> None:
-    for version in range(1000):
-        publisher.send(Notice("run-a", version, DIGEST))
-    late = NoticeSubscriber(publisher.address, "run-a")
-    try:
-        assert late.receive(WAIT) == Notice("run-a", 999, DIGEST)
-        assert late.receive(0) is None
-    finally:
-        late.close()
-
-
-def test_a_subscriber_that_never_reads_delays_nobody(publisher: NoticePublisher) -> None:
-    address = publisher.address.removeprefix("tcp://").split(":")
-    stuck = NoticeSubscriber(publisher.address, "run-a")
-    try:
-        wait_subscribed(publisher, stuck)
-        with socket.create_connection((address[0], int(address[1]))):  # connected, and silent for ever
-            start = time.monotonic()
-            for version in range(50_000):
-                publisher.send(Notice("run-a", version, DIGEST))
-            assert time.monotonic() - start < WAIT
-    finally:
-        stuck.close()
 
 
 MALFORMED: dict[str, list[bytes]] = {
@@ -194,35 +207,23 @@ MALFORMED: dict[str, list[bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(MALFORMED))
-def test_malformed_messages_are_counted_and_ignored(
-    raw: RawPublisher, raw_subscriber: NoticeSubscriber, name: str
-) -> None:
-    raw.socket.send_multipart(MALFORMED[name])
-    raw.socket.send_multipart([b"run-a", b'{"manifest":"","run":"run-a","version":8}'])
-    assert raw_subscriber.receive(120) == Notice("run-a", 8, "")
-    assert raw_subscriber.malformed == 1
-
-
-def test_malformed_messages_alone_are_no_notice(raw: RawPublisher, raw_subscriber: NoticeSubscriber) -> None:
-    for frames in MALFORMED.values():
+def test_malformed_messages_are_counted_and_ignored(raw: RawPublisher) -> None:
+    for number, (name, frames) in enumerate(MALFORMED.items(), 1):
         raw.socket.send_multipart(frames)
-        assert raw_subscriber.receive(0.05) is None
-    assert raw_subscriber.malformed == len(MALFORMED)
+        raw.send_good(number)
+        assert raw.subscriber.malformed == number, name
 
 
-def test_a_huge_message_is_never_buffered(raw: RawPublisher, raw_subscriber: NoticeSubscriber) -> None:
+def test_a_huge_message_is_never_buffered(raw: RawPublisher) -> None:
     raw.socket.send_multipart([b"run-a", b"x" * (MAX_FRAME_BYTES + 1)])
-    assert raw_subscriber.receive(0.3) is None
     # ZeroMQ cuts the connection, and the subscriber comes back by itself.
-    raw.wait_for_subscriber()
-    assert raw_subscriber.receive(2) is None
-    raw.wait_for_subscriber()
-    raw.socket.send_multipart([b"run-a", b'{"manifest":"","run":"run-a","version":8}'])
-    assert raw_subscriber.receive(120) == Notice("run-a", 8, "")
+    for seconds in (0.3, 2):
+        assert raw.subscriber.receive(seconds) is None
+        raw.wait_for_subscriber()
+    raw.send_good(8)
 
 
-def test_a_flood_does_not_hold_a_receiver(raw: RawPublisher, raw_subscriber: NoticeSubscriber) -> None:
+def test_a_flood_does_not_hold_a_receiver(raw: RawPublisher) -> None:
     stop = threading.Event()
 
     def flood() -> None:
@@ -233,123 +234,242 @@ def test_a_flood_does_not_hold_a_receiver(raw: RawPublisher, raw_subscriber: Not
     thread = threading.Thread(target=flood)
     thread.start()
     try:
-        start = time.monotonic()
-        assert raw_subscriber.receive(0.5) is None
-        assert time.monotonic() - start < WAIT
-        assert raw_subscriber.malformed > 0
+        began = time.monotonic()
+        assert raw.subscriber.receive(0.5) is None
+        assert time.monotonic() - began < PATIENCE
+        assert raw.subscriber.malformed > 0
     finally:
         stop.set()
         thread.join()
 
 
-def test_a_restarted_publisher_is_found_again(subscriber: NoticeSubscriber, publisher: NoticePublisher) -> None:
-    publisher.close()
-    again = NoticePublisher(publisher.address)
-    try:
-        wait_subscribed(again, subscriber)
-    finally:
-        again.close()
+# Addresses
 
 
-def test_a_subscriber_may_come_first() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    subscriber = NoticeSubscriber(address, "run-a")
+def test_either_end_may_come_first(silent: NoticePublisher) -> None:
+    address = silent.address
+    silent.close()
+    subscriber = NoticeSubscriber(address, RUN)
     publisher = NoticePublisher(address)
-    try:
-        wait_subscribed(publisher, subscriber)
-    finally:
+    publisher.send(notice(1))
+    hear(subscriber, 1)
+    for end in (publisher, subscriber):
+        end.close()
+
+
+@pytest.mark.parametrize("first", ["publisher", "subscriber"])
+def test_either_may_come_first_when_the_publisher_dials(first: str) -> None:
+    """Where the two meet is a plain XSUB/XPUB pair here."""
+    with zmq.Context() as context, context.socket(zmq.XSUB) as sources:
+        sources.linger = 0
+        port = sources.bind_to_random_port("tcp://127.0.0.1") if first == "subscriber" else None
+        if port is None:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+        publisher = NoticePublisher(f"connect:tcp://127.0.0.1:{port}")
+        assert publisher.address == f"connect:tcp://127.0.0.1:{port}"
+        publisher.send(notice(4))
+        if first == "publisher":
+            sources.bind(f"tcp://127.0.0.1:{port}")
+        sources.send(b"\x01")
+        assert sources.poll(POLL_MS)
+        assert sources.recv_multipart()[0] == RUN.encode()
         publisher.close()
-        subscriber.close()
 
 
-def test_the_bound_address_is_reported(publisher: NoticePublisher) -> None:
-    host, port = publisher.address.removeprefix("tcp://").split(":")
+def test_the_bound_address_is_reported(silent: NoticePublisher) -> None:
+    host, port = silent.address.removeprefix("tcp://").split(":")
     assert (host, int(port) > 0) == ("127.0.0.1", True)
     everywhere = NoticePublisher("tcp://*:*")
     assert everywhere.address.startswith("tcp://0.0.0.0:")
     everywhere.close()
+    with pytest.raises(NoticeError, match=f"'{silent.address}' is taken; stop what uses it, or give another") as caught:
+        NoticePublisher(silent.address)
+    assert (caught.value.kind, caught.value.exit_code) == ("notice", 4)
 
 
-def test_a_taken_address(publisher: NoticePublisher) -> None:
-    with pytest.raises(NoticeError) as raised:
-        NoticePublisher(publisher.address)
-    assert (raised.value.kind, raised.value.exit_code) == ("notice", 4)
-    assert f"'{publisher.address}' is taken; stop what uses it, or give another port" in str(raised.value)
+def test_addresses_that_are_none() -> None:
+    bound = ["", "5555", "tcp://127.0.0.1", "http://127.0.0.1:1", "tcp://192.0.2.1:5555", "tcp://*:65536"]
+    dialled = ["", "5555", "tcp://*:1", "tcp://h:70000"]
+    for address in [*bound, *(f"connect:{text}" for text in dialled)]:
+        with pytest.raises(NoticeError) as caught:
+            NoticePublisher(address)
+        assert repr(address.removeprefix("connect:")) in str(caught.value)
+    for address in ("", "5555", "tcp://127.0.0.1", "tcp://*:5555", "tcp://127.0.0.1:70000"):
+        with pytest.raises(NoticeError) as caught:
+            NoticeSubscriber(address, RUN)
+        assert repr(address) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "address", ["", "5555", "tcp://127.0.0.1", "http://127.0.0.1:1", "tcp://192.0.2.1:5555", "tcp://*:65536"]
-)
-def test_addresses_that_cannot_be_bound(address: str) -> None:
-    with pytest.raises(NoticeError) as raised:
-        NoticePublisher(address)
-    assert repr(address) in str(raised.value)
+# Ends
 
 
-@pytest.mark.parametrize("address", ["", "5555", "tcp://127.0.0.1", "tcp://*:5555", "tcp://127.0.0.1:70000"])
-def test_addresses_that_cannot_be_connected_to(address: str) -> None:
-    with pytest.raises(NoticeError) as raised:
-        NoticeSubscriber(address, "run-a")
-    assert repr(address) in str(raised.value)
-
-
-def test_closed_frees_the_address_and_refuses_use(publisher: NoticePublisher) -> None:
-    subscriber = NoticeSubscriber(publisher.address, "run-a")
-    for each in (publisher, subscriber):
+def test_closed_frees_the_address_and_refuses_use(silent: NoticePublisher) -> None:
+    subscriber = NoticeSubscriber(silent.address, RUN)
+    for each in (silent, subscriber):
         each.close()
         each.close()
     with pytest.raises(NoticeError, match="version 3"):
-        publisher.send(Notice("run-a", 3, DIGEST))
+        silent.send(notice(3))
     with pytest.raises(NoticeError, match="cannot receive"):
         subscriber.receive(0.1)
-    NoticePublisher(publisher.address).close()
+    NoticePublisher(silent.address).close()
 
 
-def test_closing_with_unsent_notices_does_not_wait() -> None:
-    publisher = NoticePublisher(LOOPBACK)
-    subscriber = NoticeSubscriber(publisher.address, "run-a")
-    wait_subscribed(publisher, subscriber)
-    for version in range(1000):
-        publisher.send(Notice("run-a", version, DIGEST))
-    start = time.monotonic()
-    publisher.close()
-    subscriber.close()
-    assert time.monotonic() - start < WAIT
+def test_closing_sends_what_waits(silent: NoticePublisher, subscriber: NoticeSubscriber) -> None:
+    silent.send(notice(2))
+    silent.close()
+    hear(subscriber, 2)
 
 
-def test_any_thread_may_send(publisher: NoticePublisher, subscriber: NoticeSubscriber) -> None:
-    failures: list[str] = []
-    received: set[int] = set()
-    done = threading.Event()
+def test_closing_is_prompt_whenever_it_comes() -> None:
+    for turn in range(20):
+        publisher = NoticePublisher(LOOPBACK, repeat_seconds=3600)
+        publisher.send(notice(turn))
+        began = time.monotonic()
+        publisher.close()
+        assert time.monotonic() - began < PATIENCE
 
-    def receive() -> None:
-        while not done.is_set():
-            notice = subscriber.receive(0.05)
-            if notice is not None:
-                received.add(notice.version)
 
-    def send(number: int) -> None:
-        for turn in range(200):
-            try:
-                publisher.send(Notice("run-a", number * 1000 + turn, DIGEST))
-            except NoticeError as error:
-                failures.append(str(error))
+EXIT = """
+import sys
+from pathlib import Path
+from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber, curve
+own, allowed = (Path(sys.argv[2]), Path(sys.argv[3])) if len(sys.argv) > 2 else (None, None)
+publisher = NoticePublisher(sys.argv[1], own, allowed)
+subscriber = NoticeSubscriber(publisher.address, "run-a", curve.client_keys(own, allowed))
+publisher.send(Notice("run-a", 0, ""))
+assert subscriber.receive(120) is not None
+for version in range(1000):
+    publisher.send(Notice("run-a", version, ""))
+"""
 
-    receiver = threading.Thread(target=receive)
-    senders = [threading.Thread(target=send, args=(number,)) for number in range(1, 5)]
-    for thread in (receiver, *senders):
-        thread.start()
-    for thread in senders:
-        thread.join()
-    publisher.send(Notice("run-a", 9999, DIGEST))
-    deadline = time.monotonic() + WAIT
-    while 9999 not in received and time.monotonic() < deadline:
-        time.sleep(0.2)
-        publisher.send(Notice("run-a", 9999, DIGEST))
-    done.set()
-    receiver.join()
-    assert failures == []
-    assert 9999 in received
-    assert subscriber.malformed == 0
+
+@pytest.mark.parametrize("with_keys", [False, True], ids=["plain", "with keys"])
+def test_an_interpreter_ends_though_nobody_closed_anything(tmp_path: Path, with_keys: bool) -> None:
+    key = Keys(tmp_path).make("key")
+    command = [sys.executable, "-c", EXIT, LOOPBACK, *([str(key), str(public(key))] if with_keys else [])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# Processes that stand still, and networks that fail
+
+
+def test_a_stalled_subscriber_delays_nobody_and_ends_on_the_newest(publisher: NoticePublisher) -> None:
+    quick = NoticeSubscriber(publisher.address, RUN)
+    with (
+        process("tests.support.notices", "listen", publisher.address, RUN) as stalled,
+        socket.create_connection(("127.0.0.1", port_of(publisher.address))),  # connected, and silent for ever
+    ):
+        publisher.send(notice(1))
+        stalled.hear("1")
+        stalled.running.send_signal(signal.SIGSTOP)
+        longest = 0.0
+        for version in range(2, 30_002):
+            began = time.monotonic()
+            publisher.send(notice(version))
+            longest = max(longest, time.monotonic() - began)
+            if version % 10_000 == 1:
+                hear(quick, version)
+        # To a subscriber that is waited for, a send would take until the heartbeats give it up.
+        assert longest < HEARTBEAT_TIMEOUT_MS / 1000 / 2
+        stalled.running.send_signal(signal.SIGCONT)
+        expect_settled(stalled, "30001")
+    quick.close()
+
+
+def expect_settled(listener: Process, last: str) -> None:
+    """That version is heard, and none after it for longer than two repetitions."""
+    listener.hear(last)
+    time.sleep(2.5)
+    listener.running.send_signal(signal.SIGTERM)
+    listener.running.wait(PATIENCE)
+    with pytest.raises(queue.Empty):
+        listener.line(0.1)
+
+
+@pytest.mark.slow
+def test_a_publisher_that_stands_still_goes_on() -> None:
+    with process("tests.support.notices", "announce", LOOPBACK, RUN) as announcer:
+        subscriber = NoticeSubscriber(announcer.line(), RUN)
+        announcer.write("1")
+        hear(subscriber, 1)
+        os.kill(announcer.running.pid, signal.SIGSTOP)
+        announcer.write("2")
+        hears_nothing(subscriber)
+        os.kill(announcer.running.pid, signal.SIGCONT)
+        hear(subscriber, 2)
+        subscriber.close()
+
+
+def test_a_publisher_that_was_killed_comes_back_on_the_same_port() -> None:
+    with process("tests.support.notices", "announce", LOOPBACK, RUN) as announcer:
+        address = announcer.line()
+        subscriber = NoticeSubscriber(address, RUN)
+        announcer.write("1")
+        hear(subscriber, 1)
+        announcer.running.kill()
+        announcer.running.wait(PATIENCE)
+        with process("tests.support.notices", "announce", address, RUN) as again:
+            again.write("2")
+            hear(subscriber, 2)
+        subscriber.close()
+
+
+def test_connections_that_are_reset_heal(
+    publisher: NoticePublisher, proxied: tuple[TcpProxy, NoticeSubscriber]
+) -> None:
+    proxy, subscriber = proxied
+    for version in range(2, 7):
+        proxy.reset()
+        publisher.send(notice(version))
+        hear(subscriber, version)
+    assert proxy.connections >= 5
+
+
+@pytest.mark.parametrize("how", ["stalled", pytest.param("throttled", marks=pytest.mark.slow)])
+def test_a_slow_connection_ends_on_the_newest(
+    how: str, publisher: NoticePublisher, proxied: tuple[TcpProxy, NoticeSubscriber]
+) -> None:
+    proxy, subscriber = proxied
+    if how == "stalled":
+        proxy.stall()
+    else:
+        proxy.throttle(8000)
+    for version in range(2, 5000 if how == "stalled" else 200):
+        publisher.send(notice(version))
+        time.sleep(0.0 if how == "stalled" else 0.002)
+    if how == "stalled":
+        assert subscriber.receive(1.5) is None
+        proxy.resume()
+    hear(subscriber, version)
+    assert subscriber.receive(PATIENCE) == notice(version)
+
+
+@pytest.mark.slow
+def test_connections_that_overtake_each_other(publisher: NoticePublisher) -> None:
+    """The one that was tried first gets through last."""
+    publisher.send(notice(5))
+    with TcpProxy(port_of(publisher.address)) as proxy:
+        proxy.delay(2.0, 1)
+        early, late = (NoticeSubscriber(f"tcp://127.0.0.1:{proxy.port}", RUN) for _ in range(2))
+        for each in (late, early):
+            hear(each, 5)
+            each.close()
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_dead_for_good_is_given_up(
+    publisher: NoticePublisher, proxied: tuple[TcpProxy, NoticeSubscriber]
+) -> None:
+    """Neither end is told: only that nothing comes any more shows it."""
+    proxy, subscriber = proxied
+    proxy.stall()
+    publisher.send(notice(2))
+    assert subscriber.receive(15) is None
+    assert proxy.connections > 1
+    proxy.reset()
+    proxy.resume()
+    hear(subscriber, 2)

@@ -1,7 +1,6 @@
 """The broker as a process: it passes on, forgets nothing that is new, and lets nobody in at the wrong door."""
 
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tests.support.notices import (
     public,
 )
 from tests.support.proxy import TcpProxy
+from vllm_delta_sync import cli
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.notice import Broker, Notice, NoticePublisher, NoticeSubscriber, curve
 from vllm_delta_sync.notice.broker import MAX_TOPICS
@@ -90,19 +90,7 @@ def test_a_broker_that_was_killed_comes_back_on_the_same_ports(
     again.end()
 
 
-def test_a_broker_that_stands_still_delays_nobody(
-    broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
-) -> None:
-    publisher.send(Notice(RUN, 1, DIGEST))
-    hear(subscriber, 1)
-    broker.running.send_signal(signal.SIGSTOP)
-    for version in range(2, 10_000):
-        publisher.send(Notice(RUN, version, DIGEST))
-    hears_nothing(subscriber)
-    broker.running.send_signal(signal.SIGCONT)
-    hear(subscriber, 9999)
-
-
+@pytest.mark.slow
 def test_a_stalled_subscriber_does_not_delay_the_others(
     broker: BrokerProcess, publisher: NoticePublisher, subscriber: NoticeSubscriber
 ) -> None:
@@ -199,7 +187,10 @@ def started(command: list[str]) -> "subprocess.Popen[str]":
     return running
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+SIGNALS = [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_signals_end_it_cleanly(number: signal.Signals, code: int) -> None:
     module = [sys.executable, "-m", "vllm_delta_sync.cli"]
     running = started([*module, "broker", "--publishers", LOOPBACK, "--subscribers", LOOPBACK])
@@ -222,7 +213,7 @@ sys.exit(main())
 the last step of Python and the poll."""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), SIGNALS[::-1])
 def test_signals_that_do_not_break_off_the_poll_end_it_all_the_same(number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-c", UNINTERRUPTED, "broker", "--publishers", LOOPBACK, "--subscribers", LOOPBACK]
     running = started(command)
@@ -231,16 +222,9 @@ def test_signals_that_do_not_break_off_the_poll_end_it_all_the_same(number: sign
     assert (running.returncode, out, "Traceback" in errors) == (code, "", False)
 
 
-def test_as_json_it_prints_one_line() -> None:
-    broker = BrokerProcess()
-    broker.running.send_signal(signal.SIGTERM)
-    assert broker.running.wait(DEADLINE_SECONDS) == 0
-    broker._reader.join(DEADLINE_SECONDS)
-    assert broker._lines.empty()
-    broker.end()
-
-
-def test_command_lines_that_are_refused(broker: BrokerProcess, tmp_path: Path) -> None:
+def test_command_lines_that_are_refused(
+    broker: BrokerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     key = Keys(tmp_path).make("key")
     free = ["--publishers", LOOPBACK, "--subscribers", LOOPBACK]
     cases = (
@@ -251,9 +235,8 @@ def test_command_lines_that_are_refused(broker: BrokerProcess, tmp_path: Path) -
         ([*free, "--allowed-publishers", str(tmp_path)], 2, "settings"),
     )
     for arguments, code, kind in cases:
-        command = [sys.executable, "-m", "vllm_delta_sync.cli", "broker", *arguments, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert (done.returncode, json.loads(done.stdout)["error"]["kind"]) == (code, kind)
+        assert cli.run(["broker", *arguments, "--json"]) == code
+        assert json.loads(capsys.readouterr().out)["error"]["kind"] == kind
 
 
 def test_a_port_that_is_taken_frees_the_other(broker: BrokerProcess) -> None:
@@ -303,34 +286,22 @@ def site(tmp_path: Path) -> Iterator[Site]:
     opened.close()
 
 
-def test_encrypted_from_end_to_end(site: Site) -> None:
-    publisher, subscriber = site.publisher(site.trainer), site.subscriber(site.server)
-    for version in (1, 2):
-        publisher.send(Notice(RUN, version, DIGEST))
-        hear(subscriber, version)
-
-
-@pytest.mark.parametrize("who", ["the subscriber's key", "a stranger's key", "no key"])
-def test_who_may_not_announce(site: Site, caplog: pytest.LogCaptureFixture, who: str) -> None:
-    key = {"the subscriber's key": site.server, "a stranger's key": site.keys.make("stranger"), "no key": None}[who]
-    subscriber = site.subscriber(site.server)
-    true = site.publisher(site.trainer)
+def test_who_may_announce_and_who_may_listen(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Encrypted from end to end."""
+    subscriber, true = site.subscriber(site.server), site.publisher(site.trainer)
     true.send(Notice(RUN, 1, DIGEST))
     hear(subscriber, 1)
-    with caplog.at_level(logging.WARNING):
+    # The subscriber's key, a stranger's, and none.
+    for version, key in enumerate((site.server, site.keys.make("stranger"), None), 2):
+        caplog.clear()
         forger = site.publisher(key)
-        for version in range(100, 150):
-            forger.send(Notice(RUN, version, DIGEST))
+        for number in range(100, 150):
+            forger.send(Notice(RUN, number, DIGEST))
         for _ in range(3):
-            assert subscriber.receive(120) == Notice(RUN, 1, DIGEST)
-    assert "no notices over tcp://127.0.0.1" in caplog.text
-    true.send(Notice(RUN, 2, DIGEST))
-    hear(subscriber, 2)
-
-
-def test_who_may_not_listen(site: Site) -> None:
-    site.publisher(site.trainer).send(Notice(RUN, 1, DIGEST))
-    hear(site.subscriber(site.server), 1)
+            assert subscriber.receive(DEADLINE_SECONDS) == Notice(RUN, version - 1, DIGEST)
+        assert "no notices over tcp://127.0.0.1" in caplog.text
+        true.send(Notice(RUN, version, DIGEST))
+        hear(subscriber, version)
     for key, door in ((site.trainer, "subscribers"), (site.keys.make("x"), "subscribers"), (None, "subscribers")):
         assert site.subscriber(key, door).receive(1.5) is None
     assert site.subscriber(site.server, "publishers").receive(1.5) is None

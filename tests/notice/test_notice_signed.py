@@ -125,6 +125,12 @@ def test_what_is_no_signature_is_malformed(site: Site, signature: object) -> Non
     assert (site.subscriber.malformed, site.subscriber.rejected) == (1, 0)
 
 
+def test_the_newest_of_several_counts() -> None:
+    """In whatever order they come."""
+    messages = [parse(encode(notice(version), None), RUN) for version in (5, 9, 6)]
+    assert Believer(Keyring(), None).newest(messages) == notice(9)
+
+
 def test_another_runs_signed_notice_is_no_news_of_this(site: Site) -> None:
     other = encode(Notice("f" * 32, 50, DIGEST), site.signing)
     site.send([RUN.encode(), other[1]])

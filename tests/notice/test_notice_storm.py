@@ -124,12 +124,13 @@ def test_a_storm_costs_about_as_much_as_polling(site: Site) -> None:
     with Storm(site.tell) as storm:
         wait_until(lambda: site.looks > 1)
         before, began = site.looks, time.monotonic()
-        time.sleep(6)
+        time.sleep(3)
         looks, seconds = site.looks - before, time.monotonic() - began
     assert storm.sent > 500
     assert looks <= 2 * seconds / POLL
 
 
+@pytest.mark.slow
 def test_versions_get_in_during_a_storm_by_polling(site: Site) -> None:
     service = site.serve(POLL)
     with Storm(site.tell):
@@ -139,6 +140,7 @@ def test_versions_get_in_during_a_storm_by_polling(site: Site) -> None:
     site.world.expect_exact()
 
 
+@pytest.mark.slow
 def test_after_a_storm_a_notice_counts_again(site: Site) -> None:
     service = site.serve(3600)
     with Storm(site.tell):
@@ -167,6 +169,7 @@ def test_what_is_known_costs_no_look(site: Site) -> None:
     assert site.looks == before
 
 
+@pytest.mark.slow
 def test_another_manifest_of_the_version_known_is_news(site: Site) -> None:
     """What was found first may have been somebody else's, and be gone."""
     service = site.serve(3600)
@@ -181,6 +184,7 @@ def test_another_manifest_of_the_version_known_is_news(site: Site) -> None:
     wait_until(looked)
 
 
+@pytest.mark.slow
 def test_a_storm_while_held_or_told_to_wait(site: Site) -> None:
     """Looking after what is served is all that such a server does, and that seldom too."""
     service = site.serve(3600)
@@ -200,6 +204,7 @@ def test_a_storm_while_held_or_told_to_wait(site: Site) -> None:
     assert 0 < checks <= 9
 
 
+@pytest.mark.slow
 def test_requests_do_not_wait_behind_a_storm(site: Site) -> None:
     service = site.serve(3600)
     with Storm(site.tell):

@@ -11,35 +11,39 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tools.models.reachable import differences, reachable
+from tests.tools.models.reachable import differences
 
 SECONDS = 400
-FAMILIES = [
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Phi3ForCausalLM",
-    "OPTForCausalLM",
-    "GPT2LMHeadModel",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "GptOssForCausalLM",
-    "Mamba2ForCausalLM",
-    "JambaForCausalLM",
+
+
+REPRESENTATIVES = {
+    "Qwen3ForCausalLM": "projections fused, norms copied",
+    "Gemma2ForCausalLM": "head and embedding tied",
+    "Qwen3MoeForCausalLM": "a tensor per expert, stacked while loading",
+    "GptOssForCausalLM": "experts stacked in the checkpoint",
+    "DeepseekV2ForCausalLM": "weights computed after loading",
+    "Mamba2ForCausalLM": "weights computed while loading",
+}
+
+
+OTHERS = [
+    "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM",
+    "Phi3ForCausalLM", "OPTForCausalLM", "GPT2LMHeadModel", "DeepseekV3ForCausalLM", "JambaForCausalLM",
     "AriaForConditionalGeneration",
-]
+]  # fmt: skip
+
+
+FAMILIES = [*REPRESENTATIVES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
+"""One family per way in which a loader goes about it for every run, the others for ``make test-full``."""
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """One process for all: importing vLLM takes longer than any family."""
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One process for all that are asked for: importing vLLM takes longer than any family."""
     found = tmp_path_factory.mktemp("models") / "rows.json"
-    command = [sys.executable, "-m", "tests.tools.models", "--only", *FAMILIES, "--json", str(found)]
+    chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    families = [spec.params["family"] for spec in chosen if spec is not None and "family" in spec.params]
+    command = [sys.executable, "-m", "tests.tools.models", "--only", *families, "--json", str(found)]
     done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
     assert found.exists(), done.stderr[-3000:]
     return {row["architecture"]: row for row in json.loads(found.read_text())}
@@ -86,29 +90,19 @@ def test_one_bit_anywhere_is_a_difference(path: str, place: Any) -> None:
     assert differences(mine, fresh) == [f"{path}: 1 of {size} elements"]
 
 
-def test_signs_of_zero_and_nans_are_differences() -> None:
+def test_missing_and_other_tensors_signs_and_nans_are_differences_and_caches_of_requests_are_none() -> None:
     mine, fresh = Holder(), Holder()
     mine.absorbed[0], fresh.absorbed[0] = -0.0, 0.0
     assert differences(mine, fresh) == ["absorbed: 1 of 3 elements"]
     mine.absorbed[0] = fresh.absorbed[0] = float("nan")
+    mine.kv_cache = torch.ones(2)
     assert differences(mine, fresh) == []
-
-
-def test_missing_and_other_tensors_are_differences() -> None:
-    mine, fresh = Holder(), Holder()
     mine.extra = torch.ones(1)
     del mine.absorbed
     mine.scale = mine.scale.double()
     found = differences(mine, fresh)
-    assert found[0] == "absorbed: only in a fresh load"
-    assert found[1] == "extra: only in the patched model"
+    assert found[:2] == ["absorbed: only in a fresh load", "extra: only in the patched model"]
     assert found[2].startswith("scale: torch.float64")
-
-
-def test_caches_of_requests_are_left_out() -> None:
-    model = Holder()
-    model.kv_cache = torch.ones(2)
-    assert "kv_cache" not in reachable(model)
 
 
 SABOTAGE = """
@@ -133,6 +127,7 @@ sys.exit(__main__.main())
 """
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_wrong_bit_are_rows(tmp_path: Path) -> None:
     """Whatever ends the process of one architecture, the others are tried; and either makes the command fail."""
     found = tmp_path / "rows.json"

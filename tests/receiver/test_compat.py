@@ -7,6 +7,7 @@ import ast
 import asyncio
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from packaging.version import Version
 from vllm_delta_sync.engine import compat, core_guard, features, foreign_writers, plain_moe, plugin
 
 ENGINE = Path(compat.__file__).parent
+
+
 INSTALLED = compat.distribution_version()
 
 
@@ -45,230 +48,156 @@ class Touch:
         return f"{self.ours}-{self.module.removeprefix('vllm.')}.{self.name}"
 
 
-CPU = "the CPU packs its weights, and every model is refused there"
 CORE = "a controller that is lost in the middle of a commit leaves generation paused"
-CALLS = "no rank can be asked anything"
-LOADS = "--load-format delta_sync cannot start"
-SPANS = "answers do not say which version made which token"
-DOORS = "weights written from outside are not noticed before the next rescan"
-OFFLINE = "attach() cannot drive an LLM object"
-NATIVE = "vLLM's own weight transfer calls do not reach the controller"
-ATTACHED = "attach_async() cannot drive an AsyncLLM object"
-REFUSALS = "an option that cannot be followed is not refused"
-HTTP = "the server has no /delta_sync routes and follows nothing"
-DERIVED = "what vLLM computes from weights after loading goes stale"
 
-CLIENT = "vllm.v1.engine.core_client"
-ENGINE_CORE = "vllm.v1.engine.core"
-EXECUTOR = "vllm.v1.executor.multiproc_executor"
-LOADERS = "vllm.model_executor.model_loader"
-EXPERTS = "vllm.model_executor.layers.fused_moe"
-WORKER = "vllm.v1.worker.gpu_worker"
-TRANSFER = "vllm.distributed.weight_transfer"
-ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
-COMMUNICATORS = "vllm.distributed.device_communicators"
+
+BREAKS = {
+    "CORE": CORE,
+    "CPU": "the CPU packs its weights, and every model is refused there",
+    "CALLS": "no rank can be asked anything",
+    "LOADS": "--load-format delta_sync cannot start",
+    "SPANS": "answers do not say which version made which token",
+    "DOORS": "weights written from outside are not noticed before the next rescan",
+    "OFFLINE": "attach() cannot drive an LLM object",
+    "NATIVE": "vLLM's own weight transfer calls do not reach the controller",
+    "ATTACHED": "attach_async() cannot drive an AsyncLLM object",
+    "REFUSALS": "an option that cannot be followed is not refused",
+    "HTTP": "the server has no /delta_sync routes and follows nothing",
+    "DERIVED": "what vLLM computes from weights after loading goes stale",
+}
+
 
 CONSTRUCTORS = {"__init__", "_init_executor"}
 
-TOUCHES = [
-    Touch(
-        "compat.py",
-        "vllm.triton_utils",
-        "dispatcher._rebind_kernels",
-        "an LLM after a Publisher crashes",
-        exactly=True,
-        takes=("overrides",),
-    ),
-    Touch(
-        "compat.py",
-        "vllm.model_executor.layers",
-        "utils.dispatch_cpu_unquantized_gemm",
-        CPU,
-        ("layer", "remove_weight"),
-        exactly=True,
-    ),
-    Touch("compat.py", "vllm.distributed", "utils.USE_SCHED_YIELD", "a busy server on few cores may stand still"),
-    Touch(
-        "compat.py",
-        "vllm.config",
-        "ParallelConfig.worker_extension_cls",
-        "a launch without the extension goes unnoticed",
-    ),
-    Touch("compat.py", "vllm.config", "vllm._current_vllm_config", DERIVED),
-    Touch("compat.py", "vllm.config", "vllm.get_cached_compilation_config", DERIVED),
-    Touch("compat.py", CLIENT, "AsyncMPClient.set_weight_version_async", SPANS),
-    Touch("core_guard.py", ENGINE_CORE, "EngineCoreProc.set_weight_version", CORE),
-    Touch(
-        "core_guard.py",
-        ENGINE_CORE,
-        "EngineCoreProc.pause_generation",
-        "a /pause during a commit lets new requests wait instead of rejecting them",
-        since="0.33",
-    ),
-    Touch("core_guard.py", "vllm.v1.engine.async_llm", "AsyncLLM.shutdown", "a dead engine leaves exit status 0"),
-    Touch("core_guard.py", "vllm.v1.engine.async_llm", "AsyncLLM.errored", "a dead engine leaves exit status 0"),
-    Touch("engines.py", CLIENT, "AsyncMPClient._call_utility_async", CALLS, ("method", "engine")),
-    Touch("engines.py", CLIENT, "AsyncMPClient.pause_scheduler_async", CORE, ("mode", "clear_cache")),
-    Touch("engines.py", CLIENT, "AsyncMPClient.resume_scheduler_async", CORE),
-    Touch("engines.py", CLIENT, "AsyncMPClient.core_engines", CALLS),
-    Touch(
-        "engines.py",
-        "vllm.renderers.base",
-        "BaseRenderer.clear_mm_cache_async",
-        "images are answered from the policy before",
-    ),
-    Touch("engines.py", "vllm.utils.system_utils", "kill_process_tree", "a hanging engine is not ended", ("pid",)),
-    Touch("engines.py", "vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", CALLS, ("method", "args")),
-    Touch("lease.py", "vllm.v1.engine", "EngineCoreRequestType.WAKEUP", CORE),
-    Touch("lease.py", "vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state", CORE),
-    Touch("rank_calls.py", EXECUTOR, "FutureWrapper", CALLS, ("futures_queue", "get_response")),
-    Touch("rank_calls.py", EXECUTOR, "MultiprocExecutor.is_failed", CALLS),
-    Touch("rank_calls.py", EXECUTOR, "MultiprocExecutor.collective_rpc", CALLS, ("method", "timeout", "args")),
-    Touch("rank_calls.py", f"{COMMUNICATORS}.shm_broadcast", "MessageQueue.enqueue", CALLS, ("obj",)),
-    Touch(
-        "rank_calls.py",
-        f"{COMMUNICATORS}.shm_broadcast",
-        "MessageQueue.dequeue",
-        CALLS,
-        ("timeout",),
-    ),
-    Touch("spans.py", "vllm.v1.engine.async_llm", "AsyncLLM.generate", SPANS, ("self", "prompt", "sampling_params")),
-    Touch("spans.py", "vllm.outputs", "CompletionOutput.weight_versions", SPANS),
-    *(Touch("spans.py", "vllm.outputs", f"WeightVersionSpan.{name}", SPANS) for name in ("version", "start", "end")),
-    Touch("spans.py", "vllm.outputs", "RequestOutput.finished", SPANS),
-    Touch("spans.py", "vllm.outputs", "CompletionOutput.token_ids", SPANS),
-    *(
-        Touch("span_stream.py", f"vllm.entrypoints.openai.{api}.protocol", f"{chunk}.choices", SPANS)
-        for api, chunk in (
-            ("completion", "CompletionStreamResponse"),
-            ("chat_completion", "ChatCompletionStreamResponse"),
-        )
-    ),
-    Touch("spans.py", "vllm.entrypoints.openai.completion.serving", "OpenAIServingCompletion.create_completion", SPANS),
-    Touch(
-        "spans.py", "vllm.entrypoints.openai.chat_completion.serving", "OpenAIServingChat.create_chat_completion", SPANS
-    ),
-    Touch("metrics.py", "vllm.v1.metrics.prometheus", "get_prometheus_registry", "/metrics shows nothing of ours"),
-    Touch("plugin.py", ENDPOINTS, "EndpointPlugin.attach_router", HTTP, ("self", "app"), exactly=True),
-    Touch(
-        "plugin.py",
-        ENDPOINTS,
-        "EndpointPlugin.init_state",
-        HTTP,
-        ("self", "engine_client", "state", "args"),
-        exactly=True,
-    ),
-    Touch("loader.py", LOADERS, "_LOAD_FORMAT_TO_MODEL_LOADER", LOADS),
-    Touch("loader.py", LOADERS, "register_model_loader", LOADS, ("load_format",)),
-    Touch("loader.py", LOADERS, "DefaultModelLoader.track_weights_loading", LOADS, ("model", "loaded_weights")),
-    Touch(
-        "loader.py",
-        f"{LOADERS}.base_loader",
-        "BaseModelLoader.load_weights",
-        LOADS,
-        ("self", "model", "model_config"),
-        exactly=True,
-    ),
-    Touch(
-        "loader.py",
-        f"{LOADERS}.base_loader",
-        "BaseModelLoader.create_model",
-        LOADS,
-        ("vllm_config", "model_config", "prefix"),
-    ),
-    Touch(
-        "loader.py",
-        f"{LOADERS}.base_loader",
-        "BaseModelLoader.download_model",
-        LOADS,
-        ("self", "model_config"),
-        exactly=True,
-    ),
-    Touch("loader.py", "vllm.distributed", "get_world_group", LOADS),
-    Touch("loader.py", "vllm.distributed.parallel_state", "GroupCoordinator.broadcast_object", LOADS),
-    Touch("loader.py", "vllm.distributed.parallel_state", "GroupCoordinator.rank_in_group", LOADS),
-    Touch(
-        "loading.py",
-        LOADERS,
-        "base_loader.process_weights_after_loading",
-        DERIVED,
-        ("model", "model_config", "target_device"),
-        exactly=True,
-    ),
-    Touch("plain_moe.py", "vllm.platforms", "current_platform.is_cpu", CPU),
-    Touch("plain_moe.py", f"{EXPERTS}.oracle.unquantized", "backend_to_kernel_cls", CPU),
-    Touch("plain_moe.py", f"{EXPERTS}.oracle.unquantized", "UnquantizedMoeBackend.CPU", CPU),
-    Touch(
-        "plain_moe.py",
-        f"{EXPERTS}.experts.cpu_moe",
-        "CPUUnquantizedExperts.apply",
-        CPU,
-        plain_moe.APPLY_PARAMETERS,
-        exactly=True,
-    ),
-    Touch(
-        "plain_moe.py",
-        f"{EXPERTS}.experts.cpu_moe",
-        "CPUUnquantizedExperts.process_weights_after_loading",
-        CPU,
-        ("layer",),
-    ),
-    Touch("worker.py", WORKER, "Worker.get_model", CALLS),
-    Touch("worker.py", "vllm.v1.worker.worker_base", "WorkerBase.rank", CALLS),
-    Touch("worker.py", "vllm.v1.worker.worker_base", "WorkerBase.model_config", CALLS),
-    *(Touch("foreign_writers.py", WORKER, f"Worker.{name}", DOORS) for name in foreign_writers.WRITERS),
-    Touch("foreign_writers.py", WORKER, "Worker.sleep", DOORS, ("level",)),
-    Touch("foreign_writers.py", WORKER, "Worker.wake_up", DOORS, ("self", "tags"), exactly=True),
-    Touch("foreign_writers.py", "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", DOORS),
-    Touch("transfer.py", TRANSFER, "WeightTransferEngineFactory._registry", NATIVE),
-    Touch("transfer.py", TRANSFER, "WeightTransferEngineFactory.register_engine", NATIVE, ("name", "class_name")),
-    Touch("transfer.py", "vllm.config", "VllmConfig.weight_transfer_config", NATIVE),
-    Touch("transfer.py", "vllm.config", "WeightTransferConfig.backend", NATIVE),
-    Touch("transfer.py", "vllm.exceptions", "GracefulHTTPError", NATIVE, ("message", "http_status")),
-    *(
-        Touch("transfer.py", owner, f"{cls}.{name}", NATIVE, takes, exactly=True)
-        for owner, cls in (("vllm.v1.engine.async_llm", "AsyncLLM"), ("vllm", "LLM"))
-        for name, takes in (
-            ("init_weight_transfer_engine", ("self", "request")),
-            ("shutdown_weight_transfer_engine", ("self",)),
-            ("start_weight_update", ("self",)),
-            ("start_draft_weight_update", ("self",)),
-            ("update_weights", ("self", "request")),
-            ("finish_weight_update", ("self", "weight_version")),
-            ("update_weight_version", ("self", "new_version")),
-        )
-    ),
-    *(
-        Touch("transfer_worker.py", f"{TRANSFER}.base", f"WeightTransferEngine.{name}", NATIVE)
-        for name in (
-            "init_transfer_engine",
-            "start_weight_update",
-            "finish_weight_update",
-            "receive_weights",
-            "shutdown",
-        )
-    ),
-    Touch("attached.py", "vllm.v1.engine.async_llm", "AsyncLLM.vllm_config", ATTACHED),
-    Touch("attached.py", "vllm.v1.engine.async_llm", "AsyncLLM.engine_core", ATTACHED),
-    Touch("ports.py", "vllm", "LLM.collective_rpc", OFFLINE, ("method", "args")),
-    Touch("ports.py", "vllm", "LLM.reset_prefix_cache", OFFLINE),
-    Touch("ports.py", "vllm", "LLM.llm_engine", OFFLINE),
-    Touch("ports.py", "vllm.v1.engine.llm_engine", "LLMEngine.has_unfinished_requests", OFFLINE),
-    Touch("ports.py", "vllm.v1.engine.llm_engine", "LLMEngine.set_weight_version", OFFLINE),
-    *(
-        Touch("layout.py", "vllm.config", f"ParallelConfig.{name}", REFUSALS)
-        for name in ("data_parallel_size", "enable_eplb", "enable_elastic_ep", "local_engines_only", "world_size")
-    ),
-    Touch("layout.py", f"{COMMUNICATORS}.base_device_communicator", "DeviceCommunicatorBase.all_gatherv", REFUSALS),
-    Touch("layout.py", f"{COMMUNICATORS}.cpu_communicator", "CpuCommunicator.all_gatherv", REFUSALS),
-    Touch("features.py", "vllm.config", "VllmConfig.speculative_config", REFUSALS),
-    Touch("features.py", "vllm.config", "SpeculativeConfig.method", REFUSALS),
-    Touch("features.py", "vllm.config", "SpeculativeConfig.draft_model_config", REFUSALS),
-    Touch("features.py", "vllm.config", "ModelConfig.model", REFUSALS),
-    Touch("features.py", "vllm.config.load", "LoadConfig.load_format", REFUSALS),
-    Touch("features.py", "vllm.config.offload", "UVAOffloadConfig.cpu_offload_gb", REFUSALS),
-    Touch("features.py", "vllm.config.offload", "PrefetchOffloadConfig.offload_group_size", REFUSALS),
-]
+
+TABLE = """
+compat.py | an LLM after a Publisher crashes
+    vllm.triton_utils: dispatcher._rebind_kernels(overrides) only
+compat.py | CPU
+    vllm.model_executor.layers: utils.dispatch_cpu_unquantized_gemm(layer, remove_weight) only
+compat.py | a busy server on few cores may stand still
+    vllm.distributed: utils.USE_SCHED_YIELD
+compat.py | a launch without the extension goes unnoticed
+    vllm.config: ParallelConfig.worker_extension_cls
+compat.py | DERIVED
+    vllm.config: vllm._current_vllm_config; vllm.get_cached_compilation_config
+compat.py | SPANS
+    vllm.v1.engine.core_client: AsyncMPClient.set_weight_version_async
+core_guard.py | CORE
+    vllm.v1.engine.core: EngineCoreProc.set_weight_version
+core_guard.py | a /pause during a commit lets new requests wait instead of rejecting them
+    vllm.v1.engine.core: EngineCoreProc.pause_generation since 0.33
+core_guard.py | a dead engine leaves exit status 0
+    vllm.v1.engine.async_llm: AsyncLLM.shutdown; AsyncLLM.errored
+engines.py | CALLS
+    vllm.v1.engine.core_client: AsyncMPClient._call_utility_async(method, engine); AsyncMPClient.core_engines
+    vllm.v1.engine.async_llm: AsyncLLM.collective_rpc(method, args)
+engines.py | CORE
+    vllm.v1.engine.core_client: AsyncMPClient.pause_scheduler_async(mode, clear_cache);
+        AsyncMPClient.resume_scheduler_async
+engines.py | images are answered from the policy before
+    vllm.renderers.base: BaseRenderer.clear_mm_cache_async
+engines.py | a hanging engine is not ended
+    vllm.utils.system_utils: kill_process_tree(pid)
+lease.py | CORE
+    vllm.v1.engine: EngineCoreRequestType.WAKEUP
+    vllm.v1.core.sched.scheduler: Scheduler.set_pause_state
+rank_calls.py | CALLS
+    vllm.v1.executor.multiproc_executor: FutureWrapper(futures_queue, get_response); MultiprocExecutor.is_failed;
+        MultiprocExecutor.collective_rpc(method, timeout, args)
+    vllm.distributed.device_communicators.shm_broadcast: MessageQueue.enqueue(obj); MessageQueue.dequeue(timeout)
+spans.py | SPANS
+    vllm.v1.engine.async_llm: AsyncLLM.generate(self, prompt, sampling_params)
+    vllm.outputs: CompletionOutput.weight_versions; WeightVersionSpan.version; WeightVersionSpan.start;
+        WeightVersionSpan.end; RequestOutput.finished; CompletionOutput.token_ids
+    vllm.entrypoints.openai.completion.serving: OpenAIServingCompletion.create_completion
+    vllm.entrypoints.openai.chat_completion.serving: OpenAIServingChat.create_chat_completion
+span_stream.py | SPANS
+    vllm.entrypoints.openai.completion.protocol: CompletionStreamResponse.choices
+    vllm.entrypoints.openai.chat_completion.protocol: ChatCompletionStreamResponse.choices
+metrics.py | /metrics shows nothing of ours
+    vllm.v1.metrics.prometheus: get_prometheus_registry
+plugin.py | HTTP
+    vllm.plugins.endpoint_plugins.interface: EndpointPlugin.attach_router(self, app) only;
+        EndpointPlugin.init_state(self, engine_client, state, args) only
+loader.py | LOADS
+    vllm.model_executor.model_loader: _LOAD_FORMAT_TO_MODEL_LOADER; register_model_loader(load_format);
+        DefaultModelLoader.track_weights_loading(model, loaded_weights)
+    vllm.model_executor.model_loader.base_loader: BaseModelLoader.load_weights(self, model, model_config) only;
+        BaseModelLoader.create_model(vllm_config, model_config, prefix); BaseModelLoader.download_model(self,
+        model_config) only
+    vllm.distributed: get_world_group
+    vllm.distributed.parallel_state: GroupCoordinator.broadcast_object; GroupCoordinator.rank_in_group
+loading.py | DERIVED
+    vllm.model_executor.model_loader: base_loader.process_weights_after_loading(model, model_config, target_device)
+        only
+plain_moe.py | CPU
+    vllm.platforms: current_platform.is_cpu
+    vllm.model_executor.layers.fused_moe.oracle.unquantized: backend_to_kernel_cls; UnquantizedMoeBackend.CPU
+    vllm.model_executor.layers.fused_moe.experts.cpu_moe: CPUUnquantizedExperts.apply(APPLY_PARAMETERS) only;
+        CPUUnquantizedExperts.process_weights_after_loading(layer)
+worker.py | CALLS
+    vllm.v1.worker.gpu_worker: Worker.get_model
+    vllm.v1.worker.worker_base: WorkerBase.rank; WorkerBase.model_config
+foreign_writers.py | DOORS
+    vllm.v1.worker.gpu_worker: Worker.WRITERS; Worker.sleep(level); Worker.wake_up(self, tags) only
+    vllm.v1.worker.gpu_model_runner: GPUModelRunner.reload_weights
+transfer.py | NATIVE
+    vllm.distributed.weight_transfer: WeightTransferEngineFactory._registry;
+        WeightTransferEngineFactory.register_engine(name, class_name)
+    vllm.config: VllmConfig.weight_transfer_config; WeightTransferConfig.backend
+    vllm.exceptions: GracefulHTTPError(message, http_status)
+    vllm.v1.engine.async_llm: AsyncLLM.init_weight_transfer_engine(self, request) only;
+        AsyncLLM.shutdown_weight_transfer_engine(self) only; AsyncLLM.start_weight_update(self) only;
+        AsyncLLM.start_draft_weight_update(self) only; AsyncLLM.update_weights(self, request) only;
+        AsyncLLM.finish_weight_update(self, weight_version) only; AsyncLLM.update_weight_version(self, new_version)
+        only
+    vllm: LLM.init_weight_transfer_engine(self, request) only; LLM.shutdown_weight_transfer_engine(self) only;
+        LLM.start_weight_update(self) only; LLM.start_draft_weight_update(self) only; LLM.update_weights(self,
+        request) only; LLM.finish_weight_update(self, weight_version) only; LLM.update_weight_version(self,
+        new_version) only
+transfer_worker.py | NATIVE
+    vllm.distributed.weight_transfer.base: WeightTransferEngine.init_transfer_engine;
+        WeightTransferEngine.start_weight_update; WeightTransferEngine.finish_weight_update;
+        WeightTransferEngine.receive_weights; WeightTransferEngine.shutdown
+attached.py | ATTACHED
+    vllm.v1.engine.async_llm: AsyncLLM.vllm_config; AsyncLLM.engine_core
+ports.py | OFFLINE
+    vllm: LLM.collective_rpc(method, args); LLM.reset_prefix_cache; LLM.llm_engine
+    vllm.v1.engine.llm_engine: LLMEngine.has_unfinished_requests; LLMEngine.set_weight_version
+layout.py | REFUSALS
+    vllm.config: ParallelConfig.data_parallel_size; ParallelConfig.enable_eplb; ParallelConfig.enable_elastic_ep;
+        ParallelConfig.local_engines_only; ParallelConfig.world_size
+    vllm.distributed.device_communicators.base_device_communicator: DeviceCommunicatorBase.all_gatherv
+    vllm.distributed.device_communicators.cpu_communicator: CpuCommunicator.all_gatherv
+features.py | REFUSALS
+    vllm.config: VllmConfig.speculative_config; SpeculativeConfig.method; SpeculativeConfig.draft_model_config;
+        ModelConfig.model
+    vllm.config.load: LoadConfig.load_format
+    vllm.config.offload: UVAOffloadConfig.cpu_offload_gb; PrefetchOffloadConfig.offload_group_size
+"""
+"""A line per file of ours, with what breaks; below it a module of vLLM's, and what we need of it: names with the
+parameters that we give, with "only" if there may be no others, with "since" where older releases lack them."""
+
+
+def touches_of(table: str) -> Iterator[Touch]:
+    text = re.sub(r"\n {8}", " ", table.strip())
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            ours, breaks = line.split(" | ")
+            continue
+        module, names = line.strip().split(": ", 1)
+        for entry in names.replace("APPLY_PARAMETERS", ", ".join(plain_moe.APPLY_PARAMETERS)).split("; "):
+            found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?( only)?(?: since ([\d.]+))?", entry)
+            assert found is not None, entry
+            owner, _, last = found[1].rpartition(".")
+            for name in foreign_writers.WRITERS if last == "WRITERS" else [last]:
+                where = f"{owner}.{name}" if owner else name
+                takes = tuple(found[2].split(", ")) if found[2] else ()
+                yield Touch(ours, module, where, BREAKS.get(breaks, breaks), takes, bool(found[3]), found[4] or "0")
+
+
+TOUCHES = list(touches_of(TABLE))
 
 
 def test_nothing_is_found_where_there_is_nothing() -> None:

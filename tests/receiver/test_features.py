@@ -59,7 +59,7 @@ def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
         [sys.executable, "-c", ASK, base, json.dumps([options for options, _ in cases])],
         env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""},
         capture_output=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]

@@ -1,5 +1,6 @@
-"""What Prometheus is told: of each move, by one process of several, and nothing where nobody can be told."""
+"""What Prometheus and the log are told: of each move, by one process of several, and nothing where nobody listens."""
 
+import logging
 import os
 import re
 import subprocess
@@ -12,7 +13,9 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.support.world import World
-from vllm_delta_sync.engine import metrics
+from vllm_delta_sync.bucket.hashing import hashed_seconds, hashing
+from vllm_delta_sync.engine import metrics, telling
+from vllm_delta_sync.engine.reading import Clock
 from vllm_delta_sync.engine.status import STATES
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 
@@ -121,35 +124,36 @@ def test_every_metric_is_documented() -> None:
     assert set(rows) == expected
 
 
-SERVER = """
-import sys
-from vllm_delta_sync.engine import metrics
-from vllm_delta_sync.engine.status import Board
-metrics.observe_gap(0.01)
-if sys.argv[1] != "follower":
-    metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=int(sys.argv[2]))
-    board = Board("follow")
-    board.export()
-    board.set(undo=list(range(int(sys.argv[2]))), state=sys.argv[3])
-"""
-SHOWN = """
+SERVERS = """
+import os
 from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm_delta_sync.engine import metrics
+from vllm_delta_sync.engine.status import Board
+
+def serve(role, versions=0, state=""):
+    metrics.observe_gap(0.01)
+    if role != "follower":
+        metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=versions)
+        board = Board("follow")
+        board.export()
+        board.set(undo=list(range(versions)), state=state)
+
+for server in (("leader", 3, "committing"), ("follower",), ("successor", 2, "idle")):
+    child = os.fork()
+    if not child:
+        serve(*server)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 print(generate_latest(get_prometheus_registry()).decode())
 """
 
 
 def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-
-    def run(code: str, *arguments: str) -> str:
-        command = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-    run(SERVER, "leader", "3", "committing")
-    run(SERVER, "follower")
-    run(SERVER, "successor", "2", "idle")
-    shown = dict(re.findall(r"^(delta_sync_\S+) (\S+)$", run(SHOWN), re.MULTILINE))
+    command = [sys.executable, "-c", SERVERS]
+    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    shown = dict(re.findall(r"^(delta_sync_\S+) (\S+)$", done.stdout, re.MULTILINE))
     assert shown["delta_sync_output_gap_seconds_count"] == "3.0"
     assert shown["delta_sync_versions_total"] == "5.0"
     assert shown['delta_sync_phase_seconds_count{phase="fetch"}'] == "2.0"
@@ -159,22 +163,81 @@ def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Pat
     assert not [name for name in shown if "pid=" in name]
 
 
-ALONE = """
-import sys
-sys.modules["prometheus_client"] = None
-from pathlib import Path
-from tests.support.world import World
-world = World(Path(sys.argv[1]))
-world.receiver.board.export()
-world.receiver.advance()
-world.train(1)
-world.receiver.advance()
-world.expect_exact()
-print("served", world.receiver.served_version)
-"""
+def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setattr(metrics, "_made", {})
+    counted = grown("versions_total")
+    world = World(tmp_path)
+    world.receiver.board.export()
+    world.receiver.advance()
+    world.train_and_follow(1)
+    assert (world.receiver.served_version, counted()) == (1, 0)
 
 
-def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ALONE, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    assert done.stdout.strip() == "served 1"
+# The line of the log for each change of weights
+
+
+ENDING = r"paused [\d.]+( ms)? \(committed [\d.]+, resumed [\d.]+\)"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of moves since the last call."""
+    found = [record.getMessage() for record in caplog.records if re.match(r"version \d+ \(step", record.getMessage())]
+    caplog.clear()
+    return found
+
+
+def test_every_move_has_one_line_of_the_same_form(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.delta_sync")
+    world = World(tmp_path)
+    world.receiver.advance()
+    world.train(480)
+    world.receiver.advance()
+    (line,) = lines(caplog)
+    assert re.fullmatch(rf"version 1 \(step 480\) served: [\d.]+ % changed, [\d.]+ kB; .*{ENDING}", line)
+    for step in (481, 482):
+        world.tensors["model.norm.weight"].mul_(1.5)
+        world.train(step)
+    world.receiver.advance()
+    (line,) = lines(caplog)
+    form = r"version 3 \(step 482\) served: 2 versions in one commit, ([\d,]+) elements written, [\d.]+ kB; "
+    found = re.match(form, line)
+    assert found is not None
+    # What both versions changed is written once.
+    assert 0 < int(found[1].replace(",", "")) < world.receiver.status()["recent"][-1]["changed"]
+    world.receiver.rollback(1)
+    (line,) = lines(caplog)
+    assert re.fullmatch(rf"version 1 \(step 480\) served: gone back from version 3; .*{ENDING}", line)
+    world.model.norm.data.mul_(2)
+    world.receiver.verify()
+    world.receiver.mend()
+    (line,) = lines(caplog)
+    assert line.startswith("version 1 (step 480) served: weights that were changed from outside are replaced; fetched ")
+
+
+def test_digests_count_as_verified_wherever_they_are_computed() -> None:
+    clock = Clock()
+    before = hashed_seconds()
+    with hashing():
+        sum(range(100_000))
+    spent = 1e3 * (hashed_seconds() - before)
+    clock.tick("fetch")
+    clock.tick("decode")
+    clock.tick("fetch")
+    assert list(clock.ms) == ["fetch", "verify", "decode"]
+    assert clock.ms["verify"] == pytest.approx(spent)
+    assert clock.ms["fetch"] >= 0
+
+
+def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.delta_sync")
+    world = World(tmp_path, with_base=False)
+    world.model.norm.data[:] = 0
+    world.receiver.advance()
+    (line,) = lines(caplog)
+    timings = world.receiver.status()["timings_ms"]
+    assert re.match(r"version 0 \(step \d+\) served: taken whole, [\d.]+ kB; ", line)
+    assert line.endswith(telling.durations(timings))
+    assert list(timings) == [phase for phase in telling.ORDER if phase in timings]
+    assert {"fetch", "verify", "decode", "route", "turn"} <= timings.keys()
+    assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0

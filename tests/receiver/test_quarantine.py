@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.receiver.test_service import wait_until
 from tests.support.chains import Server
 from tests.support.gating import marks
 from tests.support.marked import REASON, MarkedChain
+from tests.support.seeds import seeds
 from tests.support.world import World
 from trainer_side import Gate, Publisher
 from vllm_delta_sync.bucket import open_bucket
@@ -21,14 +21,11 @@ from vllm_delta_sync.config import Settings, load_settings
 from vllm_delta_sync.engine.offline import OfflineSync
 from vllm_delta_sync.engine.rebuild import newest, rebuild
 from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.engine.service import ReceiverService
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, SettingsError
 from vllm_delta_sync.upkeep.branching import branch
 from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.manifest import Quarantine, version_key
-
-WAIT = 120
 
 
 @pytest.fixture
@@ -70,9 +67,11 @@ def spoiled(bits: list[Bits]) -> list[Bits]:
 # Following
 
 
-def test_head_is_followed_to_the_newest_sound_version(chain: MarkedChain) -> None:
-    server = Server(chain, chain.bits[0])
-    server.reaches(5, commits=1)
+@pytest.mark.parametrize(("stage_bytes", "commits"), [(2**30, [5]), (0, [1, 2, 5])], ids=["", "little memory"])
+def test_head_is_followed_to_the_newest_sound_version(chain: MarkedChain, stage_bytes: int, commits: list[int]) -> None:
+    """Little memory does not end a commit at a quarantined version."""
+    server = Server(chain, chain.bits[0], stage_bytes=stage_bytes)
+    server.reaches(5, len(commits))
     status = server.receiver.status()
     assert (status["state"], status["lag"], status["last_error"]) == ("idle", 0, None)
     assert status["served"]["quarantined"] == []
@@ -80,7 +79,7 @@ def test_head_is_followed_to_the_newest_sound_version(chain: MarkedChain) -> Non
     server.reaches(5, commits=0)
     chain.play("!.")
     server.reaches(8, commits=1)
-    assert committed(server) == [5, 8]
+    assert committed(server) == [*commits, 8]
 
 
 def test_lag_counts_to_what_would_be_served(chain: MarkedChain) -> None:
@@ -88,8 +87,7 @@ def test_lag_counts_to_what_would_be_served(chain: MarkedChain) -> None:
     server.receiver.advance()
     server.receiver.hold()
     chain.play(".!!")
-    server.receiver.check()
-    server.receiver._look()
+    server.receiver.observe()
     assert server.receiver.status()["lag"] == 2
     server = Server(chain, chain.bits[0], quarantined="serve", policy="manual")
     server.receiver.advance(5)
@@ -98,25 +96,18 @@ def test_lag_counts_to_what_would_be_served(chain: MarkedChain) -> None:
 
 def test_skipped_versions_are_named_once(chain: MarkedChain, told: pytest.LogCaptureFixture) -> None:
     server = Server(chain, chain.bits[0])
-
-    def lines() -> list[str]:
-        found = [record.getMessage() for record in told.records if "skipped" in record.getMessage()]
+    for played, line in (
+        ("", f"version 6 is quarantined and skipped: {REASON!r}"),
+        ("", None),
+        ("!!", f"versions 7 to 8 are quarantined and skipped: {REASON!r}"),
+        (".", None),
+        ("!", f"version 10 is quarantined and skipped: {REASON!r}"),
+    ):
+        chain.play(played)
         told.clear()
-        return found
-
-    server.receiver.advance()
-    assert lines() == [f"version 6 is quarantined and skipped: {REASON!r}"]
-    server.receiver.advance()
-    assert lines() == []
-    chain.play("!!")
-    server.receiver.advance()
-    assert lines() == [f"versions 7 to 8 are quarantined and skipped: {REASON!r}"]
-    chain.play(".")
-    server.receiver.advance()
-    assert lines() == []
-    chain.play("!")
-    server.receiver.advance()
-    assert lines() == [f"version 10 is quarantined and skipped: {REASON!r}"]
+        server.receiver.advance()
+        found = [record.getMessage() for record in told.records if "skipped" in record.getMessage()]
+        assert found == ([] if line is None else [line])
 
 
 def test_reasons_cannot_forge_lines_of_the_log() -> None:
@@ -129,11 +120,7 @@ def test_all_are_served_where_the_setting_says_so(chain: MarkedChain) -> None:
     server.reaches(6, commits=1)
     status = server.receiver.status()
     assert (status["served"]["quarantined"], status["lag"]) == ([REASON], 0)
-
-
-def test_server_never_goes_back_to_a_sound_version(chain: MarkedChain) -> None:
-    server = Server(chain, chain.bits[0], quarantined="serve")
-    server.reaches(6, commits=1)
+    # A server that skips them never goes back to a sound one.
     server.follow(chain)
     server.reaches(6, commits=0)
     status = server.receiver.status()
@@ -169,24 +156,6 @@ def test_version_that_the_setting_names_is_served(chain: MarkedChain, target: st
     assert committed(server) == [1, 2, 4], "but no other that is quarantined"
 
 
-def test_sync_route_serves_what_it_is_told(tmp_path: Path) -> None:
-    chain = MarkedChain(tmp_path)
-    chain.play(".!")
-    server = Server(chain, chain.bits[0])
-    service = ReceiverService(server.port, Settings(bucket=chain.url, poll_seconds=0.05))
-    service.start()
-    try:
-        wait_until(lambda: service.receiver.served_version == 1)
-        status = service.request("sync", 2).result(WAIT)
-        assert status["served"]["version"] == 2
-        assert service.request("sync").result(WAIT)["served"]["version"] == 2
-        chain.play("!.")
-        wait_until(lambda: service.receiver.served_version == 4)
-    finally:
-        service.stop()
-        service.join(WAIT)
-
-
 def test_offline_goes_where_a_server_goes(chain: MarkedChain) -> None:
     server = Server(chain, chain.bits[0])
     sync = OfflineSync(server.receiver)
@@ -214,25 +183,6 @@ def test_where_all_is_quarantined_nothing_is_served(tmp_path: Path) -> None:
     foreign.holds(spoiled(other.bits[0]))
     chain.play(".")
     foreign.reaches(3, commits=1)
-
-
-# Ways
-
-
-def test_small_memory_does_not_end_a_commit_at_a_quarantined_version(chain: MarkedChain) -> None:
-    server = Server(chain, chain.bits[0], stage_bytes=0)
-    server.reaches(5, commits=3)
-    assert committed(server) == [1, 2, 5]
-
-
-def test_quarantined_anchor_is_no_place_to_stop(tmp_path: Path) -> None:
-    chain = MarkedChain(tmp_path)
-    chain.play(".!.")
-    chain.beside_it(2)
-    server = Server(chain, spoiled(chain.bits[0]))
-    server.reaches(3, commits=2)
-    assert committed(server)[-1] == 3
-    assert 2 not in committed(server)
 
 
 def test_chain_that_ends_in_damage_is_followed_to_a_sound_version(tmp_path: Path) -> None:
@@ -271,7 +221,7 @@ def test_branch_that_begins_at_a_quarantined_version_is_a_run_like_others(chain:
     server.holds(chain.bits[4])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(10, 40))
 def test_no_commit_ends_at_a_quarantined_version(seed: int, tmp_path: Path) -> None:
     """Whatever is lost, and however little memory there is: random runs, anchors, folded ranges and losses."""
     chance = random.Random(seed)
@@ -345,9 +295,8 @@ def test_commands_show_the_mark(chain: MarkedChain, capsys: pytest.CaptureFixtur
 # A trainer that breaks
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_policy_that_breaks_and_is_mended_never_reaches_the_server(tmp_path: Path, ranks: int) -> None:
-    world = World(tmp_path, ranks=ranks)
+def test_policy_that_breaks_and_is_mended_never_reaches_the_server(tmp_path: Path) -> None:
+    world = World(tmp_path, ranks=2)
     world.publisher.close()
     world.publisher = Publisher(world.pairs, world.url, gate=Gate(action="quarantine", max_norm_jump=1.0), fold=False)
     world.train(1)
@@ -361,9 +310,6 @@ def test_policy_that_breaks_and_is_mended_never_reaches_the_server(tmp_path: Pat
         world.expect_bits(good)
     for key, tensor in kept.items():
         world.tensors[key].copy_(tensor)
-    world.train(4)
-    world.receiver.advance()
-    world.expect_exact()
+    world.train_and_follow(4)
     with open_bucket(world.url) as bucket:
         assert marks(bucket) == [0, 1, 1, 1, 4]
-    world.publisher.close()

@@ -1,8 +1,9 @@
-"""The thread that follows: how often it tries what fails, and what it does for a server that follows nothing."""
+"""The thread that follows: how often it tries what fails, what it does for a server that follows nothing, and policy
+``manual``."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -10,36 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.hooks import HookedPort, hooked
+from tests.support.hooks import hooked
+from tests.support.services import POLL, WAIT, Site, wait_until
 from tests.support.world import World
-from trainer_side import Publisher
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine import service as service_module
 from vllm_delta_sync.engine.service import ReceiverService
 from vllm_delta_sync.errors import BusyError
 from vllm_delta_sync.notice import NoticeSubscriber
-
-POLL = 0.05
-WAIT = 120
-
-
-class Site:
-    """A world, and a service in front of it."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.port: HookedPort = hooked(world)
-        self.services: list[ReceiverService] = []
-
-    def serve(self, **settings: Any) -> ReceiverService:
-        service = ReceiverService(self.port, Settings(**{"bucket": self.world.url, "poll_seconds": POLL, **settings}))
-        self.services.append(service)
-        return service
-
-    def end(self) -> None:
-        for service in self.services:
-            service.stop()
-            service.join(WAIT)
 
 
 @pytest.fixture(params=[True], ids=["with a base"])
@@ -48,14 +27,6 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     site = Site(World(tmp_path, with_base=request.param))
     yield site
     site.end()
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    """Until something is shown that no event tells of."""
-    deadline = time.monotonic() + WAIT
-    while not reached():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.005)
 
 
 class Attempts:
@@ -127,25 +98,12 @@ def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Pat
     world.model.norm.data.mul_(2.0)
     assert not receiver.verify()["verdict"]
     attempts = Attempts("repair", 5)
-    states: list[str] = []
-
-    def hook(method: str, arguments: dict[str, Any]) -> None:
-        if method == "start" and arguments["operation"] == "repair":
-            states.append(before[0])
-        attempts.hook(method, arguments)
-
-    before = [receiver.board.state]
-    rest = receiver.board.rest
-
-    def rested(**values: Any) -> None:
-        rest(**values)
-        before[0] = receiver.board.state
-
-    receiver.board.rest = rested  # type: ignore[method-assign]
-    site.port.before = hook
+    states: set[str] = set()
+    receiver.board.watch(lambda: states.add(receiver.board.state))
+    site.port.before = attempts.hook
     service.start()
     attempts.expect_backoff()
-    assert set(states) == {"refused"}
+    assert states <= {"refused", "repairing"}
     assert receiver.status()["last_error"]["kind"] == "not_found"
     assert receiver.status()["served"] is None
     hidden.rename(tmp_path / "base")
@@ -157,8 +115,7 @@ def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Pat
 def test_request_does_not_wait_for_a_whole_catch_up(
     site: Site, action: str, argument: int | None, reached: tuple[int, ...]
 ) -> None:
-    for step in range(1, 9):
-        site.world.train(step)
+    site.world.train(*range(1, 9))
     # One version per commit.
     service = site.serve(stage_bytes=0)
     asked: list[Future[Any]] = []
@@ -223,9 +180,7 @@ def test_listening_outlives_an_unexpected_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bug while a notice is read costs one retry; the next notice is heard by the same thread."""
-    world = World(tmp_path)
-    world.publisher.close()
-    world.publisher = Publisher(world.pairs, bucket=world.url, base=tmp_path / "base", notice="tcp://127.0.0.1:*")
+    world = World(tmp_path, notice="tcp://127.0.0.1:*")
     monkeypatch.setattr(service_module, "LONGEST_RETRY_SECONDS", 0.01)
     receive, left = NoticeSubscriber.receive, [2]
 
@@ -248,3 +203,60 @@ def test_listening_outlives_an_unexpected_error(
     finally:
         service.stop()
         service.join(WAIT)
+
+
+# Policy manual: a server looks, shows what waits, and moves when it is told to
+
+
+def test_nothing_moves_by_itself_and_lag_says_what_waits(site: Site) -> None:
+    service = site.serve(policy="manual")
+    service.start()
+    wait_until(lambda: service.receiver.served_version == 0)
+    before = site.world.bits()
+    for version in (1, 2, 3):
+        site.world.train(version)
+        wait_until(lambda version=version: service.receiver.status()["lag"] == version)  # type: ignore[misc]
+    looks = service.receiver.status()["looks"]
+    wait_until(lambda: service.receiver.status()["looks"] > looks + 3)
+    status = service.receiver.status()
+    assert (status["served"]["version"], status["state"], status["last_error"]) == (0, "idle", None)
+    assert "commit" not in site.port.log
+    site.world.expect_bits(before)
+    for asked, lag in ((2, 1), (None, 0)):
+        status = service.request("sync", asked).result(WAIT)
+        assert (status["served"]["version"], status["lag"]) == (3 - lag, lag)
+    site.world.expect_exact()
+
+
+@pytest.mark.parametrize("site", [False], indirect=True, ids=["without a base"])
+def test_weights_that_are_no_version_are_compared_once(site: Site) -> None:
+    """Each comparison reads the whole model."""
+    site.world.model.norm.data[:] = 0
+    proofs: list[str] = []
+    compared = threading.Event()
+
+    def count(method: str, arguments: dict[str, object]) -> None:
+        if method == "start" and arguments["operation"] == "prove":
+            proofs.append(method)
+            compared.set()
+
+    site.port.before = count
+    service = site.serve(policy="manual")
+    service.start()
+    assert compared.wait(WAIT)
+    looks = service.receiver.status()["looks"]
+    wait_until(lambda: service.receiver.status()["looks"] > looks + 5)
+    assert (len(proofs), service.receiver.served_version) == (1, None)
+    assert service.request("sync").result(WAIT)["served"]["version"] == 0
+    site.world.expect_exact()
+
+
+def test_damage_shows_before_anybody_asks(site: Site, tmp_path: Path) -> None:
+    service = site.serve(policy="manual")
+    service.start()
+    wait_until(lambda: service.receiver.served_version == 0)
+    hidden = (tmp_path / "run" / "run.json").rename(tmp_path / "hidden")
+    wait_until(lambda: service.receiver.status()["last_error"] is not None)
+    assert service.receiver.served_version == 0
+    hidden.rename(tmp_path / "run" / "run.json")
+    wait_until(lambda: service.receiver.status()["last_error"] is None)

@@ -1,4 +1,4 @@
-"""Spans in streams that vLLM's own generators make out of outputs as the engine client hands them over."""
+"""Which version made which token: spans in streams that vLLM's own generators make, and in answers across two runs."""
 
 import asyncio
 import gc
@@ -18,8 +18,11 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.utils.async_utils import merge_async_iterators
 
 from vllm_delta_sync.engine import metrics, spans
+from vllm_delta_sync.engine.span_stream import amended
 
 DONE = "data: [DONE]\n\n"
+
+
 Step = tuple[int, str, list[tuple[str, int, int]] | None] | tuple[int, str, list[tuple[str, int, int]] | None, str]
 """Choice, text (a token per letter), spans if it is its last (None: more to come), and why it ended."""
 
@@ -137,6 +140,8 @@ TWO_PROMPTS = (
     [(0, "ab", None), (1, "x", None), (0, "c", [("3", 0, 2), ("4", 2, 3)]), (1, "y", [("4", 0, 2)])],
     [(1, "k", [("default", 0, 1)]), (0, "lm", None), (0, "n", [("3", 0, 3)])],
 )
+
+
 EXPECTED = [span(0, 3, 0, 2), span(0, 4, 2, 3), span(1, 4, 0, 2), span(2, 3, 0, 3), span(3, None, 0, 1)]
 
 
@@ -202,8 +207,7 @@ def test_error_in_the_middle_is_told_as_vllm_tells_it(kind: str) -> None:
     assert not any("delta_sync" in chunk for chunk in chunks)
 
 
-@pytest.mark.parametrize("prompts", [1, 2])
-@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize(("prompts", "closed"), [(1, False), (2, True), (2, False)])
 def test_client_that_goes_away_ends_its_requests(prompts: int, closed: bool) -> None:
     async def leave() -> int:
         engine = Engine(*[[(0, "a", None), (0, "b", [("1", 0, 2)])]] * prompts)
@@ -250,3 +254,84 @@ def test_gaps_are_those_before_the_first_token_of_another_version(monkeypatch: p
     read(lambda: Api(Engine(script)).complete(1))
     # Tokens 1 and 2 came at once, at 800, and token 0 at 200.
     assert seen == [600.0, 600.0]
+
+
+# Streams as text
+
+
+MEMBER = '"delta_sync":{"run":"r","spans":[]}'
+
+
+CHUNK = 'data: {"choices":[1]}\n\n'
+
+
+USAGE = 'data: {"choices":[],"usage":{"n":1.0}}\n\n'
+
+
+ODD = 'data: {"choices": [ {"text":"}\\n\\u00e9é \\"delta_sync\\"", "x": 1e400, "y":-0.0} ] }\n\n'
+
+
+FULL = 'data: {"id":"a","object":"o","created":3,"model":"m","choices":[1],"usage":{}}\n\n'
+
+
+OWN = f'data: {{"id":"a","object":"o","created":3,"model":"m","choices":[],{MEMBER}}}\n\n'
+
+
+NO_CHUNKS = ['data: {"error":{"code":500}}\n\n', ": keep-alive\n\n", "data: {\n\n", "data: [1]\n\n", "data: 5\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "ends_at", "last"),
+    [
+        pytest.param([CHUNK, USAGE, DONE], 0, [USAGE.replace("}}", f"}},{MEMBER}}}"), DONE], id="ends before the last"),
+        pytest.param([CHUNK, USAGE, DONE], 1, [USAGE.replace("}}", f"}},{MEMBER}}}"), DONE], id="ends with the last"),
+        pytest.param([ODD, DONE], 0, [ODD.replace(" }\n\n", f" ,{MEMBER}}}\n\n"), DONE], id="its text stays as it is"),
+        pytest.param([FULL, DONE], 1, [FULL, OWN, DONE], id="output that ends without a chunk gets one"),
+        *(pytest.param([CHUNK, one, DONE], 0, [one, DONE], id=f"no chunk: {one[:16]!r}") for one in NO_CHUNKS),
+        pytest.param([DONE], 0, [DONE], id="no chunks"),
+        pytest.param([], 0, [], id="nothing"),
+        pytest.param([CHUNK, CHUNK], 0, [CHUNK], id="no end"),
+        pytest.param([CHUNK, DONE], 9, [CHUNK, DONE], id="no last output"),
+    ],
+)
+def test_only_the_last_chunk_gets_the_member(chunks: list[str], ends_at: int, last: list[str]) -> None:
+    """Args: ends_at: how many chunks come before the last output. last: what the stream ends with."""
+    sent = 0
+
+    async def stream() -> AsyncGenerator[str, None]:
+        nonlocal sent
+        for chunk in chunks:
+            sent += 1
+            yield chunk
+
+    async def collect() -> list[str]:
+        spans_of = {"run": "r", "spans": []}
+        return [chunk async for chunk in amended(stream(), lambda: spans_of if sent > ends_at else None)]
+
+    found = asyncio.run(collect())
+    unchanged = max(0, len(found) - len(last))
+    assert found == chunks[:unchanged] + last
+    assert len(found) >= len(chunks)
+
+
+# The run that an answer counts in
+
+
+@pytest.mark.parametrize(
+    ("seen", "named"), [(["a", "a"], "a"), (["a", "b"], None), ([None, "a"], "a"), (["a", None], None)], ids=str
+)
+def test_answer_across_two_runs_names_neither(seen: list[str | None], named: str | None) -> None:
+    followed = iter(seen)
+
+    class Serving:
+        async def create_completion(self, request: Any) -> Any:
+            return SimpleNamespace(choices=["text"])
+
+    class Client:
+        def generate(self) -> None:
+            """Not called: nothing is generated."""
+
+    serving = Serving()
+    spans.install(Client(), SimpleNamespace(openai_serving_completion=serving), lambda: next(followed))
+    response = asyncio.run(serving.create_completion(SimpleNamespace()))
+    assert response.delta_sync == {"run": named, "spans": []}

@@ -1,6 +1,8 @@
-"""What is followed is changed while a server runs: forward, back, to a tag, to another run of the same base."""
+"""What to serve: the head, a version, a tag, another run, by the settings or while a server runs."""
 
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +11,175 @@ import pytest
 
 from tests.support.chains import TABLE, Chain, Server
 from tests.support.hooks import HookedPort, failing
+from tests.support.services import serving, wait_until
 from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.engine.standing import sibling
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, NotFoundError, UsageError
+from vllm_delta_sync.errors import (
+    BusyError,
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    NotFoundError,
+    SettingsError,
+    UsageError,
+)
 from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.upkeep.tagging import set_tag
+from vllm_delta_sync.wire import manifest as keys
 
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
     chain = Chain(tmp_path)
+    chain.grow(6)
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [
+        ("target", ["latest", "-1", "tag:", "tag:a/b", "5.0", "tag:" + "x" * 101, ""]),
+        ("receiver_id", ["", "a b", "../x", "x" * 101]),
+    ],
+)
+def test_settings_that_make_no_sense(setting: str, values: list[str], tmp_path: Path) -> None:
+    for value in values:
+        with pytest.raises(SettingsError, match=f"'{setting}'"):
+            load_settings({"bucket": "/x", setting: value}, {})
+    assert load_settings({"bucket": "/x"}, {}).target == "head"
+    file = tmp_path / "settings.toml"
+    file.write_text('bucket = "/x"\ntarget = 5\n')
+    assert load_settings(environment={"DELTA_SYNC_CONFIG": str(file)}).target == "5"
+
+
+def test_fixed_version_is_served_and_not_left(chain: Chain) -> None:
+    server = Server(chain, chain.bits[0], target="4")
+    server.reaches(4, commits=1)
+    chain.grow(2)
+    server.reaches(4, commits=0)
+    status = server.receiver.status()
+    assert (status["state"], status["target"], status["lag"], status["last_error"]) == ("idle", "4", 4, None)
+    # A bad head does not concern it, and asking for a version goes before the setting.
+    chain.spoil_manifest(8)
+    server.reaches(4, commits=0)
+    server.receiver.advance(5)
+    server.serves(5)
+    with pytest.raises(ChainError):
+        server.receiver.advance()
+    assert server.receiver.status()["state"] == "held"
+    server.serves(5)
+
+
+def test_version_that_is_not_there_yet_is_waited_for(chain: Chain) -> None:
+    server = Server(chain, chain.bits[0], target="8")
+    with pytest.raises(NotFoundError, match="not published yet; the head is 6"):
+        server.receiver.advance()
+    assert server.receiver.waits
+    server.serves(0)
+    chain.grow(3)
+    server.reaches(8, commits=1)
+    assert not server.receiver.waits
+
+
+def test_tag_is_followed_as_it_moves_forward(chain: Chain) -> None:
+    server = Server(chain, chain.bits[0], target="tag:best")
+    with pytest.raises(NotFoundError, match="has no tag 'best'"):
+        server.receiver.advance()
+    server.serves(0)
+    run = open_run(chain.url)
+    for version in (2, 5):
+        set_tag(run, "best", version)
+        server.reaches(version, commits=1)
+    server.reaches(5, commits=0)
+    set_tag(run, "best", 3)
+    with pytest.raises(ChainError, match="rollback"):
+        server.receiver.advance()
+    status = server.receiver.status()
+    assert (status["state"], status["served"]["version"], status["holding"]) == ("held", 5, False)
+    assert status["last_error"]["kind"] == "chain"
+    server.receiver.rollback(2)
+    with pytest.raises(BusyError):
+        server.receiver.advance()
+    server.receiver.release()
+    server.reaches(3, commits=1)
+    assert server.receiver.status()["state"] == "idle"
+
+
+def test_tag_of_another_manifest_is_refused(chain: Chain) -> None:
+    tag = set_tag(open_run(chain.url), "best", 3)
+    chain.bucket.put("tags/best.json", tag.model_copy(update={"manifest": "0" * 64}).to_bytes())
+    server = Server(chain, chain.bits[0], target="tag:best")
+    with pytest.raises(ChainError, match="names manifest"):
+        server.receiver.advance()
+    server.serves(0)
+
+
+def replace_run(chain: Chain) -> None:
+    shutil.rmtree(chain.folder)
+    Chain(chain.root, seed=1)
+
+
+def rewrite(chain: Chain) -> None:
+    manifest = chain.manifests[6].model_copy(update={"step": 7})
+    manifest._raw = None
+    (chain.folder / keys.version_key(6)).write_bytes(manifest.to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "confirmed", "why"),
+    [
+        (lambda chain: None, True, None),
+        (lambda chain: chain.spoil_manifest(6), False, "0000000006.json"),
+        (lambda chain: (chain.folder / keys.version_key(6)).unlink(), False, "0000000006.json"),
+        (rewrite, False, "was served"),
+        (replace_run, False, "another run"),
+        (lambda chain: shutil.rmtree(chain.folder), None, "run.json"),
+    ],
+    ids=["as it was", "damaged", "gone", "rewritten", "another run", "no bucket"],
+)
+def test_verify_looks_into_the_bucket_and_keeps_what_is_served(
+    chain: Chain, spoil: Callable[[Chain], None], confirmed: bool | None, why: str | None
+) -> None:
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance()
+    spoil(chain)
+    outcome = server.receiver.verify()
+    assert (outcome["verdict"], outcome["chain"]) == (True, confirmed)
+    assert outcome["reason"] is None if why is None else why in outcome["reason"]
+    status = server.receiver.status()
+    assert (status["served"]["version"], status["state"]) == (6, "idle")
+
+
+def test_service_waits_for_its_target_at_the_usual_pace(chain: Chain) -> None:
+    server = Server(chain, chain.bits[0])
+    with serving(server.port, bucket=chain.url, target="8") as service:
+        board = service.receiver.board
+        wait_until(lambda: service.receiver.waits)
+
+        def pace() -> float:
+            """How long it takes until the next look."""
+            looks, began = board.looks, time.monotonic()
+            wait_until(lambda: board.looks > looks)
+            return time.monotonic() - began
+
+        for _ in range(6):
+            pace()
+        # Backing off, every wait from the seventh on would take longer.
+        wait_until(lambda: pace() < 1)
+        chain.grow(3)
+        wait_until(lambda: service.receiver.served_version == 8)
+        wait_until(lambda: service.receiver.status()["last_error"] is None)
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Chain:
+    chain = Chain(tmp_path)
     chain.grow(8)
     return chain
+
+
+# Changed while a server runs: forward, back, to a tag, to another run of the same base
 
 
 def served(server: Server) -> tuple[str | None, int | None]:
@@ -28,10 +187,10 @@ def served(server: Server) -> tuple[str | None, int | None]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_target_goes_forward_and_back_and_follows_on(chain: Chain, ranks: int) -> None:
-    server = Server(chain, chain.bits[0], ranks)
+def test_target_goes_forward_and_back_and_follows_on(long: Chain, ranks: int) -> None:
+    server = Server(long, long.bits[0], ranks)
     server.receiver.advance()
-    set_tag(open_run(chain.url), "best", 3)
+    set_tag(open_run(long.url), "best", 3)
     for named, version in (("5", 5), ("tag:best", 3), ("head", 8), ("2", 2)):
         pauses = server.commits
         server.receiver.target(named)
@@ -41,32 +200,23 @@ def test_target_goes_forward_and_back_and_follows_on(chain: Chain, ranks: int) -
         assert (status["target"], status["state"], status["holding"]) == (named, "idle", False)
         server.reaches(version, commits=0)
     server.receiver.target("tag:best")
-    set_tag(open_run(chain.url), "best", 6)
+    set_tag(open_run(long.url), "best", 6)
     server.reaches(6, commits=1)
     server.receiver.target("head")
-    chain.grow(1)
+    long.grow(1)
     server.reaches(9, commits=1)
-
-
-def test_target_ends_a_hold(chain: Chain) -> None:
-    server = Server(chain, chain.bits[0])
-    server.receiver.advance()
-    server.receiver.rollback(4)
-    server.receiver.target("head")
-    assert server.receiver.status()["state"] == "idle"
-    server.serves(8)
 
 
 @pytest.mark.parametrize(
     ("named", "error"), [("9", NotFoundError), ("tag:none", NotFoundError), ("4", DeltaSyncError)], ids=str
 )
-def test_target_that_cannot_be_served_changes_nothing(chain: Chain, named: str, error: type[DeltaSyncError]) -> None:
-    server = Server(chain, chain.bits[0], target="6")
+def test_target_that_cannot_be_served_changes_nothing(long: Chain, named: str, error: type[DeltaSyncError]) -> None:
+    server = Server(long, long.bits[0], target="6")
     server.receiver.advance()
     server.receiver.hold()
     # Neither back nor anew.
-    chain.lose(4, 5)
-    chain.remove(chain.manifests[0])
+    long.lose(4, 5)
+    long.remove(long.manifests[0])
     with pytest.raises(error):
         server.receiver.target(named)
     status = server.receiver.status()
@@ -74,11 +224,11 @@ def test_target_that_cannot_be_served_changes_nothing(chain: Chain, named: str, 
     server.serves(6)
 
 
-def test_version_that_was_let_go_of_is_refused_by_name(chain: Chain) -> None:
-    server = Server(chain, chain.bits[0])
+def test_version_that_was_let_go_of_is_refused_by_name(long: Chain) -> None:
+    server = Server(long, long.bits[0])
     server.receiver.advance()
-    chain.beside_it(7)
-    collect(open_run(chain.url), Policy(keep_last=1, min_age=0), now=time.time() + 1e6)
+    long.beside_it(7)
+    collect(open_run(long.url), Policy(keep_last=1, min_age=0), now=time.time() + 1e6)
     with pytest.raises(NotFoundError, match="version 3 is no longer kept"):
         server.receiver.rollback(3)
     server.serves(8)
@@ -108,35 +258,28 @@ def test_back_across_what_cannot_be_taken_back(tmp_path: Path, what: str) -> Non
         server.serves(version)
 
 
-def test_back_around_a_damaged_step(chain: Chain) -> None:
-    server = Server(chain, chain.bits[0])
+@pytest.mark.parametrize("why", ["damaged", "little memory"])
+def test_back_is_rebuilt_where_steps_cannot_be_taken(long: Chain, why: str) -> None:
+    server = Server(long, long.bits[0], stage_bytes=0 if why == "little memory" else 2**30)
     server.receiver.advance()
-    chain.damage(chain.manifests[6])
+    if why == "damaged":
+        long.damage(long.manifests[6])
     pauses = server.commits
     server.receiver.rollback(4)
     assert server.commits == pauses + 1
     server.serves(4)
 
 
-def test_back_of_more_than_fits_is_rebuilt(chain: Chain) -> None:
-    server = Server(chain, chain.bits[0], stage_bytes=0)
-    server.receiver.advance()
-    pauses = server.commits
-    server.receiver.rollback(2)
-    assert server.commits == pauses + 1
-    server.serves(2)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_two_branches_in_turn(chain: Chain, ranks: int) -> None:
+def test_two_branches_in_turn(long: Chain, ranks: int) -> None:
     """What an A/B test needs: old answers under the old run's name until the commit, new ones under the new name."""
-    other = chain.branch("other", 4, seed=1)
+    other = long.branch("other", 4, seed=1)
     other.grow(3)
-    server = Server(chain, chain.bits[0], ranks)
+    server = Server(long, long.bits[0], ranks)
     server.receiver.advance()
     seen: list[tuple[Any, ...]] = []
     server.receiver.board.watch(lambda: seen.append((server.receiver.run_id, *served(server))))
-    for target, there, version in (("head", other, 3), ("7", chain, 7), ("1", other, 1), ("head", chain, 8)):
+    for target, there, version in (("head", other, 3), ("7", long, 7), ("1", other, 1), ("head", long, 8)):
         pauses = server.commits
         before = (server.chain.run, *served(server))
         server.chain = there
@@ -155,16 +298,6 @@ def test_two_branches_in_turn(chain: Chain, ranks: int) -> None:
     assert server.receiver.status()["undo"] == [3]
     server.receiver.rollback(2)
     server.serves(2)
-
-
-def test_version_0_of_a_branch_needs_a_commit_only_if_the_weights_differ(chain: Chain) -> None:
-    other = chain.branch("other", 4, seed=1)
-    server = Server(chain, chain.bits[0])
-    server.receiver.advance(4)
-    server.receiver.target("head", other.url)
-    server.chain = other
-    server.serves(0)
-    assert (served(server), server.commits) == ((other.run, 0), 1)
 
 
 def test_two_runs_of_one_checkpoint(tmp_path: Path) -> None:
@@ -188,29 +321,27 @@ def strange(root: Path) -> Chain:
 
 
 @pytest.mark.parametrize("why", ["no run", "other weights", "no version", "no such tag"])
-def test_run_that_cannot_be_followed_is_refused_and_the_old_one_stays(chain: Chain, why: str) -> None:
-    server = Server(chain, chain.bits[0])
+def test_run_that_cannot_be_followed_is_refused_and_the_old_one_stays(long: Chain, why: str) -> None:
+    server = Server(long, long.bits[0])
     server.receiver.advance(6)
-    url, named = f"{chain.root}/strange", "head"
+    url, named = f"{long.root}/strange", "head"
     if why == "other weights":
-        strange(chain.root)
+        strange(long.root)
     elif why != "no run":
-        url = chain.branch("other", 2, seed=1).url
+        url = long.branch("other", 2, seed=1).url
         named = "3" if why == "no version" else "tag:x"
     log = list(server.port.log)
     with pytest.raises(ChainError if why == "other weights" else NotFoundError):
         server.receiver.target(named, url)
     assert server.port.log == log
-    assert (served(server), server.receiver.run_id) == ((chain.run, 6), chain.run)
+    assert (served(server), server.receiver.run_id) == ((long.run, 6), long.run)
     server.reaches(8, commits=1)
 
 
 @pytest.mark.parametrize("named", ["head", "6"])
-def test_the_target_in_force_that_fails_is_no_success(chain: Chain, named: str) -> None:
-    server = Server(chain, chain.bits[0], target=named)
-    port = HookedPort(*server.models)
-    server.port = port
-    server.follow(chain, target=named)
+def test_the_target_in_force_that_fails_is_no_success(long: Chain, named: str) -> None:
+    server = Server(long, long.bits[0], port=HookedPort, target=named)
+    port = server.port
     server.receiver.advance(4)
     server.receiver.hold()
     port.before = failing("start")
@@ -218,33 +349,30 @@ def test_the_target_in_force_that_fails_is_no_success(chain: Chain, named: str) 
         server.receiver.target(named)
     status = server.receiver.status()
     assert (status["target"], status["served"]["version"], status["state"]) == (named, 4, "held")
-    head = chain.folder / "HEAD.json"
-    head.rename(chain.folder / "away")
-    (chain.folder / "versions").rename(chain.folder / "gone")
+    head = long.folder / "HEAD.json"
+    head.rename(long.folder / "away")
+    (long.folder / "versions").rename(long.folder / "gone")
     with pytest.raises(DeltaSyncError):
         server.receiver.target(named)
-    (chain.folder / "away").rename(head)
-    (chain.folder / "gone").rename(chain.folder / "versions")
+    (long.folder / "away").rename(head)
+    (long.folder / "gone").rename(long.folder / "versions")
     server.receiver.target(named)
     server.serves(8 if named == "head" else 6)
 
 
-@pytest.mark.parametrize("at", ["start", "adopt", "commit"])
-@pytest.mark.parametrize("times", [1, 3])
-def test_failure_on_the_way_to_another_run_leaves_the_old_one(chain: Chain, at: str, times: int) -> None:
-    other = chain.branch("other", 4, seed=1)
+@pytest.mark.parametrize(("at", "times"), [("start", 1), ("start", 3), ("adopt", 1), ("commit", 3)])
+def test_failure_on_the_way_to_another_run_leaves_the_old_one(long: Chain, at: str, times: int) -> None:
+    other = long.branch("other", 4, seed=1)
     other.grow(3)
-    server = Server(chain, chain.bits[0])
-    port = HookedPort(*server.models)
-    server.port = port
-    server.follow(chain)
+    server = Server(long, long.bits[0], port=HookedPort)
+    port = server.port
     server.receiver.advance(6)
     port.before = failing(at, times)
     with pytest.raises(EngineError):
         server.receiver.target("head", other.url)
-    assert (served(server), server.receiver.run_id) == ((chain.run, 6), chain.run)
+    assert (served(server), server.receiver.run_id) == ((long.run, 6), long.run)
     assert server.receiver.status()["last_error"]["kind"] == "engine"
-    server.holds(chain.bits[6])
+    server.holds(long.bits[6])
     port.before = lambda method, arguments: None
     server.reaches(8, commits=1)
     server.receiver.target("head", other.url)
@@ -252,15 +380,15 @@ def test_failure_on_the_way_to_another_run_leaves_the_old_one(chain: Chain, at: 
     server.serves(3)
 
 
-def test_damaged_branch_is_left_for_the_old_run(chain: Chain) -> None:
-    other = chain.branch("other", 4, seed=1)
+def test_damaged_branch_is_left_for_the_old_run(long: Chain) -> None:
+    other = long.branch("other", 4, seed=1)
     other.grow(1)
     other.lose(1)
-    server = Server(chain, chain.bits[0])
+    server = Server(long, long.bits[0])
     server.receiver.advance(6)
     with pytest.raises(DeltaSyncError):
         server.receiver.target("1", other.url)
-    assert served(server) == (chain.run, 6)
+    assert served(server) == (long.run, 6)
     server.serves(6)
     server.reaches(8, commits=1)
 
@@ -274,45 +402,29 @@ def test_damaged_branch_is_left_for_the_old_run(chain: Chain) -> None:
         ("s3://bucket/team/a", "s3://bucket/team/b/", "s3://bucket/team/b"),
         ("s3://bucket/a", "s3://bucket/a", "s3://bucket/a"),
         ("hf://buckets/me/runs/a", "hf://buckets/me/runs/b.2", "hf://buckets/me/runs/b.2"),
+        ("/data/runs/a", "/data/b", None),
+        ("/data/runs/a", "/data/runs/..", None),
+        ("/data/runs/a", "/data/runs/.hidden", None),
+        ("/data/runs/a", "file://host/data/runs/b", None),
+        ("/data/runs/a", "file:///data/runs/%2e%2e", None),
+        ("s3://bucket/team/a", "s3://other/team/b", None),
+        ("s3://bucket/team/a", "gs://bucket/team/b", None),
+        ("s3://bucket/team/a", "s3://user@bucket/team/b", None),
+        ("s3://bucket/team/a", "s3://bucket/team/b?x", None),
+        ("s3://bucket/team/a", "s3://bucket/team//b", None),
+        ("s3://bucket", "s3://other", None),
+        ("memory://a", "memory://b", None),
     ],
 )
-def test_run_beside_the_configured_one(configured: str, asked: str, found: str) -> None:
-    assert sibling(configured, asked) == found
-
-
-@pytest.mark.parametrize(
-    ("configured", "asked"),
-    [
-        ("/data/runs/a", "/data/b"),
-        ("/data/runs/a", "/data/runs/a/b"),
-        ("/data/runs/a", "/data/runs/../b"),
-        ("/data/runs/a", "/data/runs/.."),
-        ("/data/runs/a", "/data/runs/.hidden"),
-        ("/data/runs/a", "file://host/data/runs/b"),
-        ("/data/runs/a", "file:///data/runs/%2e%2e"),
-        ("/data/runs/a", "s3:///data/runs/b"),
-        ("/data/runs/a", "b"),
-        ("/data/runs/a", "/"),
-        ("s3://bucket/team/a", "s3://bucket/b"),
-        ("s3://bucket/team/a", "s3://other/team/b"),
-        ("s3://bucket/team/a", "S3://bucket/team/b"),
-        ("s3://bucket/team/a", "gs://bucket/team/b"),
-        ("s3://bucket/team/a", "s3://user@bucket/team/b"),
-        ("s3://bucket/team/a", "s3://bucket:1/team/b"),
-        ("s3://bucket/team/a", "s3://bucket/team/b?x"),
-        ("s3://bucket/team/a", "s3://bucket/team/b#x"),
-        ("s3://bucket/team/a", "s3://bucket/team//b"),
-        ("s3://bucket", "s3://other"),
-        ("hf://buckets/me/runs", "hf://buckets/me/others"),
-        ("memory://a", "memory://b"),
-    ],
-)
-def test_anything_else_is_no_run_beside_it(configured: str, asked: str) -> None:
+def test_only_a_run_beside_the_configured_one_can_be_named(configured: str, asked: str, found: str | None) -> None:
+    if found is not None:
+        assert sibling(configured, asked) == found
+        return
     with pytest.raises(UsageError, match="beside"):
         sibling(configured, asked)
 
 
-def test_other_tensors_are_refused(tmp_path: Path, chain: Chain) -> None:
+def test_other_tensors_are_refused(tmp_path: Path, long: Chain) -> None:
     from tests.support.samples import RunWriter
     from vllm_delta_sync.bucket import open_bucket
     from vllm_delta_sync.wire.anchor import write_anchor
@@ -320,10 +432,10 @@ def test_other_tensors_are_refused(tmp_path: Path, chain: Chain) -> None:
 
     table = TensorTable(list(TABLE)[:-1])
     writer = RunWriter(open_bucket(tmp_path / "small"), table, run=f"{9:032x}")
-    bits = chain.bits[0][:-1]
+    bits = long.bits[0][:-1]
     write_anchor(tmp_path / "a", table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(table)))
     writer.anchor(bits, (tmp_path / "a").read_bytes())
-    server = Server(chain, chain.bits[0])
+    server = Server(long, long.bits[0])
     server.receiver.advance()
     with pytest.raises(ChainError, match="has other tensors"):
         server.receiver.target("head", str(tmp_path / "small"))

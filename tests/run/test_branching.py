@@ -1,62 +1,70 @@
-"""Branches: they begin at the very bits of a version, copy nothing, and keep what they need."""
+"""Branches: they begin at the very bits of a version, copy nothing, and keep what they need, wherever that lies."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
+from tests.support.answers import closed_port
 from tests.support.collecting import TABLE
+from tests.support.hub_buckets import ID
+from tests.support.hub_store import Hub
+from tests.support.running import stores_are_closed, stores_of_before_end
 from tests.support.samples import RunWriter, nudge, random_bits
-from vllm_delta_sync.bucket import creation, open_bucket
+from vllm_delta_sync.bucket import StoreOptions, creation, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain.slices import restore_boxes
 from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.upkeep.branching import branch, branch_tag, tensor_fingerprints
 from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
 from vllm_delta_sync.wire import manifest as keys
 from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.boxes import Box
 from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
 from vllm_delta_sync.wire.manifest import Document, Manifest, RunInfo
 
 VERSIONS = 10
 
 
-def written(folder: Path) -> tuple[Run, list[list[Bits]]]:
+Source = tuple[Run, list[list[Bits]]]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
     """A run whose base is nowhere, with a version in full, one that builds on an older one, folds and an anchor."""
     random = np.random.default_rng(5)
-    writer = RunWriter(open_bucket(str(folder / "source")), TABLE)
+    writer = RunWriter(open_bucket(str(tmp_path / "source")), TABLE)
     writer.reference(random_bits(TABLE, random), "/nowhere")
     for version in range(1, VERSIONS + 1):
         base = 4 if version == 6 else version - 1
         writer.delta(nudge(writer.bits[base], random, 0.2), full=[1] if version == 3 else [], base=base)
     writer.fold(0, 4)
-    writer.beside(8, folder)
+    writer.beside(8, tmp_path)
     return Run(writer.bucket), writer.bits
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> tuple[Run, list[list[Bits]]]:
-    return written(tmp_path)
 
 
 def files(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize("version", [0, 3, 5, 7, 8, 10])
-def test_fingerprints_come_from_what_is_declared(source: tuple[Run, list[list[Bits]]], version: int) -> None:
+def same(run: Run, base: str | None, bits: list[Bits]) -> bool:
+    return all(np.array_equal(found, wanted) for found, wanted in zip(run.snapshot(base=base).bits, bits, strict=True))
+
+
+def test_fingerprints_come_from_what_is_declared(source: Source) -> None:
     run, bits = source
-    found = tensor_fingerprints(run, run.manifest(version))
-    measured = {spec.name: fingerprint_tensor(spec.name, bits[version][n]).hex() for n, spec in enumerate(TABLE)}
-    assert found == measured
+    for version in (0, 3, 5, 7, 8, 10):
+        measured = {spec.name: fingerprint_tensor(spec.name, bits[version][n]).hex() for n, spec in enumerate(TABLE)}
+        assert tensor_fingerprints(run, run.manifest(version)) == measured
 
 
 @pytest.mark.parametrize(("version", "number"), [(9, 9), (None, 10), ("tag:best", 8)])
-def test_a_branch_is_the_version(
-    source: tuple[Run, list[list[Bits]]], tmp_path: Path, version: int | str | None, number: int
-) -> None:
+def test_a_branch_is_the_version(source: Source, tmp_path: Path, version: int | str | None, number: int) -> None:
     run, bits = source
     set_tag(run, "best", 8)
     made = branch(run, version, str(tmp_path / "branch"))
@@ -68,24 +76,23 @@ def test_a_branch_is_the_version(
     assert (first.base.location, first.base.run, first.base.version) == (run.bucket.url, run.info.run, number)
     tag = run.tag(branch_tag(made.info.run))
     assert (tag.version, tag.branch) == (number, made.bucket.url)
-    for n, found in enumerate(made.snapshot(0).bits):
-        assert np.array_equal(found, bits[number][n])
+    assert same(made, None, bits[number])
 
 
-def test_a_branch_keeps_its_version(source: tuple[Run, list[list[Bits]]], tmp_path: Path) -> None:
+def test_a_branch_keeps_its_version(source: Source, tmp_path: Path) -> None:
     run, bits = source
     made = branch(run, 9, str(tmp_path / "branch"))
     other = branch(made, 0, str(tmp_path / "other"))
     policy = Policy(keep_last=1, keep_tagged=False, min_age=0.0)
     for each in (run, made):
         collect(each, policy)
-    for found in (made.snapshot(), other.snapshot()):
-        assert all(np.array_equal(a, b) for a, b in zip(found.bits, bits[9], strict=True))
+    assert same(made, None, bits[9])
+    assert same(other, None, bits[9])
     delete_tag(run, branch_tag(made.info.run))
     assert 9 not in collect(run, policy).kept
 
 
-def test_urls_that_are_refused(source: tuple[Run, list[list[Bits]]], tmp_path: Path) -> None:
+def test_urls_that_are_refused(source: Source, tmp_path: Path) -> None:
     run, _ = source
     before = files(tmp_path)
     for url in (run.bucket.url, str(tmp_path / "source" / "." / "")):
@@ -105,7 +112,7 @@ def test_urls_that_are_refused(source: tuple[Run, list[list[Bits]]], tmp_path: P
     assert set(before) < set(taken)
 
 
-def test_an_object_that_is_damaged_makes_no_branch(source: tuple[Run, list[list[Bits]]], tmp_path: Path) -> None:
+def test_an_object_that_is_damaged_makes_no_branch(source: Source, tmp_path: Path) -> None:
     run, _ = source
     key = run.manifest(9).objects[0].key
     data = bytearray(run.bucket.get(key))
@@ -117,53 +124,44 @@ def test_an_object_that_is_damaged_makes_no_branch(source: tuple[Run, list[list[
     assert not (tmp_path / "branch").exists()
 
 
-class Failing:
-    """Fails the put of one key: before it happens, or after."""
+def failing(key: str, late: bool, error: BaseException) -> Any:
+    """Let the put of one key fail: before it happens, or after."""
+    real = LocalBucket.put
 
-    def __init__(self, key: str, late: bool, error: BaseException) -> None:
-        self.key, self.late, self.error = key, late, error
-        self.put = LocalBucket.put
+    def put(bucket: LocalBucket, at: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        if late or at != key:
+            real(bucket, at, data, if_absent=if_absent)
+        if at == key:
+            raise error
 
-    def __call__(self, bucket: LocalBucket, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        if key != self.key:
-            return self.put(bucket, key, data, if_absent=if_absent)
-        if self.late:
-            self.put(bucket, key, data, if_absent=if_absent)
-        raise self.error
+    return mock.patch.object(LocalBucket, "put", put)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("error", [StoreError("full"), KeyboardInterrupt()])
+@pytest.mark.parametrize(("late", "error"), [(False, StoreError("full")), (True, KeyboardInterrupt())])
 @pytest.mark.parametrize("key", [keys.RUN_KEY, keys.TABLE_KEY, keys.version_key(0)])
 def test_a_branch_that_fails_is_taken_back(
-    source: tuple[Run, list[list[Bits]]], tmp_path: Path, key: str, error: BaseException, late: bool
+    source: Source, tmp_path: Path, key: str, error: BaseException, late: bool
 ) -> None:
     run, _ = source
-    failing = Failing(key, late, error)
-    with mock.patch.object(LocalBucket, "put", lambda *args, **options: failing(*args, **options)):
-        with pytest.raises(type(error)):
-            branch(run, 9, str(tmp_path / "branch"))
+    with failing(key, late, error), pytest.raises(type(error)):
+        branch(run, 9, str(tmp_path / "branch"))
     assert files(tmp_path / "branch") == []
     assert run.tags() == {}
     assert branch(run, 9, str(tmp_path / "branch")).head().version == 0
 
 
-def test_a_branch_without_a_head_file_stands(source: tuple[Run, list[list[Bits]]], tmp_path: Path) -> None:
+def test_a_branch_without_a_head_file_stands(source: Source, tmp_path: Path) -> None:
     run, _ = source
-    failing = Failing(keys.HEAD_KEY, False, StoreError("full"))
-    with mock.patch.object(LocalBucket, "put", lambda *args, **options: failing(*args, **options)):
+    with failing(keys.HEAD_KEY, False, StoreError("full")):
         made = branch(run, 9, str(tmp_path / "branch"))
     assert made.head().version == 0
     assert len(run.tags()) == 1
 
 
-def test_where_nobody_knows_whether_the_branch_stands_its_tag_stays(
-    source: tuple[Run, list[list[Bits]]], tmp_path: Path
-) -> None:
+def test_where_nobody_knows_whether_the_branch_stands_its_tag_stays(source: Source, tmp_path: Path) -> None:
     run, _ = source
-    failing = Failing(keys.version_key(0), True, StoreError("timed out"))
     with (
-        mock.patch.object(LocalBucket, "put", lambda *args, **options: failing(*args, **options)),
+        failing(keys.version_key(0), True, StoreError("timed out")),
         mock.patch.object(LocalBucket, "delete", side_effect=StoreError("gone")),
         pytest.raises(StoreError),
     ):
@@ -200,7 +198,7 @@ class Late:
     ],
 )
 def test_the_run_whose_documents_stay_counts(
-    source: tuple[Run, list[list[Bits]]],
+    source: Source,
     tmp_path: Path,
     after: str,
     key: str,
@@ -218,3 +216,68 @@ def test_the_run_whose_documents_stay_counts(
         assert late.theirs is not None
         assert bucket.get(key) == late.theirs, "it was removed or written over"
     assert run.tags() == {}
+
+
+# A base that lies elsewhere is opened as the branch itself is
+
+
+@pytest.fixture
+def branched(source: Source, tmp_path: Path) -> tuple[Path, Path, list[Bits]]:
+    """A run's folder, that of a branch at its version 9, and the bits of that."""
+    run, bits = source
+    branch(run, 9, str(tmp_path / "branch"))
+    return tmp_path / "source", tmp_path / "branch", bits[9]
+
+
+def copied(folder: Path, url: str, store: StoreOptions | None = None) -> str:
+    """Copy a run into another bucket; its URL there."""
+    with open_bucket(str(folder)) as source, open_bucket(url, store) as target:
+        for item in source.list():
+            target.put(item.key, source.get(item.key))
+    return url
+
+
+def restored_in_boxes(run: Run, base: str, bits: list[Bits]) -> bool:
+    found = restore_boxes(run, run.head(), {spec.name: [Box.all_of(spec.shape)] for spec in TABLE}, base)
+    return all(np.array_equal(found[spec.name][0].reshape(-1), bits[n]) for n, spec in enumerate(TABLE))
+
+
+def test_base_is_opened_with_the_options_of_the_branch(
+    hub: Hub, branched: tuple[Path, Path, list[Bits]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder, bits = branched
+    store = StoreOptions(store_endpoint=hub.endpoint)
+    moved = copied(source, f"hf://buckets/{ID}/moved", store)
+    url = copied(folder, f"hf://buckets/{ID}/branch", store)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("DELTA_SYNC_STORE_DEADLINE", "0.2")
+    assert same(open_run(url, store=store), moved, bits)
+    # A store that fails is not taken for one that has no run.
+    with pytest.raises(StoreError):
+        open_run(str(folder)).snapshot(base=moved)
+
+
+def test_base_that_is_no_run_is_said_to_be_missing(branched: tuple[Path, Path, list[Bits]], tmp_path: Path) -> None:
+    source, folder, _ = branched
+    (source / "run.json").unlink()
+    with pytest.raises(NotFoundError, match="base="):
+        open_run(str(folder)).snapshot(base=str(tmp_path))
+
+
+@pytest.mark.parametrize("read", [same, restored_in_boxes])
+def test_nothing_that_was_opened_for_a_branch_stays_open(
+    branched: tuple[Path, Path, list[Bits]], read: Callable[[Run, str, list[Bits]], bool]
+) -> None:
+    source, folder, bits = branched
+    moved = copied(source, f"memory://{source.parent.name}")
+    stores_of_before_end()
+    assert read(open_run(str(folder)), moved, bits)
+    assert stores_are_closed()
+    # Nor where the version is not there.
+    other = RunWriter(open_bucket(str(source.parent / "other")), TABLE)
+    other.reference(random_bits(TABLE, np.random.default_rng(1)), "/nowhere")
+    stranger = copied(source.parent / "other", f"memory://{source.parent.name}-other")
+    stores_of_before_end()
+    with pytest.raises(NotFoundError, match=r"versions/0000000009\.json"):
+        open_run(str(folder)).snapshot(base=stranger)
+    assert stores_are_closed()

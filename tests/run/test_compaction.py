@@ -1,21 +1,30 @@
-"""Folded ranges and anchors made from the bucket: bit for bit what the versions do, whoever else writes or removes."""
+"""Merged deltas and anchors made from the bucket: what the versions do, bit for bit, when due, and nothing left."""
 
+import shutil
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
-from tests.support.samples import changes_between, nudge
-from tests.support.written import TABLE, Written
+from tests.support.damage import TABLE as SMALL
+from tests.support.written import TABLE, Written, assert_bits, reference_run, save_base
+from vllm_delta_sync.bucket import ObjectInfo
+from vllm_delta_sync.bucket.local import LocalBucket
+from vllm_delta_sync.chain import Run
 from vllm_delta_sync.chain import read as chain_read
 from vllm_delta_sync.chain.checks import decode_objects
-from vllm_delta_sync.chain.lazy import open_step
+from vllm_delta_sync.chain.lazy import open_step, scratch_folder
 from vllm_delta_sync.chain.plan import GapError, path
 from vllm_delta_sync.chain.read import restore
+from vllm_delta_sync.chain.verify import verify_run
 from vllm_delta_sync.errors import (
     ChainError,
     FingerprintError,
@@ -27,17 +36,55 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.upkeep import compaction_weights
 from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.compaction import compact, make_anchor, make_fold, upkeep
+from vllm_delta_sync.upkeep.compaction import StoppedError, compact, due_folds, make_anchor, make_fold, upkeep
+from vllm_delta_sync.upkeep.compaction_fold import Folding
+from vllm_delta_sync.upkeep.compaction_weights import Weights
+from vllm_delta_sync.upkeep.repair import repair
+from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import lazy as reading
 from vllm_delta_sync.wire import spool as spooling
-from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.manifest import ObjectRef, object_key, version_key
+from vllm_delta_sync.wire.container import Container
+from vllm_delta_sync.wire.manifest import HEAD_KEY, ObjectRef, object_key, version_key
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
-# Folded ranges
+CREATED = "2026-01-02T03:04:05Z"
+CODECS: tuple[Folding, Folding] = ("packed", "context")
+T = TypeVar("T")
 
 
-def test_a_fold_does_what_its_versions_do(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 20)
+def make(folder: Path, versions: int = 0, **options: Any) -> Written:
+    """A run of small versions."""
+    written = Written(folder / "run", **options)
+    for _ in range(versions):
+        written.publish(share=0.001)
+    return written
+
+
+def grown(folder: Path, versions: int, codec: Folding = "context") -> Written:
+    """A run of small tensors of which each version changes much."""
+    written = Written(folder / "run", table=SMALL)
+    for _ in range(versions):
+        written.publish(share=0.3, codec=codec)
+    return written
+
+
+def with_put(put: Callable[[Callable[..., None], str, bytes | Path], None], act: Callable[[], T]) -> T:
+    """Act while ``put`` is called, with the real one, in place of each put into a folder."""
+    real = LocalBucket.put
+
+    def replaced(bucket: LocalBucket, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        put(lambda: real(bucket, key, data, if_absent=if_absent), key, data)
+
+    with mock.patch.object(LocalBucket, "put", replaced):
+        return act()
+
+
+# Merged deltas
+
+
+def test_a_merged_delta_does_what_its_versions_do(tmp_path: Path) -> None:
+    written = make(tmp_path, 20)
     run = written.run
     for first, last in [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 17), (3, 14)]:
         folded = make_fold(run, first, last)
@@ -46,180 +93,243 @@ def test_a_fold_does_what_its_versions_do(tmp_path: Path) -> None:
     assert [(step.start, step.end) for step in path(run, 0, 20)] == [(0, 16), (16, 17), (17, 18), (18, 19), (19, 20)]
 
 
-def test_a_fold_of_folds_reads_folds(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 16)
+def test_merged_deltas_are_made_of_merged_deltas_but_of_no_damaged_one(tmp_path: Path) -> None:
+    written = make(tmp_path, 16)
     for first in range(0, 16, 4):
         make_fold(written.run, first, first + 4)
-    for manifest in written.writer.manifests[1:]:
-        for ref in manifest.objects:
-            written.lose(ref.key)
+    bad = written.run.folded(4, 8).objects[0]
+    good = written.bucket.get(bad.key)
+    written.bucket.put(bad.key, b"x" * bad.bytes)
     make_fold(written.run, 0, 16)
+    written.check(0, 16)
+    # It is made anew where that is asked for.
+    assert make_fold(written.run, 4, 8).objects[0].key == bad.key
+    make_fold(written.run, 4, 8, replace=True)
+    assert written.bucket.get(bad.key) == good
+    for version in range(1, 17):
+        written.lose(written.object_of(version))
+    make_fold(written.run, 0, 16, replace=True)
     written.check(0, 16)
     with pytest.raises(NotFoundError, match="no object"):
         make_fold(written.run, 1, 3)
 
 
 def test_tensors_in_full_and_changes_after_them(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 1)
-    written.publish(full=[0, 2])
-    written.publish(full=[3])
-    written.publish()
+    written = make(tmp_path, 1)
+    for full in ([0, 2], [3], []):
+        written.publish(full=full)
     folded = make_fold(written.run, 0, 4)
     assert not folded.reversible
     written.check(0, 4)
     assert {full.id for full in written.run.changes(folded).full} == {0, 2, 3}
 
 
-def test_nothing_changed(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 0)
-    for _ in range(4):
-        written.publish(share=0.0)
-    assert make_fold(written.run, 0, 4).changed == 0
-    written.check(0, 4)
-
-
-def test_several_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_several_objects(tmp_path: Path, codec: Folding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 1)
-    written = Written(tmp_path / "run", 4)
-    folded = make_fold(written.run, 0, 4, object_bytes=1)
+    written = make(tmp_path, 4)
+    folded = make_fold(written.run, 0, 4, object_bytes=1, codec=codec, weights=Weights(written.run))
     assert len(folded.objects) >= 3
     written.check(0, 4)
-    state = restore(written.run, written.run.manifest(4)).state
-    assert state.fingerprint == written.writer.manifests[4].model_fingerprint
+    assert_bits(restore(written.run, written.run.manifest(4)).state, written.writer.bits[4])
 
 
-def test_several_ranks(tmp_path: Path) -> None:
+def test_several_ranks_and_nothing_changed(tmp_path: Path) -> None:
     """Objects of several ranks hold different elements of one tensor."""
-    written = Written(tmp_path / "run", 0)
-    writer = written.writer
+    written = make(tmp_path)
     for _ in range(4):
-        old = writer.bits[-1]
-        new = nudge(old, written.random, 0.2)
-        half = [np.concatenate([n[: n.size // 2], o[o.size // 2 :]]) for n, o in zip(new, old, strict=True)]
-        version = len(writer.manifests)
-        context = DeltaContext(writer.run, version, version - 1)
-        parts = [changes_between(TABLE, old, half), changes_between(TABLE, half, new)]
-        data = [encode(part, TABLE, "packed", "zstd", context) for part in parts]
-        writer._commit(
-            new,
-            data,
-            "delta",
-            sum(part.changed for part in parts),
-            requires=["packed", "zstd"],
-            base_version=version - 1,
-            codec="packed",
-            compression="zstd",
-            reversible=True,
-        )
-    folded = make_fold(written.run, 0, 4)
-    assert len(folded.objects) == 1
-    written.check(0, 4)
+        written.publish_by_ranks(2)
+    for _ in range(4):
+        written.publish(share=0.0)
+    assert len(make_fold(written.run, 0, 4).objects) == 1
+    assert make_fold(written.run, 4, 8).changed == 0
+    for first in (0, 4):
+        written.check(first, first + 4)
 
 
-def test_raw_versions_are_not_folded(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 3)
-    written.publish(codec="raw")
-    with pytest.raises(UnsupportedError, match="version 4 has codec 'raw'"):
-        make_fold(written.run, 0, 4)
-    assert upkeep(written.run, written.writer.manifests[4]) == []
-    assert not written.run.folds()
-
-
-def test_ranges_that_make_no_sense(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 5)
+def test_ranges_that_there_cannot_be(tmp_path: Path) -> None:
+    written = make(tmp_path, 5)
     written.publish(base=2)
+    written.publish(codec="raw")
     for first, last in [(3, 3), (4, 3), (-1, 3)]:
         with pytest.raises(UsageError):
             make_fold(written.run, first, last)
     with pytest.raises(ChainError, match="left behind by a rebase"):
         make_fold(written.run, 4, 6)
+    with pytest.raises(UnsupportedError, match="version 7 has codec 'raw'"):
+        make_fold(written.run, 6, 7)
     make_fold(written.run, 1, 6)
     written.check(1, 6)
-
-
-def test_a_damaged_fold_is_passed_over(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 16)
-    for first in range(0, 16, 4):
-        make_fold(written.run, first, first + 4)
-    bad = written.run.folded(4, 8).objects[0].key
-    (written.folder / bad).write_bytes(b"x" * written.run.folded(4, 8).objects[0].bytes)
-    make_fold(written.run, 0, 16)
-    written.check(0, 16)
-    # And is made anew when somebody says so.
-    assert make_fold(written.run, 4, 8).objects[0].key == bad
-    make_fold(written.run, 4, 8, replace=True)
-    written.check(4, 8)
+    with pytest.raises(NotFoundError, match="is not a directory here"):
+        compact(written.run, tmp_path / "nowhere")
+    written.lose(version_key(2))
+    with pytest.raises(GapError):
+        make_fold(written.run, 0, 4)
 
 
 def test_what_the_versions_declare_must_add_up(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 4)
-    third = written.writer.manifests[3]
-    wrong = third.model_copy(update={"fingerprint": "0" * 32})
+    written = make(tmp_path, 4)
+    wrong = written.writer.manifests[3].model_copy(update={"fingerprint": "0" * 32})
     fourth = written.writer.manifests[4].model_copy(update={"parent": wrong.digest})
     written.bucket.put(version_key(3), wrong.to_bytes())
     written.bucket.put(version_key(4), fourth.to_bytes())
     with pytest.raises(FingerprintError, match="version"):
         make_fold(written.run, 0, 4)
     assert not written.run.folds()
+    # So must an object and its document.
+    run, step = written.run, path(written.run, 0, 1)[0]
+    nothing = sha256(b"").hexdigest()
+    written.bucket.put(object_key(nothing), b"")
+    empty = ObjectRef(key=object_key(nothing), bytes=0, sha256=nothing)
+    for change, named in (({"objects": [empty]}, "is empty"), ({"changed": step.changed + 1}, "it says")):
+        with pytest.raises(FormatError, match=named):
+            open_step(type(step)(run, step.document.model_copy(update=change)), tmp_path)
+    assert decode_objects(step.document, run.table, [run.fetch(ref) for ref in step.objects]).changed == step.changed
 
 
 def test_another_maker_was_first(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 4)
-    run = written.run
-    theirs: list[side.FoldedRange] = []
+    written = make(tmp_path, 4)
+    theirs: list[Any] = []
 
-    class Slow(type(run.bucket)):  # type: ignore[misc]
-        def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-            if key == side.fold_key(0, 4) and not theirs:
-                theirs.append(make_fold(written.run, 0, 4, object_bytes=1))
-            super().put(key, data, if_absent=if_absent)
+    def put(real: Callable[..., None], key: str, data: bytes | Path) -> None:
+        if key == side.fold_key(0, 4) and not theirs:
+            theirs.append(None)
+            theirs[:] = [make_fold(written.run, 0, 4, object_bytes=1)]
+        real()
 
-    run.bucket = Slow(written.folder)
-    assert make_fold(run, 0, 4).digest == theirs[0].digest == written.run.folded(0, 4).digest
+    made = with_put(put, lambda: make_fold(written.run, 0, 4))
+    assert made.digest == theirs[0].digest == written.run.folded(0, 4).digest
     written.check(0, 4)
 
 
-@pytest.mark.parametrize("make", ["fold", "anchor"])
-def test_retention_that_removed_an_object_meanwhile(tmp_path: Path, make: str) -> None:
+@pytest.mark.parametrize("kind", [side.FoldedRange, side.Anchor])
+def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.FoldedRange] | type[side.Anchor]) -> None:
     """An object that no document names yet looks like nobody's."""
-    written = Written(tmp_path / "run", 4)
-    run = written.run
+    written = make(tmp_path, 4)
     removed: list[str] = []
 
-    class Swept(type(run.bucket)):  # type: ignore[misc]
-        def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-            if key.startswith((side.FOLDS_PREFIX, side.ANCHORS_PREFIX)):
-                document = (side.FoldedRange if make == "fold" else side.Anchor).from_bytes(bytes(data))  # type: ignore[arg-type]
-                removed.append(document.objects[0].key)
-                self.delete(removed[0])
-            super().put(key, data, if_absent=if_absent)
+    def put(real: Callable[..., None], key: str, data: bytes | Path) -> None:
+        if key.startswith((side.FOLDS_PREFIX, side.ANCHORS_PREFIX)):
+            assert isinstance(data, bytes)
+            removed.append(kind.from_bytes(data).objects[0].key)
+            written.lose(removed[0])
+        real()
 
-    run.bucket = Swept(written.folder)
-    if make == "fold":
-        make_fold(run, 0, 4)
+    if kind is side.FoldedRange:
+        with_put(put, lambda: make_fold(written.run, 0, 4))
         written.check(0, 4)
     else:
-        make_anchor(run, 4)
+        with_put(put, lambda: make_anchor(written.run, 4))
         assert restore(written.run, written.run.manifest(4)).plan.beside
     assert len(removed) == 1
 
 
-def test_an_empty_object(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 1)
-    step = path(written.run, 0, 1)[0]
-    nothing = sha256(b"").hexdigest()
-    written.bucket.put(object_key(nothing), b"")
-    empty = ObjectRef(key=object_key(nothing), bytes=0, sha256=nothing)
-    liar = type(step)(step.run, step.document.model_copy(update={"objects": [empty]}))
-    with pytest.raises(FormatError, match="is empty"):
-        open_step(liar, tmp_path)
+# Over versions of codec context, and of that codec
+
+
+@pytest.mark.parametrize(("codec", "batch"), [("packed", 1), ("packed", 100), ("context", 100), ("context", 1 << 20)])
+def test_ranges_over_codec_context(tmp_path: Path, codec: Folding, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of any size, with tensors in full before, between and after deltas of both codecs."""
+    monkeypatch.setattr(reading, "LAZY_ELEMENTS", batch)
+    monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 20)
+    written = grown(tmp_path, 1, "packed")
+    written.publish(share=0.3, codec="context")
+    written.publish(share=0.3, codec="context", full=[1, 2])
+    written.publish(share=0.3, codec="context")
+    for _ in range(2):
+        written.publish_by_ranks(2, "context")
+    written.publish(share=0.3, codec="context")
+    written.publish(share=0.0, codec="context")
+    run = written.run
+    with pytest.raises(UnsupportedError):
+        make_fold(run, 0, 4)
+    upkeep(run, written.writer.manifests[8])
+    assert not run.folds(), "without weights nothing is merged"
+    weights = Weights(run, scratch=tmp_path)
+    for first, last in [(0, 4), (4, 8), (0, 8), (3, 5)]:
+        folded = make_fold(run, first, last, codec=codec, weights=weights)
+        assert codec in folded.requires
+        written.check(first, last)
+    assert run.folded(4, 8).reversible == (codec == "packed")
+    report = verify_run(run)
+    assert (report.folds, report.replayed, report.undecoded) == (4, True, [])
+    assert_bits(run.snapshot(8), written.writer.bits[8])
+    # Backwards over a range of codec packed, though its versions cannot be taken back.
+    if codec == "packed":
+        assert [(step.start, step.end) for step in path(run, 8, 4)] == [(8, 4)]
+    else:
+        with pytest.raises(GapError):
+            path(run, 8, 4)
+
+
+def test_packed_versions_become_a_range_of_codec_context_which_is_repaired(tmp_path: Path) -> None:
+    written = grown(tmp_path, 4, "packed")
+    small = make_fold(written.run, 0, 4, codec="context", weights=Weights(written.run))
+    written.check(0, 4)
+    written.lose(small.objects[0].key)
+    report = repair(written.run)
+    assert (report.lost, len(report.repaired)) == ([], 1)
+    written.check(0, 4)
+    assert small.changed == make_fold(written.run, 0, 4, replace=True).changed
+
+
+def test_weights_go_on_from_where_they_are(tmp_path: Path) -> None:
+    """The next range costs what leads to it: version 0 is read once."""
+    written = grown(tmp_path, 9)
+    weights = Weights(written.run)
+    manifests, bits, root = written.writer.manifests, written.writer.bits, written.object_of(0)
+    assert_bits(weights.at(manifests[0]), bits[0])
+    whole = written.bucket.get(root)
+    written.lose(root)
+    for version in (4, 8, 9):
+        assert_bits(weights.at(manifests[version]), bits[version])
+    # Older ones, and those behind something damaged, are rebuilt.
+    written.bucket.put(root, whole)
+    assert_bits(weights.at(manifests[2]), bits[2])
+    make_anchor(written.run, 5)
+    written.lose(written.object_of(4))
+    assert_bits(weights.at(manifests[7]), bits[7])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_compact_and_then_collect(tmp_path: Path, codec: Folding) -> None:
+    written = grown(tmp_path, 17)
+    report = compact(written.run, codec=codec)
+    assert (report.folds, report.skipped) == ([(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)], [])
+    for pair in report.folds:
+        written.check(*pair)
+    collect(written.run, Policy(keep_last=1, keep_every=8, min_age=0.0), now=4e9)
+    checked = verify_run(written.run)
+    assert (checked.replayed, checked.gone > 0) == (True, True)
+    for version in (8, 16, 17):
+        assert_bits(written.run.snapshot(version), written.writer.bits[version])
+
+
+def test_a_damaged_version_of_codec_context_is_skipped(tmp_path: Path) -> None:
+    """A stream that ends too early, under a digest that fits: no range over it, and the others are made."""
+    written = grown(tmp_path, 8)
+    run, manifest = written.run, written.writer.manifests[8]
+    data = bytearray(run.fetch(manifest.objects[0]))
+    streams = Container(data, "object").entries["@0.streams"]
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start + streams.start : start + streams.end] = bytes(streams.end - streams.start)
+    digest = sha256(data).hexdigest()
+    ref = manifest.objects[0].model_copy(update={"sha256": digest, "key": object_key(digest)})
+    written.bucket.put(ref.key, bytes(data))
+    written.bucket.put(version_key(8), manifest.model_copy(update={"objects": [ref]}).to_bytes())
+    written.bucket.delete(HEAD_KEY)
+    report = compact(run)
+    assert (report.folds, [row[:2] for row in report.skipped]) == ([(0, 4)], [(4, 8)])
+    assert "it is damaged, or was made against other weights" in report.skipped[0][2]
+    with pytest.raises(FormatError, match="other weights"):
+        run.snapshot(8)
 
 
 # Anchors
 
 
-def test_an_anchor_is_a_checkpoint(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 6)
+def test_an_anchor_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = make(tmp_path, 6)
     anchor = make_anchor(written.run, 5, shard_bytes=20_000)
     assert len(anchor.objects) == 3
     found: dict[str, bytes] = {}
@@ -233,69 +343,334 @@ def test_an_anchor_is_a_checkpoint(tmp_path: Path) -> None:
         restored = restore(written.run, written.run.manifest(version))
         assert (restored.plan.beside, restored.plan.root.version) == (True, 5)
         assert restored.state.fingerprint == written.writer.manifests[version].model_fingerprint
-
-
-def test_an_anchor_of_raw_versions_and_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A damaged one is made anew.
+    for bad in (anchor.to_bytes()[:-3], anchor.model_copy(update={"manifest": "0" * 64}).to_bytes()):
+        written.bucket.put(side.anchor_key(5), bad)
+        assert make_anchor(written.run, 5, shard_bytes=20_000).objects == anchor.objects
+        assert written.run.anchor(5).manifest == written.writer.manifests[5].digest
+    # Of raw versions, and of a model that is large.
     monkeypatch.setattr(compaction_weights, "IN_MEMORY_BYTES", 0)
-    written = Written(tmp_path / "run", 2)
     written.publish(codec="raw")
-    anchor = make_anchor(written.run, 3)
-    assert anchor.payload_bytes >= TABLE.full_bytes
-    assert restore(written.run, written.run.manifest(3)).plan.beside
+    assert make_anchor(written.run, 7).payload_bytes >= TABLE.full_bytes
+    assert restore(written.run, written.run.manifest(7)).plan.beside
 
 
-def test_a_damaged_anchor_is_made_anew(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 4)
-    good = make_anchor(written.run, 4)
-    written.bucket.put(side.anchor_key(4), good.to_bytes()[:-3])
-    assert make_anchor(written.run, 4).objects == good.objects
-    other = good.model_copy(update={"manifest": "0" * 64})
-    written.bucket.put(side.anchor_key(4), other.to_bytes())
-    assert make_anchor(written.run, 4).manifest == written.writer.manifests[4].digest
+# Scratch files
 
 
-def test_a_way_that_is_lost(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 4)
-    written.lose(version_key(2))
-    with pytest.raises(GapError):
-        make_fold(written.run, 0, 4)
-
-
-def test_objects_and_document_must_agree(tmp_path: Path) -> None:
-    written = Written(tmp_path / "run", 4)
-    run = written.run
-    step = path(run, 0, 1)[0]
-    liar = type(step)(run, step.document.model_copy(update={"changed": step.changed + 1}))
-    with pytest.raises(FormatError, match="it says"):
-        open_step(liar, tmp_path)
-    assert decode_objects(step.document, run.table, [run.fetch(ref) for ref in step.objects]).changed == step.changed
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    return folder
 
 
 @pytest.mark.parametrize("branched", [False, True])
 def test_everything_temporary_goes_where_it_is_told_to(
-    branched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    branched: bool, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Written(tmp_path / "run", 5).run
+    run = make(tmp_path, 5).run
     expected = restore(run, run.head()).state.fingerprint
     if branched:
         run = branch(run, None, str(tmp_path / "branch"))
-    for module, name in ((compaction_weights, "IN_MEMORY_BYTES"), (chain_read, "IN_MEMORY_BYTES")):
-        monkeypatch.setattr(module, name, 0)
-    monkeypatch.setattr(chain_read, "DECODED_ELEMENTS", 0)
-    monkeypatch.setattr(chain_read, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(compaction_weights, "IN_MEMORY_BYTES", 0)
+    for name in ("IN_MEMORY_BYTES", "DECODED_ELEMENTS", "MAPPED_BYTES"):
+        monkeypatch.setattr(chain_read, name, 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     version = run.head().version
-    with pytest.raises(StoreError, match="set TMPDIR"):
-        make_anchor(run, version)
-    with pytest.raises(StoreError, match="name another folder"):
-        make_anchor(run, version, scratch=tmp_path / "nowhere")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    for where, named in ((None, "TMPDIR"), (tmp_path / "nowhere", "name another folder")):
+        with pytest.raises(StoreError, match=named):
+            make_anchor(run, version, scratch=where)
     assert make_anchor(run, version, scratch=scratch).fingerprint == expected.hex()
     assert list(scratch.iterdir()) == []
 
 
-def test_base_that_is_not_there_is_refused_be_it_needed_or_not(tmp_path: Path) -> None:
-    run = Written(tmp_path / "run", 1).run
-    with pytest.raises(NotFoundError, match="is not a directory here"):
-        compact(run, tmp_path / "nowhere")
+def test_whatever_ends_it_leaves_nothing(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = make(tmp_path, 4)
+    before = set((written.folder / "objects").iterdir())
+    for times in range(6):
+        asked = iter([False] * times)
+        with pytest.raises(StoppedError):
+            make_fold(written.run, 0, 4, scratch=scratch, stop=lambda asked=asked: next(asked, True))  # type: ignore[misc]
+    with pytest.raises(StoppedError):
+        make_anchor(written.run, 4, scratch=scratch, stop=lambda: True)
+
+    def interrupt(real: Callable[..., None], key: str, data: bytes | Path) -> None:
+        assert list(scratch.iterdir())
+        raise KeyboardInterrupt
+
+    makers: tuple[Callable[[], object], ...] = (
+        lambda: make_fold(written.run, 0, 4, scratch=scratch),
+        lambda: make_anchor(written.run, 4, scratch=scratch),
+    )
+    for maker in makers:
+        with pytest.raises(KeyboardInterrupt):
+            with_put(interrupt, maker)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=100))
+    for maker in makers:
+        with pytest.raises(StoreError, match="bytes of scratch"):
+            maker()
+    assert not list(scratch.iterdir())
+    assert set((written.folder / "objects").iterdir()) == before
+    assert (written.run.folds(), written.run.anchors()) == ([], [])
+
+
+SMALL_FILES = """
+import resource, sys
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.upkeep.compaction import make_fold
+from vllm_delta_sync.errors import StoreError
+from vllm_delta_sync.wire.kernels import add_distances
+from vllm_delta_sync.wire import fold_kernels
+run = open_run(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    make_fold(run, 0, 4, scratch=sys.argv[3])
+except StoreError as error:
+    print(error)
+"""
+
+
+def test_scratch_that_fills_up(tmp_path: Path, scratch: Path) -> None:
+    """Files may become as large as each part, not as all together."""
+    written = make(tmp_path)
+    for _ in range(4):
+        written.publish(share=0.2)
+    most = max(manifest.payload_bytes for manifest in written.writer.manifests[1:]) + 100
+    arguments = [str(written.folder), str(most), str(scratch)]
+    done = subprocess.run([sys.executable, "-c", SMALL_FILES, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "free space there" in done.stdout
+    assert not list(scratch.iterdir())
+    assert not written.run.folds()
+
+
+HOLD = """
+import sys
+from vllm_delta_sync.chain.lazy import scratch_folder
+with scratch_folder(sys.argv[1], "a test", 0) as folder:
+    (folder / "left").write_bytes(b"x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    """And that of a living one is left alone."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    owners = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = []
+    for owner in owners:
+        assert owner.stdout is not None
+        folders.append(Path(owner.stdout.readline().strip()))
+    owners[0].kill()
+    owners[0].wait()
+    (tmp_path / "delta-sync-scratch-new").mkdir()
+    assert all((folder / "left").exists() for folder in folders)
+    with scratch_folder(tmp_path, "a test", 0) as mine:
+        assert {mine, folders[1], tmp_path / "delta-sync-scratch-new"} == set(tmp_path.iterdir())
+    owners[1].communicate(timeout=300)
+    assert list(tmp_path.iterdir()) == [tmp_path / "delta-sync-scratch-new"]
+
+
+# When they are due
+
+
+def folds(*pairs: tuple[int, int]) -> list[str]:
+    return [side.fold_key(*pair) for pair in pairs]
+
+
+def test_due_ranges_are_an_aligned_skip_list() -> None:
+    for first, last, breaks, expected in (
+        (0, 20, [], [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 20)]),
+        (4, 16, [], [(4, 8), (8, 12), (12, 16)]),
+        (0, 16, [6], [(0, 4), (8, 12), (12, 16)]),
+        (0, 16, [4], [(4, 8), (8, 12), (12, 16)]),
+        (0, 3, [], []),
+    ):
+        assert list(due_folds(first, last, breaks)) == expected
+    assert list(due_folds(0, 64, []))[-3:] == [(60, 64), (48, 64), (0, 64)]
+
+
+def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
+    """The publisher's thread skips those that come while it is busy."""
+    for often, name in ((1, "every"), (3, "some")):
+        written = make(tmp_path / name)
+        made, run = [], written.run
+        for _ in range(18 // often):
+            for _ in range(often):
+                manifest = written.publish(share=0.001)
+            made += upkeep(run, manifest)
+        assert written.run.folds() == sorted(due_folds(0, 18, []))
+        assert sorted(made) == sorted(folds(*due_folds(0, 18, [])))
+        for pair in written.run.folds():
+            written.check(*pair)
+    assert upkeep(make(tmp_path / "without", 4).run, manifest, fold=False) == []
+
+
+def test_maintenance_looks_into_the_bucket_now_and_then(tmp_path: Path) -> None:
+    written = make(tmp_path, 3)
+    run = written.run
+    calls: list[str] = []
+
+    class Counted(type(run.bucket)):  # type: ignore[misc]
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            calls.append(prefix)
+            return super().list(prefix)  # type: ignore[no-any-return]
+
+        def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+            calls.append(key)
+            return super().get(key, max_bytes=max_bytes)  # type: ignore[no-any-return]
+
+    run.bucket = Counted(written.folder)
+    upkeep(run, written.writer.manifests[3])
+    assert calls == [side.TAGS_PREFIX]
+    upkeep(run, written.publish(share=0.001))
+    assert calls.count(side.FOLDS_PREFIX + "000000000") == calls.count(side.ANCHORS_PREFIX) == 1
+    upkeep(run, written.publish(share=0.001))
+    calls.clear()
+    for _ in range(2):
+        upkeep(run, written.publish(share=0.001))
+    assert calls == [side.TAGS_PREFIX] * 2
+
+
+def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> None:
+    written = make(tmp_path, 64)
+    asked = iter([False] * 20)
+    stopped = upkeep(written.run, written.writer.manifests[64], stop=lambda: next(asked, True))
+    assert 0 < len(stopped) < 5
+    assert sorted(stopped) == folds(*written.run.folds())
+    for key in stopped:
+        written.lose(key)
+    first = upkeep(written.run, written.writer.manifests[64])
+    assert (len(first), first[:3]) == (8, folds((60, 64), (48, 64), (0, 64)))
+    run = written.run
+    for left in (8, 5, 0):
+        assert len(upkeep(run, written.writer.manifests[64])) == left
+    assert written.run.folds() == sorted(due_folds(0, 64, []))
+
+
+def test_maintenance_leaves_what_is_gone_or_was_left_behind(tmp_path: Path) -> None:
+    written = make(tmp_path, 16)
+    written.retire((1, 6))
+    assert upkeep(written.run, written.writer.manifests[16]) == folds((12, 16), (8, 12))
+    assert compact(written.run).folds == []
+    other = make(tmp_path / "other", 5)
+    other.publish(base=2)
+    for _ in range(10):
+        other.publish()
+    pairs = [(12, 16), (8, 12), (0, 4)]
+    assert upkeep(other.run, other.writer.manifests[16]) == folds(*pairs)
+    for pair in pairs:
+        other.check(*pair)
+
+
+def test_every_kth_version_gets_an_anchor(tmp_path: Path) -> None:
+    written = make(tmp_path)
+    run = written.run
+    for _ in range(7):
+        upkeep(run, written.publish(share=0.001), anchor_every=3)
+    assert written.run.anchors() == [3, 6]
+    # Nobody calls when 9 is published.
+    for _ in range(3):
+        written.publish(share=0.001)
+    for _ in range(2):
+        upkeep(run, written.publish(share=0.001), anchor_every=3)
+    assert written.run.anchors() == [3, 6, 9, 12]
+
+
+def test_an_anchor_when_replaying_costs_more(tmp_path: Path) -> None:
+    written = make(tmp_path)
+    made: list[str] = []
+    run = written.run
+    for _ in range(16):
+        made += upkeep(run, written.publish(share=0.5), fold=False)
+    sizes = [manifest.payload_bytes for manifest in written.writer.manifests]
+    assert sum(sizes[1:5]) < TABLE.full_bytes < sum(sizes[1:9])
+    assert made == [side.anchor_key(8), side.anchor_key(16)]
+    cheap = make(tmp_path / "cheap", 15, table=TensorTable([TensorSpec("w", "BF16", (100_000,))]))
+    upkeep(cheap.run, cheap.publish(share=0.001))
+    assert not cheap.run.anchors()
+
+
+def test_a_milestone_gets_an_anchor(tmp_path: Path) -> None:
+    written = make(tmp_path, 3)
+    run = written.run
+
+    def tag(name: str, version: int, milestone: bool) -> None:
+        digest = written.writer.manifests[version].digest
+        made = side.Tag(
+            run=written.writer.run, name=name, version=version, manifest=digest, milestone=milestone, created_at=CREATED
+        )
+        written.bucket.put(side.tag_key(name), made.to_bytes())
+
+    tag("old", 1, milestone=False)
+    written.bucket.put(side.tag_key("broken"), b"{")
+    assert upkeep(run, written.publish(share=0.001)) == folds((0, 4))
+    tag("best", 2, milestone=True)
+    assert upkeep(run, written.publish(share=0.001)) == [side.anchor_key(2)]
+    assert upkeep(run, written.publish(share=0.001)) == []
+    tag("best", 3, milestone=True)
+    assert upkeep(run, written.writer.manifests[-1]) == [side.anchor_key(3)]
+    assert written.run.anchors() == [2, 3]
+
+
+def test_what_cannot_be_made_is_said_once_and_the_rest_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = make(tmp_path, 3)
+    written.lose(written.object_of(2))
+    run = written.run
+    for _ in range(4):
+        assert upkeep(run, written.publish(share=0.001), anchor_every=4) == []
+    assert caplog.text.count("versions 0 to 4 are not folded") == 1
+    assert caplog.text.count("version 4 gets no anchor") == 1
+    assert upkeep(run, written.publish(share=0.001)) == folds((4, 8))
+
+    def full(real: Callable[..., None], key: str, data: bytes | Path) -> None:
+        raise StoreError("full")
+
+    other = make(tmp_path / "other", 4)
+    with pytest.raises(StoreError):
+        with_put(full, lambda: upkeep(other.run, other.writer.manifests[4]))
+
+
+def test_compact_a_run(tmp_path: Path) -> None:
+    written = make(tmp_path, 37)
+    planned = compact(written.run, anchor="head", dry_run=True)
+    assert (written.run.folds(), written.run.anchors()) == ([], [])
+    seen: list[tuple[int, int]] = []
+    report = compact(written.run, anchor="head", progress=lambda done, work, _what: seen.append((done, work)))
+    assert planned.folds == report.folds == list(due_folds(0, 37, []))
+    assert (planned.anchor, report.anchor, report.anchor_present) == (37, 37, False)
+    assert (seen[0], seen[-1]) == ((0, len(report.folds) + 1), (len(report.folds) + 1,) * 2)
+    for pair in written.run.folds():
+        written.check(*pair)
+    folded = sum(written.run.folded(*pair).payload_bytes for pair in report.folds)
+    assert report.bytes == folded + written.run.anchor(37).payload_bytes
+    again = compact(written.run, anchor=37)
+    assert (again.folds, again.present, again.bytes, again.anchor_present) == ([], len(report.folds), 0, True)
+    # A reader takes few steps from anywhere.
+    assert len(path(written.run, 0, 37)) == 4
+    assert max(len(path(written.run, held, 37)) for held in range(37)) <= 9
+
+
+def test_compact_skips_what_cannot_be_made(tmp_path: Path) -> None:
+    written = make(tmp_path, 16)
+    lost = written.object_of(6)
+    written.lose(lost)
+    report = compact(written.run)
+    assert report.folds == [(0, 4), (8, 12), (12, 16)]
+    assert [row[:2] for row in report.skipped] == [(4, 8), (0, 16)]
+    assert lost in report.skipped[0][2]
+
+
+def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
+    run: Run
+    run, bits = reference_run(tmp_path / "run", "/nowhere")
+    save_base(tmp_path / "base", bits[0])
+    with pytest.raises(NotFoundError, match="base="):
+        compact(run, anchor=1)
+    assert compact(run, tmp_path / "base", anchor=1).anchor == 1
+    assert restore(run, run.manifest(1)).plan.beside

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.samples import state_of
 from tests.support.world import World
-from tests.support.written import TABLE, Written
+from tests.support.written import TABLE, Written, assert_bits
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.upkeep.compaction import compact
@@ -16,16 +14,10 @@ CHANGING = {5, 6, 8}
 """Of eight versions, those that change anything."""
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> Written:
-    run = Written(tmp_path / "run", 0)
+def test_a_manifest_is_all_there_is(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run")
     for version in range(1, 9):
-        run.publish(share=0.01 if version in CHANGING else 0.0)
-    run.writer.head(8)
-    return run
-
-
-def test_a_manifest_is_all_there_is(written: Written) -> None:
+        written.publish(share=0.01 if version in CHANGING else 0.0)
     run = written.run
     for version in range(1, 9):
         manifest = run.manifest(version)
@@ -35,29 +27,23 @@ def test_a_manifest_is_all_there_is(written: Written) -> None:
             assert manifest.fingerprint == run.manifest(version - 1).fingerprint
             assert run.changes(manifest) == Changes()
     assert len(list((written.folder / "objects").iterdir())) == 1 + len(CHANGING)
-
-
-def test_it_verifies_and_is_rebuilt(written: Written) -> None:
-    report = written.run.verify()
+    report = run.verify()
     assert (report.versions, report.replayed, report.notes) == (9, True, [])
     for version, bits in enumerate(written.writer.bits):
-        assert [found.tobytes() for found in written.run.snapshot(version).bits] == [right.tobytes() for right in bits]
-
-
-def test_it_is_folded_also_where_nothing_else_is(written: Written) -> None:
-    compact(written.run)
-    folded = written.run.folded(0, 4)
+        assert_bits(run.snapshot(version), bits)
+    # It is merged, also where nothing else is.
+    compact(run)
+    folded = run.folded(0, 4)
     assert (folded.objects, folded.changed, folded.requires, folded.reversible) == ([], 0, [], True)
-    assert len(written.run.folded(4, 8).objects) == 1
-    for first, last in ((0, 4), (4, 8)):
-        written.check(first, last)
+    assert len(run.folded(4, 8).objects) == 1
     state = state_of(TABLE, written.writer.bits[0])
-    for first, last in ((0, 4), (4, 8)):
-        state.apply(written.run.changes(written.run.folded(first, last)))
+    for first in (0, 4):
+        written.check(first, first + 4)
+        state.apply(run.changes(run.folded(first, first + 4)))
     assert state.fingerprint == written.writer.manifests[8].model_fingerprint
 
 
-def test_a_receiver_follows_and_goes_back(tmp_path: Path) -> None:
+def test_a_receiver_follows_and_rolls_back_and_a_publisher_resumes(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.receiver.advance()
     first = world.bits()
@@ -75,15 +61,8 @@ def test_a_receiver_follows_and_goes_back(tmp_path: Path) -> None:
     world.receiver.advance(3)
     world.expect_exact()
     world.publisher.close()
-
-
-def test_a_publisher_resumes_from_one(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.train(1)
-    world.publisher.publish(step=2, wait=True)
-    world.publisher.close()
     with Publisher(world.pairs, bucket=world.url, base=tmp_path / "base", fold=False) as publisher:
-        publisher.publish(step=3, wait=True)
+        publisher.publish(step=4, wait=True)
     run = open_run(world.url)
-    assert [len(manifest.objects) for manifest in run.log()][1:] == [1, 0, 0]
-    assert run.verify(tmp_path / "base").versions == 4
+    assert [len(manifest.objects) for manifest in run.log()][1:] == [0, 1, 0, 0]
+    assert run.verify(tmp_path / "base").versions == 5

@@ -1,7 +1,8 @@
-"""Sidecars: bytes beside a version, committed with it, and bound by it."""
+"""Sidecars: bytes beside a version, committed with it, bound by it, and kept as long as it can be rebuilt."""
 
 import io
 import json
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.commands import answer, shown
+from tests.support.publishers import FailAt, Hooked, Trainer
 from tests.support.publishing import damage
-from tests.support.sidecars import STATE, age, call, held, key_of, publish
+from tests.support.sidecars import STATE, age, copy_of, edited, listed, publish
 from tests.support.sidecars import bucket as bucket
+from tests.support.sidecars import held as held_below
 from tests.support.sidecars import trainer as trainer
 from tests.support.signed import Keys
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain import Run
 from vllm_delta_sync.errors import (
     DigestError,
     FormatError,
@@ -29,8 +32,25 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.upkeep.repair import repair
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
-from vllm_delta_sync.wire.manifest import SIDECARS_PREFIX, Manifest, version_key
+from vllm_delta_sync.wire.manifest import SIDECARS_PREFIX, Manifest, sidecar_key, version_key
+
+
+def key_of(data: bytes) -> str:
+    return sidecar_key(sha256(data).hexdigest())
+
+
+def held(url: str) -> set[str]:
+    return held_below(url, SIDECARS_PREFIX)
+
+
+@pytest.fixture
+def publisher(bucket: Hooked, trainer: Trainer) -> Iterator[Publisher]:
+    with Publisher(trainer.live, bucket) as made:
+        yield made
+
 
 # Committed with the version
 
@@ -49,8 +69,7 @@ def test_state_of_training_comes_back_as_it_was(url: str) -> None:
             torch.save(optimizer.state_dict(), buffer)
             publisher.publish(step, wait=True, sidecars={"optimizer.pt": buffer.getvalue(), "note": b""})
     run = open_run(url)
-    assert run.sidecar(3, "optimizer.pt") == buffer.getvalue()
-    assert run.sidecar(None, "optimizer.pt") == buffer.getvalue()
+    assert run.sidecar(3, "optimizer.pt") == run.sidecar(None, "optimizer.pt") == buffer.getvalue()
     assert run.sidecar(2, "note") == b""
     again = torch.nn.Linear(4, 4)
     run.load_into(again, 3)
@@ -64,43 +83,50 @@ def test_state_of_training_comes_back_as_it_was(url: str) -> None:
     assert (report.sidecars, report.replayed) == (4, True)
 
 
-def test_what_a_version_without_any_looks_like_did_not_change(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1)
-        publish(publisher, trainer, 2, state=STATE)
+def test_manifests_with_and_without(bucket: Hooked, trainer: Trainer, publisher: Publisher) -> None:
+    publish(publisher, trainer, 1)
+    publish(publisher, trainer, 2, state=STATE)
     without, with_one = (json.loads(bucket.get(version_key(version))) for version in (1, 2))
-    assert "sidecars" not in without
-    found = {"name": "state", "key": key_of(STATE), "bytes": len(STATE), "sha256": sha256(STATE).hexdigest()}
-    assert with_one["sidecars"] == [found]
+    assert with_one["sidecars"] == [listed(STATE, "state", key_of(STATE))]
     assert with_one.keys() - without.keys() == {"sidecars"}
     assert with_one["payload_bytes"] == sum(item["bytes"] for item in with_one["objects"])
+    run = open_run(bucket.url)
+    for version, name in ((2, "stat"), (0, "state"), (3, "state")):
+        with pytest.raises(NotFoundError, match=f"version {version}"):
+            run.sidecar(version, name)
 
 
-def test_they_are_durable_before_the_manifest_is_written(bucket: Hooked, trainer: Trainer) -> None:
+def test_they_are_durable_before_the_manifest_is_written(
+    bucket: Hooked, trainer: Trainer, publisher: Publisher
+) -> None:
     seen: list[bool] = []
 
     def before(key: str) -> None:
         if key == version_key(1):
             seen.append(held(bucket.url) == {key_of(STATE), key_of(b"other")})
 
-    bucket.before = before
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1, state=STATE, other=b"other", same=STATE)
+    def after(key: str) -> None:
+        if key == version_key(1):
+            bucket.delete(key_of(STATE))
+
+    bucket.before, bucket.after = before, after
+    publish(publisher, trainer, 1, state=STATE, other=b"other", same=STATE)
     assert seen == [True]
+    # One that a collection removed meanwhile is put again.
+    assert open_run(bucket.url).sidecar(1, "state") == STATE
 
 
 @pytest.mark.parametrize("prefix", [SIDECARS_PREFIX, "versions/0000000001"])
 def test_version_that_cannot_be_written_has_none_and_the_next_has_its_own(
-    prefix: str, bucket: Hooked, trainer: Trainer
+    prefix: str, bucket: Hooked, trainer: Trainer, publisher: Publisher
 ) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        bucket.before = FailAt(prefix)
-        trainer.step()
-        publisher.publish(1, sidecars={"state": b"lost"})
-        with pytest.raises(PublishError, match="next publish carries"):
-            publisher.flush()
-        assert open_run(bucket.url).head().version == 0
-        assert publish(publisher, trainer, 2, state=STATE) == 1
+    bucket.before = FailAt(prefix)
+    trainer.step()
+    publisher.publish(1, sidecars={"state": b"lost"})
+    with pytest.raises(PublishError):
+        publisher.flush()
+    assert open_run(bucket.url).head().version == 0
+    assert publish(publisher, trainer, 2, state=STATE) == 1
     run = open_run(bucket.url)
     assert run.sidecar(1, "state") == STATE
     assert dict(run.tensors(1))["a"].view(torch.int16).equal(trainer.live["a"].view(torch.int16))
@@ -114,80 +140,41 @@ def test_those_of_a_skipped_call_are_not_kept_for_the_next(bucket: Hooked, train
     assert held(bucket.url) == set()
 
 
-def test_bytes_that_change_after_the_call_are_as_they_were(bucket: Hooked, trainer: Trainer) -> None:
+def test_bytes_that_change_after_the_call_are_as_they_were(bucket: Hooked, publisher: Publisher) -> None:
     changing = bytearray(STATE)
-    with Publisher(trainer.live, bucket) as publisher:
-        publisher.publish(1, sidecars={"state": changing, "view": memoryview(changing)[:4]})
-        changing[:] = bytes(len(changing))
+    publisher.publish(1, sidecars={"state": changing, "view": memoryview(changing)[:4]})
+    changing[:] = bytes(len(changing))
+    publisher.flush()
     run = open_run(bucket.url)
     assert (run.sidecar(1, "state"), run.sidecar(1, "view")) == (STATE, STATE[:4])
 
 
-def test_one_that_a_collection_removed_while_it_was_committed_is_put_again(bucket: Hooked, trainer: Trainer) -> None:
-    def after(key: str) -> None:
-        if key == version_key(1):
-            bucket.delete(key_of(STATE))
-
-    bucket.after = after
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1, state=STATE)
-    assert open_run(bucket.url).sidecar(1, "state") == STATE
+WRONG: tuple[Any, ...] = (
+    *([("state", STATE)], {"state": "text"}, {"": STATE}, {"a/b": STATE}, {3: STATE}, {"state\n": STATE}),
+    *({"s" * 101: STATE}, {f"s{n}": b"" for n in range(MAX_SIDECARS + 1)}, {"state": bytes(MAX_SIDECAR_BYTES + 1)}),
+)
 
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "no mapping": ([("state", STATE)], "sidecars is a list; give a mapping"),
-    "text": ({"state": "text"}, "sidecar 'state' is a str; give bytes"),
-    "no name": ({"": STATE}, "sidecar name '' is none; give 1 to 100"),
-    "path": ({"a/b": STATE}, "sidecar name 'a/b' is none"),
-    "number": ({3: STATE}, "sidecar name '3' is none"),
-    "newline": ({"state\n": STATE}, "is none"),
-    "long": ({"s" * 101: STATE}, "is none"),
-    "too many": ({f"s{n}": b"" for n in range(MAX_SIDECARS + 1)}, "has 17 entries; give at most 16"),
-    "too large": ({"state": bytes(MAX_SIDECAR_BYTES + 1)}, "has 16,777,217 bytes; give at most 16,777,216"),
-}
-
-
-def test_what_makes_no_sense_is_refused_and_nothing_is_published(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        for given, message in WRONG.values():
-            with pytest.raises(UsageError, match=message):
-                publisher.publish(1, sidecars=given)
-        assert publish(publisher, trainer, 1, state=STATE) == 1
-    assert open_run(bucket.url).head().version == 1
-
-
-def test_limits_are_allowed(bucket: Hooked, trainer: Trainer) -> None:
-    given = {f"s{number}": bytes([number]) for number in range(MAX_SIDECARS - 1)}
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1, **given, large=bytes(MAX_SIDECAR_BYTES))
+def test_what_makes_no_sense_is_refused_and_nothing_is_published(bucket: Hooked, publisher: Publisher) -> None:
+    for given in WRONG:
+        with pytest.raises(UsageError, match="sidecar"):
+            publisher.publish(1, sidecars=given)
+    # What the limits allow is published.
+    most = {f"s{number}": bytes([number]) for number in range(MAX_SIDECARS - 1)} | {"large": bytes(MAX_SIDECAR_BYTES)}
+    assert publisher.publish(1, wait=True, sidecars=most).version == 1
+    publisher.flush()
     run = open_run(bucket.url)
     assert run.sidecar(1, "large") == bytes(MAX_SIDECAR_BYTES)
-    assert len(run.manifest(1).sidecars) == MAX_SIDECARS
-    assert run.verify().sidecars == MAX_SIDECARS
-
-
-# Read
-
-
-def test_names_that_are_not_there(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1, state=STATE, more=b"")
-    run = open_run(bucket.url)
-    with pytest.raises(NotFoundError, match="version 1 has no sidecar 'stat'; it has 'state', 'more'"):
-        run.sidecar(1, "stat")
-    with pytest.raises(NotFoundError, match="version 0 has no sidecar 'state'; it has none"):
-        run.sidecar(0, "state")
-    with pytest.raises(NotFoundError, match="version 2 is not published"):
-        run.sidecar(2, "state")
+    assert len(run.manifest(1).sidecars) == run.verify().sidecars == MAX_SIDECARS
 
 
 def malformed(**changes: Any) -> dict[str, Any]:
-    return {"name": "state", "key": key_of(STATE), "bytes": 3, "sha256": sha256(STATE).hexdigest(), **changes}
+    return {**listed(STATE, "state", key_of(STATE)), **changes}
 
 
-@pytest.mark.parametrize(
-    "listed",
-    [
+def test_malformed_lists_are_refused(bucket: Hooked, trainer: Trainer, publisher: Publisher) -> None:
+    publish(publisher, trainer, 1)
+    for found in (
         [malformed(), malformed()],
         [malformed(name="a/b")],
         [malformed(name="")],
@@ -197,69 +184,48 @@ def malformed(**changes: Any) -> dict[str, Any]:
         [malformed(bytes=-1)],
         [malformed(name=f"s{number}") for number in range(MAX_SIDECARS + 1)],
         None,
-    ],
-)
-def test_malformed_lists_are_refused(listed: Any, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1)
-    value = json.loads(bucket.get(version_key(1))) | {"sidecars": listed}
-    with pytest.raises(FormatError, match="sidecar"):
-        Manifest.from_bytes(json.dumps(value, separators=(",", ":"), sort_keys=True).encode())
-
-
-def test_unknown_members_of_an_entry_are_ignored(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1, state=STATE)
-    value = json.loads(bucket.get(version_key(1)))
-    value["sidecars"][0]["kind"] = "later"
-    found = Manifest.from_bytes(json.dumps(value, separators=(",", ":"), sort_keys=True).encode())
-    assert found.sidecars[0].name == "state"
-    value["requires"] = ["sidecars"]
+    ):
+        with pytest.raises(FormatError, match="sidecar"):
+            Manifest.from_bytes(edited(bucket, version_key(1), sidecars=found))
+    # Unknown members of an entry are ignored, and what is required has to be known.
+    later = [malformed(kind="later")]
+    assert Manifest.from_bytes(edited(bucket, version_key(1), sidecars=later)).sidecars[0].name == "state"
     with pytest.raises(UnsupportedError):
-        Manifest.from_bytes(json.dumps(value, separators=(",", ":"), sort_keys=True).encode())
+        Manifest.from_bytes(edited(bucket, version_key(1), sidecars=later, requires=["sidecars"]))
 
 
 # Bound by the manifest
 
 
-@pytest.mark.parametrize("way", ["damaged", "cut", "longer"])
-def test_other_bytes_are_refused_and_verify_says_so(way: str, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1, state=STATE)
+@pytest.mark.parametrize("way", ["damaged", "cut", "longer", "lost"])
+def test_other_bytes_are_refused_and_come_back_from_a_mirror(
+    way: str, bucket: Hooked, trainer: Trainer, publisher: Publisher, tmp_path: Path
+) -> None:
+    publish(publisher, trainer, 1, state=STATE)
+    publish(publisher, trainer, 2, state=STATE, large=bytes(70_000))
+    mirror, key = copy_of(bucket, tmp_path / "mirror"), key_of(STATE)
     if way == "damaged":
-        damage(bucket.url, key_of(STATE))
+        damage(bucket.url, key)
+    elif way == "lost":
+        bucket.delete(key)
     else:
-        bucket.put(key_of(STATE), STATE[:-1] if way == "cut" else STATE + b" ")
-    run, error = open_run(bucket.url), LimitError if way == "longer" else DigestError
-    with pytest.raises(error) as caught:
+        bucket.put(key, STATE[:-1] if way == "cut" else STATE + b" ")
+    run = open_run(bucket.url)
+    error = {"damaged": DigestError, "cut": DigestError, "longer": LimitError, "lost": NotFoundError}[way]
+    with pytest.raises(error, match=key):
         run.sidecar(1, "state")
-    assert key_of(STATE) in caught.value.message
     with pytest.raises(error, match="sidecar 'state' of version 1"):
         run.verify()
     report = run.verify(findings=True)
-    assert [(finding.key, finding.version) for finding in report.findings] == [(key_of(STATE), 1)]
+    assert {(finding.key, finding.version) for finding in report.findings} <= {(key, 1), (key, 2)}
+    assert report.findings
     # Weights are not touched by it.
     assert report.replayed
     assert dict(run.tensors(1)).keys() == trainer.live.keys()
-
-
-def test_lost_ones_come_back_from_a_mirror(bucket: Hooked, trainer: Trainer, tmp_path: Path) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1, state=STATE)
-        publish(publisher, trainer, 2, state=STATE, large=bytes(2 * MAX_SIDECAR_BYTES // 3))
-    mirror = open_bucket(str(tmp_path / "mirror"))
-    for item in bucket.list():
-        mirror.put(item.key, bucket.get(item.key))
-    bucket.delete(key_of(STATE))
-    damage(bucket.url, key_of(bytes(2 * MAX_SIDECAR_BYTES // 3)))
-    run = open_run(bucket.url)
-    with pytest.raises(NotFoundError, match="sidecar 'state' of version 2"):
-        run.sidecar(2, "state")
     alone = repair(run)
-    assert not alone.repaired
-    assert {line.split(":")[0] for line in alone.lost} == {key_of(STATE), key_of(bytes(2 * MAX_SIDECAR_BYTES // 3))}
-    report = repair(run, mirror=mirror)
-    assert (len(report.repaired), report.lost) == (2, [])
+    assert (alone.repaired, {line.split(":")[0] for line in alone.lost}) == ([], {key})
+    mended = repair(run, mirror=mirror)
+    assert (len(mended.repaired), mended.lost) == (1, [])
     assert open_run(bucket.url).sidecar(2, "state") == STATE
     assert open_run(bucket.url).verify().sidecars == 2
 
@@ -271,35 +237,115 @@ def test_signature_of_the_manifest_covers_them(bucket: Hooked, trainer: Trainer,
     readers = keys.readers("trainer")
     assert open_run(bucket.url, readers).sidecar(1, "state") == STATE
     assert open_run(bucket.url, readers).verify().sidecars == 1
-    value = json.loads(bucket.get(version_key(1)))
-    other = b"another"
-    digest = sha256(other).hexdigest()
-    value["sidecars"] = [{"name": "state", "key": key_of(other), "bytes": len(other), "sha256": digest}]
-    bucket.put(key_of(other), other)
-    bucket.put(version_key(1), json.dumps(value, separators=(",", ":"), sort_keys=True).encode())
+    bucket.put(key_of(b"another"), b"another")
+    other = [listed(b"another", "state", key_of(b"another"))]
+    bucket.put(version_key(1), edited(bucket, version_key(1), sidecars=other))
     with pytest.raises(SignatureError):
         open_run(bucket.url, readers).sidecar(1, "state")
 
 
-# Shown
+def test_commands_show_them(bucket: Hooked, trainer: Trainer, publisher: Publisher) -> None:
+    url = bucket.url
+    publish(publisher, trainer, 1)
+    assert "sidecar" not in shown("log", "--bucket", url) + shown("inspect", url, "--version", "1")
+    publish(publisher, trainer, 2, state=STATE, more=b"")
+    assert [row["sidecars"] for row in answer("log", "--bucket", url)["versions"]] == [0, 0, 2]
+    assert shown("log", "--bucket", url).splitlines()[0].endswith("sidecars")
+    document = answer("inspect", url, "--version", "2")
+    assert [(item["name"], item["bytes"]) for item in document["sidecars"]] == [("state", len(STATE)), ("more", 0)]
+    assert key_of(STATE) in shown("inspect", url, "--version", "2")
+    assert answer("verify", "--bucket", url)["sidecars"] == 2
+    assert "2 are undamaged" in shown("verify", "--bucket", url)
+    age(bucket.folder)
+    assert answer("gc", "--bucket", url, "--keep-last", "1")["removed"]["sidecars"] == []
 
 
-def test_commands_show_them(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 1)
-        plain = call("log", "--bucket", bucket.url)
-        assert "sidecar" not in plain + call("inspect", bucket.url, "--version", "1")
-        publish(publisher, trainer, 2, state=STATE, more=b"")
-    log = json.loads(call("log", "--bucket", bucket.url, "--json"))
-    assert [row["sidecars"] for row in log["versions"]] == [0, 0, 2]
-    assert call("log", "--bucket", bucket.url).splitlines()[0].endswith("sidecars")
-    shown = json.loads(call("inspect", bucket.url, "--version", "2", "--json"))
-    assert [(item["name"], item["bytes"]) for item in shown["sidecars"]] == [("state", len(STATE)), ("more", 0)]
-    text = call("inspect", bucket.url, "--version", "2")
-    assert key_of(STATE) in text
-    verified = json.loads(call("verify", "--bucket", bucket.url, "--json"))
-    assert verified["sidecars"] == 2
-    assert "2 are undamaged" in call("verify", "--bucket", bucket.url)
-    age(bucket.folder, 24 * 3600)
-    removed = json.loads(call("gc", "--bucket", bucket.url, "--keep-last", "1", "--json"))["removed"]
-    assert removed["sidecars"] == []
+# Kept as long as their version
+
+
+def test_gc_keeps_and_drops_them_with_their_versions(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, fold=False) as publisher:
+        for step in range(1, 7):
+            publish(publisher, trainer, step, state=b"state %d" % step, common=STATE)
+            if step == 3:
+                publisher.anchor()
+        publisher.anchor()
+    set_tag(open_run(bucket.url), "best", 2)
+    # What a publish that failed has left.
+    bucket.put(key_of(b"nobody's"), b"nobody's")
+    age(bucket.folder)
+    young = b"young"
+    bucket.put(key_of(young), young)
+    before = held(bucket.url)
+    planned = collect(open_run(bucket.url), Policy(keep_last=1), dry_run=True)
+    assert held(bucket.url) == before
+    report = collect(open_run(bucket.url), Policy(keep_last=1))
+    assert sorted(planned.sidecars) == sorted(report.sidecars)
+    run = open_run(bucket.url)
+    assert set(report.kept) == {2, 6}
+    record = run.retention()
+    assert record is not None
+    readable = {version for version in range(1, 7) if not record.gave_up(version)}
+    assert {2, 6} <= readable < set(range(1, 7))
+    expected = {key_of(b"state %d" % version) for version in readable} | {key_of(STATE), key_of(young)}
+    assert held(bucket.url) == expected
+    for version in range(1, 7):
+        if version in readable:
+            assert run.sidecar(version, "state") == b"state %d" % version
+            assert dict(run.tensors(version)).keys() == trainer.live.keys()
+        else:
+            with pytest.raises(NotFoundError, match="retention"):
+                run.sidecar(version, "state")
+        assert run.sidecar(version, "common") == STATE
+    assert run.verify().sidecars == len(expected) - 1
+    assert report.bytes == planned.bytes > 0
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class CrashesAt(Hooked):
+    """Removes so many sidecars, and then no more."""
+
+    def __init__(self, folder: Path, removals: int) -> None:
+        super().__init__(folder)
+        self._left = removals
+
+    def delete(self, key: str) -> None:
+        if key.startswith(SIDECARS_PREFIX):
+            if not self._left:
+                raise Crash
+            self._left -= 1
+        super().delete(key)
+
+
+@pytest.mark.parametrize("removals", [0, 2])
+def test_gc_that_crashed_is_finished_by_the_next(removals: int, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, fold=False) as publisher:
+        for step in range(1, 6):
+            publish(publisher, trainer, step, state=b"state %d" % step)
+        publisher.anchor()
+    age(bucket.folder)
+    policy = Policy(keep_last=1)
+    with pytest.raises(Crash):
+        collect(Run(CrashesAt(bucket.folder, removals)), policy)
+    run = open_run(bucket.url)
+    assert run.sidecar(5, "state") == b"state 5"
+    assert len(held(bucket.url)) == 5 - removals
+    # What is left over is nobody's by now, which is no error.
+    assert run.verify().head == 5
+    assert len(collect(run, policy).sidecars) == 4 - removals
+    assert held(bucket.url) == {key_of(b"state 5")}
+
+
+def test_version_stays_readable_where_its_sidecar_is_lost(
+    bucket: Hooked, trainer: Trainer, publisher: Publisher
+) -> None:
+    publish(publisher, trainer, 1, state=STATE)
+    publish(publisher, trainer, 2)
+    bucket.delete(key_of(STATE))
+    age(bucket.folder)
+    report = collect(open_run(bucket.url))
+    assert (set(report.kept), report.lost, report.gone) == ({0, 1, 2}, {}, [])
+    assert dict(open_run(bucket.url).tensors(1)).keys() == trainer.live.keys()

@@ -3,24 +3,22 @@
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.running import counted
-from tests.support.samples import RunWriter, changes_between, nudge, random_bits
-from vllm_delta_sync.bucket import open_bucket
+from tests.support.samples import changes_between, nudge
+from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.chain import read as chain_read
 from vllm_delta_sync.chain.plan import FOLD_WIDTH
 from vllm_delta_sync.chain.slices import fingerprint_box, restore_boxes
 from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, TensorMismatchError
-from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.bits import Bits
 from vllm_delta_sync.wire.boxes import Box, boxes_of_range
 from vllm_delta_sync.wire.delta import DeltaContext, encode, required_features
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
@@ -40,82 +38,30 @@ TABLE = TensorTable(
 Boxes = dict[str, list[Box]]
 
 
-class Grove:
-    """Runs in a folder: ``run``, and what it branches from, if it does.
+class Grove(Written):
+    """A run of several kinds of versions, of which boxes are read."""
 
-    Attributes:
-        writer: writes the run. run: reads it.
-    """
-
-    def __init__(self, folder: Path, start: str = "anchor", seed: int = 0, table: TensorTable = TABLE) -> None:
-        self.folder, self.table, self.random = folder, table, np.random.default_rng(seed)
-        bits = random_bits(table, self.random)
-        if start == "branch":
-            source: RunWriter = self._source(seed + 1)
-            at = source.manifests[2]
-            location: dict[str, Any] = {"run": at.run, "version": 2, "manifest": at.digest}
-            bits = source.bits[2]
-        self.writer = RunWriter(open_bucket(str(folder / "run")), table, run=f"{seed:032x}")
-        if start == "anchor":
-            self.writer.anchor(bits, self._file(bits).read_bytes())
-        elif start == "branch":
-            location["location"] = source.bucket.url
-            self.writer._commit(bits, [], "reference", 0, requires=[], base=location)
-        else:
-            checkpoint = folder / "checkpoint"
-            checkpoint.mkdir()
-            self._file(bits).rename(checkpoint / "model.safetensors")
-            self.writer.reference(bits, str(checkpoint))
-        self.run: Run = open_run(str(folder / "run"))
-
-    def _source(self, seed: int) -> RunWriter:
-        made = Grove(self.folder / "source", seed=seed, table=self.table)
-        made.grow("delta", "delta", "full")
-        return made.writer
-
-    def _file(self, bits: list[Bits]) -> Path:
-        path = self.folder / "whole.safetensors"
-        write_anchor(path, self.table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)))
-        return path
+    def __init__(
+        self,
+        folder: Path,
+        start: Literal["anchor", "checkpoint", "branch"] = "anchor",
+        seed: int = 0,
+        table: TensorTable = TABLE,
+    ) -> None:
+        super().__init__(folder / "run", 0, seed, table, start)
 
     def grow(self, *kinds: str) -> None:
         """Versions, and what lies beside the newest one."""
         for kind in kinds:
-            newest = len(self.writer.bits) - 1
-            base = newest // 2 if kind == "break" else newest
-            bits = nudge(self.writer.bits[base], self.random, 0.1)
             if kind == "beside":
-                self.writer.beside(newest, self.folder)
-            elif kind == "shards":
-                self._shards(bits)
+                self.beside(self.head)
+            if kind == "shards":
+                self.publish_by_ranks(3)
             elif kind in ("raw", "context"):
-                self.writer.delta(bits, codec=kind)  # type: ignore[arg-type]
+                self.publish(0.1, kind)  # type: ignore[arg-type]
             else:
-                self.writer.delta(bits, base=base, full=(1, 4) if kind == "full" else ())
-
-    def _shards(self, bits: list[Bits]) -> None:
-        """A version of three objects, each with elements of any tensor, as the ranks of a trainer write them."""
-        old, version = self.writer.bits[-1], len(self.writer.manifests)
-        owners = [self.random.integers(0, 3, array.size) for array in old]
-        objects, changed = [], 0
-        for rank in range(3):
-            own = [np.where(owner == rank, new, was) for owner, new, was in zip(owners, bits, old, strict=True)]
-            changes = changes_between(self.table, old, own)
-            if changes.changed:
-                context = DeltaContext(self.writer.run, version, version - 1)
-                objects.append(encode(changes, self.table, "packed", "zstd", context))
-                changed += changes.changed
-        self.writer._commit(
-            bits, objects, "delta", changed, requires=required_features("packed", "zstd"),
-            base_version=version - 1, codec="packed", compression="zstd", reversible=True,
-        )  # fmt: skip
-
-    def fold(self) -> None:
-        """The shortest folded ranges that a run of this length may have."""
-        breaks = {item.version for item in self.writer.breaks}
-        for first in range(0, len(self.writer.manifests) - FOLD_WIDTH, FOLD_WIDTH):
-            if not breaks & set(range(first + 1, first + FOLD_WIDTH + 1)):
-                self.writer.fold(first, first + FOLD_WIDTH)
+                base = self.head // 2 if kind == "break" else None
+                self.publish(0.1, full=(1, 4) if kind == "full" else (), base=base)
 
     def expect(self, version: int, boxes: Boxes, run: Run | None = None) -> None:
         """Boxes of a version are those of its snapshot."""
@@ -124,17 +70,12 @@ class Grove:
         found = restore_boxes(reader, reader.manifest(version), boxes)
         assert list(found) == list(boxes)
         for name, wanted in boxes.items():
-            right = whole.bits[self.table.index(name)]
+            right = whole.bits[TABLE.index(name)]
             assert len(found[name]) == len(wanted)
             for box, bits in zip(wanted, found[name], strict=True):
                 assert bits.dtype == right.dtype
                 assert bits.flags.writeable
                 assert np.array_equal(bits, box.view(right).reshape(-1))
-
-    def damage(self, key: str) -> None:
-        data = bytearray(self.writer.bucket.get(key))
-        data[-1] ^= 1
-        self.writer.bucket.put(key, bytes(data))
 
 
 def some_box(shape: tuple[int, ...], random: np.random.Generator) -> Box:
@@ -183,25 +124,26 @@ def row_boxes(table: TensorTable, rank: int, size: int) -> Boxes:
 def grove(tmp_path: Path) -> Grove:
     made = Grove(tmp_path)
     made.grow(*["delta", "shards"] * 4, "delta")
-    made.fold()
+    made.folds(FOLD_WIDTH)
     return made
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     start=st.sampled_from(["anchor", "checkpoint", "branch"]),
     kinds=st.lists(st.sampled_from(["delta", "shards", "raw", "full", "break", "beside", "context"]), max_size=9),
     seed=st.integers(0, 2**16),
     pieces=st.booleans(),
 )
-def test_random_boxes_of_random_runs(start: str, kinds: list[str], seed: int, pieces: bool) -> None:
+def test_random_boxes_of_random_runs(
+    start: Literal["anchor", "checkpoint", "branch"], kinds: list[str], seed: int, pieces: bool
+) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if pieces:
             for bound in ("DECODED_ELEMENTS", "MAPPED_BYTES"):
                 patch.setattr(chain_read, bound, 0)
         made = Grove(Path(folder), start, seed)
         made.grow(*kinds)
-        made.fold()
+        made.folds(FOLD_WIDTH)
         for version in {0, len(made.writer.manifests) - 1, int(made.random.integers(len(made.writer.manifests)))}:
             made.expect(version, random_boxes(made.random))
 
@@ -230,8 +172,7 @@ def test_a_cache_is_read_through(grove: Grove, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(chain_read, "MAPPED_BYTES", 0)
     run = open_run(grove.run.bucket.url, cache=ObjectCache(tmp_path / "cache", 1 << 20))
     grove.expect(9, row_boxes(TABLE, 0, 2), run)
-    key = grove.writer.manifests[0].objects[0].key
-    grove.writer.bucket.delete(key)
+    grove.lose(grove.object_of(0))
     grove.expect(9, row_boxes(TABLE, 1, 2), run)
 
 
@@ -240,12 +181,12 @@ def test_a_cache_is_read_through(grove: Grove, tmp_path: Path, monkeypatch: pyte
 
 def test_damaged_documents_are_walked_around(grove: Grove) -> None:
     boxes = row_boxes(TABLE, 1, 2)
-    grove.damage(grove.run.folded(0, 4).objects[0].key)
+    grove.flip(grove.run.folded(0, 4).objects[0].key)
     grove.expect(9, boxes)
-    grove.writer.beside(2, grove.folder)
-    grove.damage(grove.writer.manifests[1].objects[0].key)
+    grove.beside(2)
+    grove.flip(grove.object_of(1))
     grove.expect(9, boxes)
-    grove.damage(grove.run.anchor(2).objects[0].key)
+    grove.flip(grove.run.anchor(2).objects[0].key)
     with pytest.raises(DigestError):
         restore_boxes(grove.run, grove.run.manifest(9), boxes)
 
@@ -254,11 +195,11 @@ def wrong_version(made: Grove) -> None:
     """A version whose object is the one listed, and moves an element of tensor a to other bits than it declares."""
     old = made.writer.bits[-1]
     new = nudge(old, made.random, 0.1)
-    changes = changes_between(made.table, old, new)
+    changes = changes_between(TABLE, old, new)
     group = next(group for group in changes.sparse if group.dtype == "BF16")
     group.data[0] += 1
     version = len(made.writer.manifests)
-    data = encode(changes, made.table, "packed", "zstd", DeltaContext(made.writer.run, version, version - 1))
+    data = encode(changes, TABLE, "packed", "zstd", DeltaContext(made.writer.run, version, version - 1))
     made.writer._commit(
         new, [data], "delta", changes.changed, requires=required_features("packed", "zstd"),
         base_version=version - 1, codec="packed", compression="zstd", reversible=True,
@@ -320,14 +261,14 @@ WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", "BF16", (512, 2048)) for
 
 @pytest.mark.parametrize("start", ["anchor", "checkpoint"])
 def test_takes_the_memory_of_the_boxes_and_little_more(
-    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Literal["anchor", "checkpoint"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chain_read, "MAPPED_BYTES", 1024 * 1024)
     monkeypatch.setattr(chain_read, "DECODED_ELEMENTS", 0)
     monkeypatch.setattr("vllm_delta_sync.wire.lazy.LAZY_ELEMENTS", 64 * 1024)
     made = Grove(tmp_path, start, table=WIDE)
     for _ in range(3):
-        made.writer.delta(nudge(made.writer.bits[-1], made.random, 0.01))
+        made.publish(0.01)
     manifest, boxes = made.run.manifest(3), row_boxes(WIDE, 3, 8)
     held = WIDE.full_bytes // 8
     # Once before it is counted, for what is compiled and imported.

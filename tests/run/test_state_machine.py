@@ -66,7 +66,7 @@ def test_no_sequence_of_events_breaks_a_chain(seed_: int) -> None:
 AGAIN = """
 from tests.run.machine.events import TALLY
 from tests.run.test_state_machine import draw
-draw(20261121, 200)
+draw(20261121, 80)
 print(TALLY.events, TALLY.digest.hexdigest())
 """
 

@@ -22,20 +22,13 @@ NEXT = 5
 """The version after those of the fixture ``written``."""
 
 
-def container(header: bytes, data: bytes = b"") -> bytes:
-    """A safetensors file of any header."""
-    return len(header).to_bytes(8, "little") + header + data
-
-
 def next_object(written: Written, data: bytes) -> None:
     """Commit a next version whose one object is ``data``."""
     forge(written.folder, change_data=lambda good: data)
 
 
-def next_changed(
-    written: Written, change: Callable[[Arrays, Metadata], None], fields: Callable[[Metadata], None] = lambda _: None
-) -> None:
-    """Commit a next version, with entries and metadata of its object, and its manifest, changed."""
+def rewritten(change: Callable[[Arrays, Metadata], object]) -> Callable[[bytes], bytes]:
+    """Edits entries and metadata of an object."""
 
     def rewrite(good: bytes) -> bytes:
         parsed = Container(good)
@@ -47,7 +40,16 @@ def next_changed(
         change(arrays, metadata)
         return write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
 
-    forge(written.folder, change_data=rewrite, change_fields=fields)
+    return rewrite
+
+
+def next_changed(
+    written: Written,
+    change: Callable[[Arrays, Metadata], object],
+    fields: Callable[[Metadata], object] = lambda _: None,
+) -> None:
+    """Commit a next version, with entries and metadata of its object, and its manifest, changed."""
+    forge(written.folder, change_data=rewritten(change), change_fields=fields)
 
 
 def plain(data: bytes | list[int]) -> tuple[str, np.ndarray]:
@@ -76,6 +78,23 @@ def untouched(reader: Reader, written: Written) -> None:
     expected = {spec.name: sha256(bits.tobytes()).hexdigest() for spec, bits in rows}
     tag(written, NEXT - 2)
     assert reader.reads("tensors", written.folder, "tag:kept") == expected
+
+
+def refused_by_all(reader: Reader, written: Written, scratch: Path, kind: str | tuple[str, ...]) -> list[str]:
+    """The next version is refused however it is read, those before it are read as they were → messages."""
+    doors = (("changes", NEXT), ("pieces", NEXT, scratch), ("tensors",), ("verify",))
+    messages = [reader.refused(door, written.folder, *rest, kind=kind) for door, *rest in doors]
+    untouched(reader, written)
+    return messages
+
+
+def claiming(size: int) -> Callable[[Metadata], None]:
+    """A manifest whose object has so many bytes, it says."""
+
+    def claim(fields: Metadata) -> None:
+        fields["objects"][0]["bytes"] = fields["payload_bytes"] = size
+
+    return claim
 
 
 def tag(written: Written, version: int) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from examples.trl_async.attention import on_cpu
+from examples.trl_async import on_cpu
 from tests.support.publishing import Tensors
 from tests.support.tiny import VOCABULARY, make_tokenizer
 from trainer_side.integrations.trl import DeltaWeightTransfer

@@ -1,7 +1,7 @@
 """Runs of any shape for the receiver: breaks, folded ranges, anchors, branches, objects that are gone."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,11 +28,13 @@ SHAPES = {
     "q.weight": (16, WIDTH),
     "v.weight": (16, WIDTH),
 }
+
+
 TABLE = TensorTable(TensorSpec(name, "BF16", shape) for name, shape in SHAPES.items())
 
 
-def tensors_of(bits: list[Bits]) -> list[tuple[str, torch.Tensor]]:
-    return [(spec.name, tensor_from_bits(bits[tensor].copy(), spec)) for tensor, spec in enumerate(TABLE)]
+def tensors_of(bits: list[Bits], table: TensorTable = TABLE) -> list[tuple[str, torch.Tensor]]:
+    return [(spec.name, tensor_from_bits(bits[tensor].copy(), spec)) for tensor, spec in enumerate(table)]
 
 
 def models_of(bits: list[Bits], ranks: int = 1) -> list[Any]:
@@ -46,12 +48,14 @@ def models_of(bits: list[Bits], ranks: int = 1) -> list[Any]:
 class Chain(RunWriter):
     """A run in ``root/name`` whose version 0 is an anchor, or a reference to a checkpoint in ``root/base``."""
 
+    of: ClassVar[TensorTable] = TABLE
+
     def __init__(
         self, root: Path, name: str = "run", seed: int = 0, base: bool = False, keyring: Keyring | None = None
     ) -> None:
         self.root, self.url, self.folder = root, str(root / name), root / name
         self.random = np.random.default_rng(seed)
-        super().__init__(open_bucket(self.url), TABLE, run=f"{seed + 10:032x}", keyring=keyring)
+        super().__init__(open_bucket(self.url), self.of, run=f"{seed + 10:032x}", keyring=keyring)
         if base:
             self.reference(self.fresh(), str(self.checkpoint(self.fresh())))
         elif name == "run":
@@ -68,8 +72,12 @@ class Chain(RunWriter):
 
         folder = self.root / "base"
         folder.mkdir(exist_ok=True)
-        save_file(dict(tensors_of(bits)), folder / "model.safetensors")
+        save_file(dict(tensors_of(bits, self.table)), folder / "model.safetensors")
         return folder
+
+    def models(self, bits: list[Bits], ranks: int) -> list[Any]:
+        """Models that a server of this run has, loaded with those weights by their own loaders."""
+        return models_of(bits, ranks)
 
     def inside(self, bits: list[Bits]) -> Manifest:
         """Commit an anchor."""
@@ -123,9 +131,11 @@ class Chain(RunWriter):
 class Server:
     """A receiver on models that hold given weights."""
 
-    def __init__(self, chain: Chain, bits: list[Bits], ranks: int = 1, **settings: Any) -> None:
-        self.models = models_of(bits, ranks)
-        self.port = ModulePort(*self.models)
+    def __init__(
+        self, chain: Chain, bits: list[Bits], ranks: int = 1, port: type[ModulePort] = ModulePort, **settings: Any
+    ) -> None:
+        self.models = chain.models(bits, ranks)
+        self.port: Any = port(*self.models)
         self.follow(chain, **settings)
 
     def follow(self, chain: Chain, **settings: Any) -> None:
@@ -151,5 +161,5 @@ class Server:
         assert self.receiver.verify()["verdict"]
 
     def holds(self, bits: list[Bits]) -> None:
-        for model, right in zip(self.models, models_of(bits, len(self.models)), strict=True):
+        for model, right in zip(self.models, self.chain.models(bits, len(self.models)), strict=True):
             expect_equal(model, right)

@@ -4,8 +4,11 @@
 """
 
 import json
+import resource
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_delta_sync import open_run
@@ -53,6 +56,17 @@ def stored(folder: Path) -> dict[str, bytes]:
         for name in names(folder)
         if not name.startswith(WORK_NAME) and (folder / name).is_file()
     }
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Files of this process cannot become larger, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def anonymous() -> int:

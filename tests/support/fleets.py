@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import load_file
 
-from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
-from trainer_side import Publisher
+from tests.support.modules import FusedModel, ModulePort
+from tests.support.world import World
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.service import ReceiverService
 
 WAIT = 120.0
+
+
 POLL = 0.05
 
 
@@ -59,31 +61,25 @@ class RecordedPort(ModulePort):
 
 
 class Rollouts:
-    """A publisher, and servers by name.
+    """A world, whose publisher any number of servers follow by name.
 
     Attributes:
-        tensors: the trainer's. pauses: of all servers.
+        pauses: of all servers.
     """
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.url, self._folder = url, folder
-        self.tensors = checkpoint_tensors()
-        self.base = save_base(folder / "base", self.tensors)
-        self.publisher = Publisher(lambda: self.tensors.items(), url, self.base, fold=False)  # type: ignore[arg-type]
+        self.world = World(folder, url=url)
+        self.url, self.publisher, self.train = self.world.url, self.world.publisher, self.world.train
+        self._folder = folder
         self.pauses = Pauses()
         self.services: dict[str, ReceiverService] = {}
         self.lasting: Callable[[], None] = lambda: None
-        self._first = {name: tensor.to(torch.bfloat16) for name, tensor in self.tensors.items()}
-
-    def model(self) -> FusedModel:
-        """One that holds version 0."""
-        model = FusedModel()
-        model.load_weights(self._first.items())
-        return model
 
     def serve(self, name: str, **settings: Any) -> ReceiverService:
-        """Start a server that follows the run."""
-        port = RecordedPort(self.model(), name, self.pauses, lambda: self.lasting())
+        """Start a server on the base, which follows the run."""
+        model = FusedModel()
+        model.load_weights(load_file(self._folder / "base" / "model.safetensors").items())
+        port = RecordedPort(model, name, self.pauses, lambda: self.lasting())
         chosen = {"bucket": self.url, "poll_seconds": POLL, "lease_seconds": 3, "receiver_id": name}
         # Orders of an earlier test at the same place must not count.
         chosen |= {"state_dir": self._folder / f"state-{name}", **settings}
@@ -91,15 +87,6 @@ class Rollouts:
         self.services[name] = service
         service.start()
         return service
-
-    def train(self, step: int) -> None:
-        """Publish a version."""
-        generator = torch.Generator().manual_seed(step)
-        for tensor in self.tensors.values():
-            chosen = torch.rand(tensor.shape, generator=generator) < 0.05
-            tensor += chosen * 1e-3 * torch.randn(tensor.shape, generator=generator)
-        self.publisher.publish(step=step, wait=True)
-        self.publisher.flush()
 
     def end(self, name: str) -> None:
         """Stop a server, as it does when its process ends."""

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.wire.canonical import dump_canonical
 from vllm_delta_sync.wire.changes import Changes, Sparse
 from vllm_delta_sync.wire.container import Container, write_container
 from vllm_delta_sync.wire.delta import DeltaContext, encode
 from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change
-from vllm_delta_sync.wire.manifest import object_key, version_key
+from vllm_delta_sync.wire.manifest import Document, Head, object_key, version_key
 
 
 @dataclass
@@ -71,7 +72,7 @@ def good_parts(run: Run) -> tuple[dict[str, Any], Changes]:
 
 def forge(
     root: Path,
-    change_fields: Callable[[dict[str, Any]], None] = lambda fields: None,
+    change_fields: Callable[[dict[str, Any]], object] = lambda fields: None,
     change_data: Callable[[bytes], bytes] = lambda data: data,
     damage: Callable[[Path], None] = lambda path: None,
     changes: Callable[[Run, dict[str, Any], Changes], Changes] = lambda run, fields, changes: changes,
@@ -158,57 +159,55 @@ class BadVersion:
     write: Callable[[Path], Forgery]
 
 
-def _unknown_parent(fields: dict[str, Any]) -> None:
-    fields["parent"] = "0" * 64
-
-
-def _needs_future(fields: dict[str, Any]) -> None:
-    fields["requires"] = ["packed", "teleport"]
-
-
 def _absurd_bytes(fields: dict[str, Any]) -> None:
     fields["objects"][0]["bytes"] = fields["payload_bytes"] = 2**50
 
 
-def _other_run(fields: dict[str, Any]) -> None:
-    fields["run"] = "f" * 32
+def _bad(name: str, kind: str, **how: Any) -> BadVersion:
+    return BadVersion(name, kind, lambda root: forge(root, **how))
 
 
 BAD_VERSIONS = [
-    BadVersion("corrupt object", "digest", lambda root: forge(root, damage=_flip)),
-    BadVersion(
-        "truncated object",
-        "digest",
-        lambda root: forge(root, damage=_truncate),
-    ),
-    BadVersion("missing object", "not_found", lambda root: forge(root, damage=Path.unlink)),
-    BadVersion("made against other weights", "fingerprint", lambda root: forge(root)),
-    BadVersion("sums contradict manifest", "fingerprint", lambda root: forge(root, changes=_with_sum)),
-    BadVersion("index out of range", "format", lambda root: forge(root, change_data=_out_of_range)),
-    BadVersion(
-        "unknown tensor",
-        "tensor",
-        lambda root: forge(root, change_data=_set("no.such.weight", "BF16", np.zeros(4, "<u2"))),
-    ),
-    BadVersion(
-        "unknown tensor id",
-        "tensor",
-        lambda root: forge(root, change_data=_set("@0.ids", "U32", np.array([4000], "<u4"))),
-    ),
-    BadVersion(
-        "wrong shape",
-        "tensor",
-        lambda root: forge(root, change_data=_set("model.norm.weight", "BF16", np.zeros(7, "<u2"))),
-    ),
-    BadVersion(
-        "wrong dtype",
-        "tensor",
-        lambda root: forge(root, change_data=_set("model.norm.weight", "F32", np.zeros(128, "<u4"))),
-    ),
-    BadVersion("header bomb", "limit", lambda root: forge(root, change_data=_header_bomb)),
-    BadVersion("absurd shape", "format", lambda root: forge(root, change_data=_huge_shape)),
-    BadVersion("absurd object size", "limit", lambda root: forge(root, change_fields=_absurd_bytes)),
-    BadVersion("wrong parent", "chain", lambda root: forge(root, change_fields=_unknown_parent)),
-    BadVersion("another run", "chain", lambda root: forge(root, change_fields=_other_run)),
-    BadVersion("unknown feature required", "unsupported", lambda root: forge(root, change_fields=_needs_future)),
+    _bad("corrupt object", "digest", damage=_flip),
+    _bad("truncated object", "digest", damage=_truncate),
+    _bad("missing object", "not_found", damage=Path.unlink),
+    _bad("made against other weights", "fingerprint"),
+    _bad("sums contradict manifest", "fingerprint", changes=_with_sum),
+    _bad("index out of range", "format", change_data=_out_of_range),
+    _bad("unknown tensor", "tensor", change_data=_set("no.such.weight", "BF16", np.zeros(4, "<u2"))),
+    _bad("unknown tensor id", "tensor", change_data=_set("@0.ids", "U32", np.array([4000], "<u4"))),
+    _bad("wrong shape", "tensor", change_data=_set("model.norm.weight", "BF16", np.zeros(7, "<u2"))),
+    _bad("wrong dtype", "tensor", change_data=_set("model.norm.weight", "F32", np.zeros(128, "<u4"))),
+    _bad("header bomb", "limit", change_data=_header_bomb),
+    _bad("absurd shape", "format", change_data=_huge_shape),
+    _bad("absurd object size", "limit", change_fields=_absurd_bytes),
+    _bad("wrong parent", "chain", change_fields=lambda fields: fields.update(parent="0" * 64)),
+    _bad("another run", "chain", change_fields=lambda fields: fields.update(run="f" * 32)),
+    _bad("unknown feature required", "unsupported", change_fields=lambda fields: fields["requires"].append("teleport")),
 ]
+
+
+# Signed documents
+
+
+def edited(document: Document, **fields: object) -> bytes:
+    """A document with other fields, whose signature stays as it is."""
+    return dump_canonical({**json.loads(document.to_bytes()), **fields})
+
+
+def _with_another_signature(document: Document, stranger: Keyring) -> bytes:
+    other = stranger.signed(Head(run="ab" * 16, version=0, manifest="0" * 64)).signature
+    honest = document.signature
+    assert honest is not None
+    assert other is not None
+    return edited(document, signature={"key": honest.key, "value": other.value})
+
+
+FORGERIES: dict[str, Callable[[Document, Keyring], bytes]] = {
+    "unsigned": lambda document, stranger: edited(document, signature=None),
+    "stranger": lambda document, stranger: stranger.signed(document).to_bytes(),
+    "changed": lambda document, stranger: edited(document, created_at="2026-01-02T03:04:59Z"),
+    "another document's": _with_another_signature,
+    "not a signature": lambda document, stranger: edited(document, signature={"key": "00" * 32, "value": "00" * 64}),
+}
+"""Ways to forge a signed document: each makes other bytes of it, given the key of somebody who is not trusted."""

@@ -3,16 +3,9 @@
 import pytest
 
 from trainer_side import Publisher
-from trainer_side.gatekeeper import Gatekeeper
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import GateError, PublishError
-
-
-def keeper(publisher: Publisher) -> Gatekeeper:
-    found = publisher._committer._gatekeeper
-    assert found is not None
-    return found
 
 
 def refused(publisher: Publisher, step: int = 1) -> str:

@@ -17,7 +17,9 @@ Hook = Callable[[str, dict[str, Any]], None]
 class HookedPort(ModulePort):
     """An engine with hooks around every call: ``before`` may fail it, ``after`` lose its answer.
 
-    ``on_label`` comes before a label is set, ``on_resume`` before generation goes on: True if it already did.
+    ``pause``, ``label`` and ``resume`` are calls too. ``on_label`` comes before a label is set, ``on_resume`` before
+    generation goes on: True if it already did. ``on_rank`` is called around each rank's calls with its index, the
+    method, and "before" or "after"; only that rank fails if it raises.
     """
 
     def __init__(self, *models: Any) -> None:
@@ -26,6 +28,7 @@ class HookedPort(ModulePort):
         self.after: Hook = nothing
         self.on_label: Callable[[int | None], None] = lambda version: None
         self.on_resume: Callable[[], bool] = lambda: False
+        self.on_rank: Callable[[int, str, str], None] = lambda rank, method, when: None
 
     def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         self.before(method, arguments)
@@ -33,11 +36,27 @@ class HookedPort(ModulePort):
         self.after(method, arguments)
         return answers
 
+    def call_rank(self, rank: RankReceiver, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self.on_rank(rank.index, method, "before")
+            answer = super().call_rank(rank, method, arguments)
+            self.on_rank(rank.index, method, "after")
+        except EngineError as error:
+            return {"error": {"kind": error.kind, "message": error.message}}
+        return answer
+
+    def pause(self) -> None:
+        self.before("pause", {})
+        super().pause()
+        self.after("pause", {})
+
     def label(self, version: int | None) -> None:
         self.on_label(version)
         super().label(version)
+        self.after("label", {"version": version})
 
     def resume(self) -> bool:
+        self.before("resume", {})
         expired = self.on_resume()
         return super().resume() or expired
 

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.hub_store import Hub, serving
+from tests.support import stores
+from tests.support.hub_store import Hub
 from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.bucket.hub import HubBucket
 from vllm_delta_sync.bucket.opening import place_of
@@ -31,10 +32,9 @@ def a_bucket(server: Hub) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    """One Hub for all tests of its client."""
-    with serving(tmp_path_factory.mktemp("hub")) as server:
-        yield server
+def hub_server() -> Hub:
+    """The one Hub of this process."""
+    return stores.hub()
 
 
 @pytest.fixture

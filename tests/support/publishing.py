@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tests.support.architectures import same_bits
+from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import Run
 
@@ -23,6 +25,26 @@ def snapshot(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
         name: tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype, copy=True)
         for name, tensor in tensors.items()
     }
+
+
+def published(model: nn.Module) -> Tensors:
+    """What ``Plain`` and modules like it publish: the state of the moment, without tied duplicates."""
+    seen: set[int] = set()
+    kept: Tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            kept[name] = tensor
+        seen.add(id(tensor))
+    return snapshot(kept)
+
+
+def assert_versions(url: str, history: list[Tensors]) -> Run:
+    run = open_run(url)
+    report = run.verify()
+    assert (report.versions, report.replayed) == (len(history), True)
+    for version, expected in enumerate(history):
+        assert_holds(run, version, expected)
+    return run
 
 
 def keys(url: str) -> set[str]:

@@ -1,10 +1,12 @@
 """Processes, threads and memory: what a test has started, what of it is left, and what it takes."""
 
+import multiprocessing
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from vllm_delta_sync.bucket.crew import IDLE_SECONDS
@@ -21,6 +23,21 @@ def mentioning(path: Path) -> set[int]:
         if str(path).encode() in started:
             found.add(int(folder.name))
     return found
+
+
+def context_of_processes(module: str) -> ForkServerContext:
+    """Starts processes that run functions of a module of tests: forks of one that has imported it, without threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", module])
+    return context
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 120) -> None:
+    """Wait for what no event tells of."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.002)
 
 
 def stores_are_closed(seconds: float = IDLE_SECONDS / 2) -> bool:

@@ -1,5 +1,7 @@
 """The process of tests.support.s3_store: moto's S3 on a free port of loopback, which it prints; ends with its stdin.
 
+With the argument ``keep-alive`` it keeps connections open, as stores on a network do.
+
 moto as it comes is no measure for a store's client, so this differs from ``moto_server`` in:
 
 - One request changes the store at a time. moto looks whether an object exists and then writes it: of 16 writers who
@@ -27,7 +29,7 @@ from moto.s3.models import FakeKey, FakeMultipart
 from moto.settings import S3_UPLOAD_PART_MIN_SIZE
 from werkzeug.serving import make_server
 
-from tests.support.s3_store import ACCESS_KEY, ALGORITHM, HOST, SECRET_KEY, signature
+from tests.support.s3_store import ACCESS_KEY, ALGORITHM, HOST, KEEP_ALIVE, SECRET_KEY, signature
 
 PIECE_BYTES = 1 << 20
 CREDENTIAL = re.compile(rf"{ALGORITHM} Credential=([^/]+)/([^,]+), *SignedHeaders=([^,]+), *Signature=([0-9a-f]+)")
@@ -154,6 +156,33 @@ class Handler(MotoRequestHandler):
         return None
 
 
+class KeepAlive(Handler):
+    """HTTP/1.1: otherwise each request would pay for a connection of its own, one round trip more.
+
+    werkzeug closes because an application may leave a part of the body unread, and reads that after its answer; this
+    application reads all of it first, so what follows is the next request.
+    """
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword.lower() != "connection":
+            super().send_header(keyword, value)
+
+    def make_environ(self) -> WSGIEnvironment:
+        environ: WSGIEnvironment = super().make_environ()
+        self.rfile = io.BytesIO()
+        return environ
+
+    def run_wsgi(self) -> None:
+        requests = self.rfile
+        try:
+            super().run_wsgi()
+        finally:
+            self.rfile = requests
+
+
 def main() -> None:
     """Serve until stdin ends."""
     # An open file for each part of an upload, and one more while they are joined.
@@ -165,7 +194,8 @@ def main() -> None:
     }
     for (owner, name), patch in patches.items():
         setattr(owner, name, patch)
-    server = make_server(HOST, 0, Guard(DomainDispatcherApplication(create_backend_app)), True, request_handler=Handler)
+    handler = KeepAlive if KEEP_ALIVE in sys.argv[1:] else Handler
+    server = make_server(HOST, 0, Guard(DomainDispatcherApplication(create_backend_app)), True, request_handler=handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()

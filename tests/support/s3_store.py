@@ -25,6 +25,7 @@ RUNNING = "TEST_S3_ENDPOINT"
 START_SECONDS = 120
 END_SECONDS = 120
 ALGORITHM = "AWS4-HMAC-SHA256"
+KEEP_ALIVE = "keep-alive"
 SETTINGS = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MOTO_S3_DEFAULT_MAX_KEYS": "10"}
 """The server gives the memory of uploads back to the machine (200 MB instead of 520 remain after an object of 1 GB),
 and lists by pages of 10 objects instead of 1000, so that clients turn pages."""
@@ -126,13 +127,16 @@ def signature(secret: str, method: str, target: str, headers: Mapping[str, str],
 
 
 @contextmanager
-def serving(*buckets: str) -> Iterator[S3Server]:
+def serving(*buckets: str, keep_alive: bool = False) -> Iterator[S3Server]:
     """Serve S3 with these buckets, empty, until the end of the block.
+
+    Args:
+        keep_alive: keep connections open, as stores on a network do.
 
     Raises:
         RuntimeError: the server did not start; it has said why on stderr.
     """
-    command = [sys.executable, "-m", "tests.support.s3_server"]
+    command = [sys.executable, "-m", "tests.support.s3_server", *([KEEP_ALIVE] if keep_alive else [])]
     root = Path(__file__).resolve().parents[2]
     # The server ends when its stdin does: it does not outlive a test run that was killed.
     pipe = subprocess.PIPE

@@ -1,18 +1,16 @@
-"""What the tests of sidecars share."""
+"""What the tests of run files and sidecars share."""
 
-import io
+import json
 import os
-from contextlib import redirect_stdout
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.trainer.faults.hooks import Hooked, Trainer, small_trainer
+from tests.support.publishers import Hooked, Trainer, small_trainer
 from trainer_side import Publisher
-from vllm_delta_sync import cli
-from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.wire.manifest import SIDECARS_PREFIX, sidecar_key
+from vllm_delta_sync.bucket import Bucket, open_bucket
 
 STATE = b'{"learning_rate":1e-4,"step":7}'
 
@@ -34,24 +32,33 @@ def publish(publisher: Publisher, trainer: Trainer, step: int, **sidecars: bytes
     return result.version
 
 
-def held(url: str) -> set[str]:
+def held(url: str, prefix: str) -> set[str]:
     with open_bucket(url) as bucket:
-        return {item.key for item in bucket.list(SIDECARS_PREFIX)}
+        return {item.key for item in bucket.list(prefix)}
 
 
-def key_of(data: bytes) -> str:
-    return sidecar_key(sha256(data).hexdigest())
+def listed(data: bytes, name: str, key: str) -> dict[str, Any]:
+    """How a document lists a file with that content."""
+    return {"name": name, "key": key, "bytes": len(data), "sha256": sha256(data).hexdigest()}
 
 
-def age(folder: Path, seconds: float) -> None:
+def edited(bucket: Bucket, key: str, **members: Any) -> bytes:
+    """A document with other members, in canonical form."""
+    value = json.loads(bucket.get(key)) | members
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+
+def copy_of(bucket: Bucket, folder: Path) -> Bucket:
+    """A mirror."""
+    mirror = open_bucket(str(folder))
+    for item in bucket.list():
+        mirror.put(item.key, bucket.get(item.key))
+    return mirror
+
+
+def age(folder: Path, seconds: float = 24 * 3600) -> None:
+    """Let everything have been put long ago."""
     for file in folder.rglob("*"):
         if file.is_file():
             found = file.stat()
             os.utime(file, (found.st_atime, found.st_mtime - seconds))
-
-
-def call(*arguments: str) -> str:
-    out = io.StringIO()
-    with redirect_stdout(out):
-        assert cli.run(arguments) == 0
-    return out.getvalue()

@@ -9,7 +9,7 @@ import pytest
 import rfc8785
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from tests.trainer.faults.hooks import Trainer
+from tests.support.publishers import Trainer
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import DeltaSyncError

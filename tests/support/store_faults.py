@@ -211,7 +211,7 @@ class SilentBucket(WrappedBucket):
 class ReportingBucket(WrappedBucket):
     """Tells of bytes in pieces as they move, and stops at ``pause`` on the way if that is given."""
 
-    def __init__(self, inner: Bucket, piece: int, pause: Callable[[int], None] = lambda done: None) -> None:
+    def __init__(self, inner: Bucket, piece: int, pause: Callable[[int], object] = lambda done: None) -> None:
         super().__init__(SilentBucket(inner))
         self._piece = piece
         self._pause = pause

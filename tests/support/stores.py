@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support import hub_store, s3_store
+from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Kind:
 
     def __call__(self, folder: Path) -> AbstractContextManager[Store]:
         return self.opened(folder)
+
+
+def patient(url: str) -> Bucket:
+    """A bucket whose calls have minutes: a busy machine may need them."""
+    return open_bucket(url, StoreOptions(store_deadline=300))
 
 
 _servers = ExitStack()

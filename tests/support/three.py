@@ -1,16 +1,16 @@
 """What the tests of examples/three_machines share: a tiny policy, and batches of games that it could have played."""
 
+import gzip
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from examples.demo.characters import EOS_ID, PAD_ID, VOCABULARY
-from examples.three_machines import game
-from examples.three_machines.policy import transcript
-from examples.three_machines.trajectories import Batch, Game, Span, Turn
-from vllm_delta_sync.wire.manifest import timestamp
+from examples.three_machines import trainer
+from vllm_delta_sync.bucket import open_bucket
 
 RUN = "0123456789abcdef" * 2
 
@@ -18,52 +18,45 @@ RUN = "0123456789abcdef" * 2
 def save_policy(folder: Path, layers: int = 2) -> Path:
     """A checkpoint with the example's vocabulary and 20,000 parameters."""
     torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=PAD_ID,
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
-        dtype="bfloat16",
-    )
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = trainer.make_config(num_hidden_layers=layers, head_dim=16, **shape)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
-def some_game(rng: random.Random, number: int, version: int) -> Game:
-    """A game of the weak player, its log-probs drawn at random, all sampled by one version."""
-    turns = [
-        Turn(
-            prompt=prompt,
-            output=output,
-            logprobs=[-rng.random() for _ in output],
-            spans=[Span(version=version, start=0, end=len(output))],
-        )
-        for prompt, output in transcript(rng)
-    ]
-    return Game(game=number, turns=turns, solved=len(turns) < game.GUESSES, reward=rng.random())
+def key_of(worker: str, number: int) -> str:
+    return f"trajectories/{worker}/{number:010d}.json.gz"
 
 
 def some_batch(
-    number: int = 0, version: int = 0, run: str = RUN, worker: str = "w1", groups: int = 2, plays: int = 3
-) -> Batch:
-    """A batch; the same for the same arguments but for its time."""
+    number: int = 0, version: int = 0, run: str = RUN, worker: str = "w1", groups: int = 2
+) -> dict[str, Any]:
+    """A batch with three plays of each game, log-probs drawn at random; the same for the same arguments."""
     rng = random.Random(f"{worker} {number}")
-    games = [some_game(rng, group, version) for group in range(groups) for _ in range(plays)]
-    return Batch(
-        run=run,
-        worker=worker,
-        number=number,
-        created_at=timestamp(),
-        lowest=version,
-        highest=version,
-        plays=plays,
-        games=games,
-    )
+    games = []
+    for group in range(2):
+        for _ in range(3):
+            turns = [
+                {
+                    "prompt": prompt,
+                    "output": output,
+                    "logprobs": [-rng.random() for _ in output],
+                    "spans": [{"version": version, "start": 0, "end": len(output)}],
+                }
+                for prompt, output in trainer.example_game(rng)
+            ]
+            games.append({"game": group, "turns": turns, "solved": len(turns) < 4, "reward": rng.random()})
+    return {"format_version": 1, "run": run, "worker": worker, "number": number, "games": games}
+
+
+def packed(document: Any) -> bytes:
+    """The object of a batch."""
+    return gzip.compress(json.dumps(document).encode(), mtime=0)
+
+
+def write_batch(url: str, batch: dict[str, Any]) -> str:
+    """Put a batch where it belongs; its key."""
+    key = key_of(batch["worker"], batch["number"])
+    with open_bucket(url) as bucket:
+        bucket.put(key, packed(batch), if_absent=True)
+    return key

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-from examples.three_machines import state, trainer
-from examples.three_machines.learning import Learner
+from examples.three_machines import trainer
 from trainer_side import Publisher
 from vllm_delta_sync.bucket.local import LocalBucket
 
 CALLS: dict[str, tuple[Any, str, str]] = {
-    "gradient": (Learner, "gradient", ""),
+    "gradient": (trainer, "gradient", ""),
     "flush": (Publisher, "flush", ""),
-    "step": (Learner, "step", ""),
-    "save": (state.Store, "save", ""),
-    "sync": (state, "_sync", ""),
+    "step": (trainer.Policy, "step", ""),
+    "save": (trainer, "save_state", ""),
+    "sync": (trainer, "sync", ""),
     "publish": (Publisher, "publish", ""),
     "object": (LocalBucket, "put", "objects/"),
     "sidecar": (LocalBucket, "put", "sidecars/"),
@@ -68,6 +67,7 @@ def run_forked(folder: str, point: str, arguments: list[str]) -> int:
         if point != "-":
             kill_at(point)
         status = trainer.main(arguments)
+        sys.stdout.flush()
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()

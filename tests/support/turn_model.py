@@ -5,13 +5,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.support.collecting import Crash, Grown, MemoryBucket
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.bucket.wrapper import WrappedBucket
 from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.fleet import Fleet
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.turns import Turns
+from vllm_delta_sync.upkeep.leases import write_lease
 
 WAIT = 120.0
 
@@ -26,6 +29,40 @@ class Clocked(MemoryBucket):
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         self.clock = float(int(self.now)) - 1.0
         super().put(key, data, if_absent=if_absent)
+
+
+class FleetRun:
+    """A run of some versions in a store whose clock is the true time.
+
+    Attributes:
+        slept: seconds that a fleet has waited, one by one.
+    """
+
+    def __init__(self, folder: Path, versions: int = 0) -> None:
+        self.bucket = Clocked()
+        self.grown = Grown(self.bucket, folder, 1)
+        self.run = Run(self.bucket)
+        self.slept: list[float] = []
+        for _ in range(versions):
+            self.grow()
+
+    def grow(self) -> None:
+        self.bucket.now += 10
+        self.grown.grow()
+
+    def passes(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.bucket.now += seconds
+
+    def fleet(self, skew: float = 0.0) -> Fleet:
+        """As seen by somebody whose clock is wrong by ``skew``."""
+        return Fleet(self.run, lambda: self.bucket.now + skew, lambda: self.bucket.now, self.passes)
+
+    def turns(self, name: str, slots: int = 1, skew: float = 0.0, seed: int = 0, pause: float = 4.0) -> Turns:
+        return Turns(self.run, name, slots, pause, lambda: self.bucket.now + skew, self.passes, random.Random(seed))
+
+    def heartbeat(self, name: str, served: int | None, **more: Any) -> None:
+        write_lease(self.run, name, served, **{"seconds": 60, **more})
 
 
 class Yielding(WrappedBucket):

@@ -22,13 +22,21 @@ class World:
 
     made: ClassVar[list["World"]] = []
 
-    def __init__(self, root: Path, with_base: bool = True, codec: str = "auto", ranks: int = 1) -> None:
-        self.url = str(root / "run")
+    def __init__(
+        self,
+        root: Path,
+        with_base: bool = True,
+        codec: str = "auto",
+        ranks: int = 1,
+        url: str | None = None,
+        notice: str | None = None,
+    ) -> None:
+        self.url = url or str(root / "run")
         self.with_base = with_base
         self.tensors = checkpoint_tensors()
         base = save_base(root / "base", self.tensors) if with_base else None
         # No folded ranges: how many versions a commit takes must not be a matter of time.
-        self.publisher = Publisher(self.pairs, bucket=self.url, base=base, codec=codec, fold=False)  # type: ignore[arg-type]
+        self.publisher = Publisher(self.pairs, self.url, base, codec=codec, notice=notice, fold=False)  # type: ignore[arg-type]
         self.made.append(self)
         self.ranks = ranks
         self.models = self.fresh()
@@ -58,7 +66,7 @@ class World:
 
     def use(self, port: ModulePort) -> None:
         """Start over with a receiver on another port."""
-        self.port = port
+        self.port: Any = port
         self.follow()
 
     def follow(self, **settings: Any) -> None:
@@ -69,13 +77,21 @@ class World:
         # Without a base nothing but the tensors themselves says which dtype is served.
         return [(name, tensor if self.with_base else tensor.bfloat16()) for name, tensor in self.tensors.items()]
 
-    def train(self, step: int, scale: float = 1e-4) -> None:
-        generator = torch.Generator().manual_seed(step)
-        for tensor in self.tensors.values():
-            chosen = torch.rand(tensor.shape, generator=generator) < 0.05
-            tensor += chosen * scale * torch.randn(tensor.shape, generator=generator)
-        self.publisher.publish(step=step, wait=True)
-        self.publisher.flush()
+    def train(self, *steps: int, scale: float = 1e-4) -> None:
+        """Publish a version for each step."""
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for tensor in self.tensors.values():
+                chosen = torch.rand(tensor.shape, generator=generator) < 0.05
+                tensor += chosen * scale * torch.randn(tensor.shape, generator=generator)
+            self.publisher.publish(step=step, wait=True)
+            self.publisher.flush()
+
+    def train_and_follow(self, *steps: int) -> None:
+        """Publish versions, follow them in one go, and hold the last one bit for bit."""
+        self.train(*steps)
+        self.receiver.advance()
+        self.expect_exact()
 
     def follow_each(self, last: int) -> list[list[torch.Tensor]]:
         """Publish and follow versions 1 … last one by one; what every version's bits are."""

@@ -1,17 +1,27 @@
-"""A run that a test writes version by version, and what its folded ranges are held against."""
+"""The builder of runs: written version by version, with everything beside them, and damaged."""
 
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import pytest
 
-from tests.support.samples import RunWriter, nudge, random_bits, state_of
-from vllm_delta_sync.bucket import open_bucket
+from tests.support.samples import CREATED, RUN, RunWriter, changes_between, nudge, random_bits, state_of
+from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain.plan import FOLD_WIDTH
+from vllm_delta_sync.chain.read import restore
+from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.wire import documents as side
 from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.delta import Codec
+from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.wire.delta import Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.wire.documents import Claim, Retention, Tag
 from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.old import OldTensor
+from vllm_delta_sync.wire.state import ModelState
 from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 TABLE = TensorTable(
@@ -22,46 +32,215 @@ TABLE = TensorTable(
         TensorSpec("d.experts", "F8_E4M3", (5000,)),
     ]
 )
+SMALL = TensorTable([TensorSpec("w", "BF16", (40, 3)), TensorSpec("b", "F32", (4,))])
+
+
+def whole_file(path: Path, table: TensorTable, bits: list[Bits]) -> Path:
+    """Write all tensors of a table into one safetensors file."""
+    write_anchor(path, table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(table)))
+    return path
+
+
+def save_base(folder: Path, bits: list[Bits], table: TensorTable = SMALL) -> Path:
+    """Write a checkpoint folder."""
+    folder.mkdir()
+    return whole_file(folder / "model.safetensors", table, bits)
+
+
+def reference_run(folder: Path, location: str) -> tuple[Run, list[list[Bits]]]:
+    """A run of ``SMALL`` whose version 0 lies in a checkpoint folder, with two deltas; and the bits of each version."""
+    random = np.random.default_rng(4)
+    writer = RunWriter(open_bucket(str(folder)), SMALL)
+    writer.reference(random_bits(SMALL, random), location)
+    writer.delta(nudge(writer.bits[0], random, 0.2))
+    writer.delta(nudge(writer.bits[1], random, 0.2), "raw", "none")
+    return open_run(str(folder)), writer.bits
+
+
+def assert_bits(state: ModelState, bits: list[Bits]) -> None:
+    """A state has these very bits."""
+    assert [found.tobytes() for found in state.bits] == [right.tobytes() for right in bits]
 
 
 class Written:
-    """A run with an anchor and ``deltas`` versions, and what reads it."""
+    """A run with an anchor and ``deltas`` versions, in a folder or a bucket, and what reads it.
 
-    def __init__(self, folder: Path, deltas: int, seed: int = 1, table: TensorTable = TABLE) -> None:
-        self.folder = folder
-        self.bucket = open_bucket(folder)
-        self.writer = RunWriter(self.bucket, table)
+    Attributes:
+        folder: where the run is, if it is in one. writer: what it is written with; ``writer.bits`` are the weights of
+            each version.
+    """
+
+    def __init__(
+        self,
+        place: Path | Bucket,
+        deltas: int = 0,
+        seed: int = 1,
+        table: TensorTable = TABLE,
+        start: Literal["anchor", "checkpoint", "branch"] = "anchor",
+        run: str = RUN,
+    ) -> None:
+        self.folder = place if isinstance(place, Path) else Path(place.url)
+        self.bucket = open_bucket(place) if isinstance(place, Path) else place
         self.random = np.random.default_rng(seed)
-        first = random_bits(table, self.random)
-        with tempfile.TemporaryDirectory() as scratch:
-            whole = Path(scratch) / "anchor"
-            write_anchor(whole, table, zip((spec.name for spec in table), first, strict=True))
-            self.writer.anchor(first, whole.read_bytes())
+        bits = random_bits(table, self.random)
+        source: Written | None = None
+        if start == "branch":
+            source = Written(self.folder.with_name("source"), 2, seed + 1, table, run="ab" * 16)
+            source.publish(full=(0,))
+            bits = source.writer.bits[2]
+        self.writer: RunWriter = RunWriter(self.bucket, table, run)
+        if source is not None:
+            at = source.writer.manifests[2]
+            base = {"location": source.bucket.url, "run": at.run, "version": 2, "manifest": at.digest}
+            self.writer._commit(bits, [], "reference", 0, requires=[], base=base)
+        elif start == "checkpoint":
+            checkpoint = self.folder.with_name("checkpoint")
+            save_base(checkpoint, bits, table)
+            self.writer.reference(bits, str(checkpoint))
+        else:
+            self.anchor(bits)
         for _ in range(deltas):
             self.publish()
+
+    @property
+    def run(self) -> Run:
+        """Opened anew."""
+        return open_run(str(self.folder))
+
+    @property
+    def head(self) -> int:
+        return len(self.writer.manifests) - 1
+
+    # Versions
+
+    def anchor(self, bits: list[Bits]) -> None:
+        """An anchor in the history."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.writer.anchor(bits, whole_file(Path(folder) / "anchor", self.writer.table, bits).read_bytes())
 
     def publish(
         self, share: float = 0.01, codec: Codec = "packed", full: Iterable[int] = (), base: int | None = None
     ) -> Manifest:
+        """A delta that changes about that share of the weights of version ``base``, the last if None."""
         before = self.writer.bits[-1 if base is None else base]
         return self.writer.delta(nudge(before, self.random, share), codec, full=full, base=base)
 
-    @property
-    def run(self) -> Run:
-        return open_run(str(self.folder))
+    def delta(self, kind: str = "packed", base: int | None = None) -> None:
+        """A delta of a fifth of the weights: packed, context, raw, full (a tensor of it) or same."""
+        codec: Codec = "raw" if kind == "raw" else "context" if kind == "context" else "packed"
+        self.publish(0.0 if kind == "same" else 0.2, codec, (0,) if kind == "full" else (), base)
+
+    def deltas(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.delta(kind)
+
+    def publish_by_ranks(self, ranks: int = 2, codec: Codec = "packed", share: float = 0.1) -> Manifest:
+        """A delta of several objects, each with elements of any tensor, as the ranks of a trainer write them."""
+        old, version = self.writer.bits[-1], self.head + 1
+        new = nudge(old, self.random, share)
+        owners = [self.random.integers(0, ranks, array.size) for array in old]
+        context = DeltaContext(self.writer.run, version, version - 1)
+        objects, changed, held = [], 0, old
+        for rank in range(ranks):
+            own = [np.where(owner == rank, n, h) for owner, n, h in zip(owners, new, held, strict=True)]
+            changes = changes_between(self.writer.table, held, own, codec)
+            changed, held = changed + changes.changed, own
+            if changes.changed:
+                before = lambda tensor: OldTensor(old[tensor])  # noqa: E731
+                objects.append(encode(changes, self.writer.table, codec, "zstd", context, before))
+        fields: dict[str, Any] = {"codec": codec, "compression": "none" if codec == "raw" else "zstd"}
+        fields |= {"reversible": codec == "packed", "requires": required_features(codec, "zstd")}
+        return self.writer._commit(new, objects, "delta", changed, base_version=version - 1, **fields)
+
+    # Beside the versions
+
+    def folds(self, longest: int = 10**6) -> None:
+        """Every merged delta that a run of this length may have, up to a length."""
+        size = FOLD_WIDTH
+        breaks = {item.version for item in self.writer.breaks}
+        while size <= min(self.head, longest):
+            for first in range(0, self.head - size + 1, size):
+                if not breaks & set(range(first + 1, first + size + 1)):
+                    self.writer.fold(first, first + size)
+            size *= FOLD_WIDTH
+
+    def beside(self, version: int, shards: int = 2) -> None:
+        """A standalone anchor."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.writer.beside(version, Path(folder), shards)
+
+    def tag(self, name: str, version: int) -> None:
+        digest = self.writer.manifests[version].digest
+        tag = Tag(run=self.writer.run, name=name, version=version, manifest=digest, created_at=CREATED)
+        self.bucket.put(side.tag_key(name), tag.to_bytes())
+
+    def claim(self) -> None:
+        """Another writer takes over."""
+        self.writer.epoch += 1
+        newest = self.writer.manifests[-1]
+        claim = Claim(
+            run=self.writer.run,
+            epoch=self.writer.epoch,
+            version=newest.version,
+            manifest=newest.digest,
+            writer="ab" * 16,
+            created_at=CREATED,
+        )
+        self.bucket.put(side.claim_key(claim.epoch), claim.to_bytes())
+
+    # What is lost
+
+    def retire(self, *ranges: tuple[int, int]) -> None:
+        """Remove the versions' own objects, as retention does."""
+        gone = [[first, last] for first, last in ranges]
+        document = Retention(run=self.writer.run, gone=gone, created_at=CREATED)
+        self.bucket.put(side.RETENTION_KEY, document.to_bytes())
+        for first, last in ranges:
+            for version in range(first, last + 1):
+                for ref in self.writer.manifests[version].objects:
+                    self.bucket.delete(ref.key)
+
+    def object_of(self, version: int) -> str:
+        return self.writer.manifests[version].objects[0].key
 
     def lose(self, key: str) -> None:
-        (self.folder / key).unlink()
+        self.bucket.stat(key)
+        self.bucket.delete(key)
+
+    def flip(self, key: str, place: int = -1) -> None:
+        """Damage one bit of one byte."""
+        data = bytearray(self.bucket.get(key))
+        data[place % len(data)] ^= 1
+        self.bucket.put(key, bytes(data))
+
+    # What is read
 
     def check(self, first: int, last: int) -> None:
-        """The folded range does exactly what its versions do."""
+        """The merged delta does exactly what its versions do."""
         run = self.run
         folded = run.folded(first, last)
         state = state_of(self.writer.table, self.writer.bits[first])
         changes = run.changes(folded, state.old)
         state.apply(changes)
-        for found, expected in zip(state.bits, self.writer.bits[last], strict=True):
-            assert found.tobytes() == expected.tobytes()
+        assert_bits(state, self.writer.bits[last])
         assert state.fingerprint == self.writer.manifests[last].model_fingerprint
         assert folded.changed == changes.changed
         assert folded.reversible == (changes.reversible and "context" not in folded.requires)
+
+    def is_readable(self, version: int) -> bool:
+        """Whether a version can be rebuilt; if so it has the right bits."""
+        run = self.run
+        try:
+            manifest = run.manifest(version)
+            if manifest.digest != self.writer.manifests[version].digest:
+                return False
+            state = restore(run, manifest).state
+        except DeltaSyncError:
+            return False
+        for held, right in zip(state.bits, self.writer.bits[version], strict=True):
+            if not np.array_equal(held, right):
+                pytest.fail(f"version {version} was rebuilt with other bits")
+        return True
+
+    def readable(self) -> list[int]:
+        return [version for version in range(self.head + 1) if self.is_readable(version)]

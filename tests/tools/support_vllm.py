@@ -42,7 +42,7 @@ TESTS = {
     "tests/receiver/test_spans.py": "which version made which token, in streams",
     "tests/e2e/test_offline.py": "an `LLM` object follows a run",
     "tests/e2e/test_server.py": "a server follows a run",
-    "tests/e2e/test_cold_start.py": "a server starts from the bucket",
+    "tests/e2e/test_bucket_alone.py": "a server starts from the bucket",
     "tests/e2e/test_faults.py": "what is served after faults",
     "tests/e2e/test_pause_lease.py": "vLLM's own pauses",
     "tests/e2e/test_layouts.py": "several ranks and engines",

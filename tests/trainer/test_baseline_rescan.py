@@ -1,35 +1,17 @@
 """A baseline whose memory goes bad: found at the next versions, taken back, fetched from the bucket again."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure, flip, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import FingerprintError, PublishError, UsageError
+from vllm_delta_sync.errors import FingerprintError, PublishError
 from vllm_delta_sync.wire.documents import anchor_key
-from vllm_delta_sync.wire.state import ModelState
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
-
-
-def flip(publisher: Publisher, name: str, element: int = 5) -> None:
-    """One bit of the baseline, as a bad memory cell would."""
-    baseline = publisher._committer.baseline
-    baseline.bits(baseline.table.index(name))[element] ^= 1
 
 
 def test_fingerprints_are_kept_up_to_date(bucket: Hooked, trainer: Trainer) -> None:
@@ -44,34 +26,31 @@ def test_fingerprints_are_kept_up_to_date(bucket: Hooked, trainer: Trainer) -> N
                 bucket.before = FailAt("versions/")
                 trainer.step()
                 publisher.publish(step=80)
-                with pytest.raises(PublishError, match="injected"):
-                    publisher.flush()
-        publisher.flush()
-        baseline = publisher._committer.baseline
-        kept = list(baseline.fingerprints)
-        baseline.scan()
-        assert kept == baseline.fingerprints
-        assert baseline.fingerprint == open_run(bucket.url).head().model_fingerprint
+                expect_failure(publisher, "injected")
+        assert publisher.rescan() == []
+    with Publisher(trainer.live, bucket) as publisher:
+        assert publisher.rescan() == []
+        flip(publisher, "c")
+        assert publisher.rescan() == ["c"]
+        trainer.step()
+        publisher.publish(step=90)
+        assert publisher.rescan() == [], "the version under way is waited for"
+        assert open_run(bucket.url).head().step == 90
 
 
 @pytest.mark.parametrize("changed_too", [False, True])
 @pytest.mark.parametrize("name", ["a", "b", "c"])
-def test_damage_is_found_before_the_version_is_written(
-    name: str, changed_too: bool, bucket: Hooked, trainer: Trainer
-) -> None:
+def test_damage_is_found_before_it_is_written(name: str, changed_too: bool, bucket: Hooked, trainer: Trainer) -> None:
     """Whether the training step overwrites the damaged element or not: the diff was made against wrong bits."""
     with Publisher(trainer.live, bucket) as publisher:
-        trainer.step()
-        publisher.publish(step=1)
-        publisher.flush()
+        publish(publisher, trainer)
         expected = trainer.copy()
         flip(publisher, name)
         if changed_too:
             trainer.live[name].view(-1)[5] = 9
         before = {info.key for info in bucket.list("versions/")}
         publisher.publish(step=2)
-        with pytest.raises(PublishError, match=rf"version 2 is not published: .* damaged in tensor '{name}'"):
-            publisher.flush()
+        expect_failure(publisher, rf"version 2 is not published: .* damaged in tensor '{name}'")
         assert {info.key for info in bucket.list("versions/")} == before
         assert publisher.publish(step=3).changed == (1 if changed_too else 0)
         publisher.flush()
@@ -87,8 +66,7 @@ def test_all_damaged_tensors_are_restored_not_only_the_one_in_turn(bucket: Hooke
         for name in "abc":
             flip(publisher, name)
         publisher.publish(step=1)
-        with pytest.raises(PublishError, match="tensors 'a', 'b', 'c'"):
-            publisher.flush()
+        expect_failure(publisher, "tensors 'a', 'b', 'c'")
         assert publisher.rescan() == []
         assert publisher.publish(step=2).changed == 0
     assert_holds(bucket, 1, trainer.live)
@@ -102,8 +80,7 @@ def test_tensors_are_looked_at_in_turn(bucket: Hooked, trainer: Trainer) -> None
             publisher.publish(step=step, weights=[("a", trainer.live["a"])])
             publisher.flush()
         publisher.publish(step=2, weights=[("a", trainer.live["a"])])
-        with pytest.raises(PublishError, match="damaged in tensor 'c'"):
-            publisher.flush()
+        expect_failure(publisher, "damaged in tensor 'c'")
 
 
 def test_no_bytes_means_no_look(bucket: Hooked, trainer: Trainer) -> None:
@@ -117,22 +94,13 @@ def test_no_bytes_means_no_look(bucket: Hooked, trainer: Trainer) -> None:
         assert publisher.publish(step=2).changed == 0
 
 
-def test_rescan_waits_for_the_version_under_way(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        trainer.step()
-        publisher.publish(step=1)
-        assert publisher.rescan() == []
-        assert publisher.version == 1
-
-
 def test_nothing_is_published_until_the_damage_can_be_mended(bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket) as publisher:
         flip(publisher, "b")
         bucket.reading = FailAt("objects/")
         trainer.step()
         publisher.publish(step=1)
-        with pytest.raises(PublishError, match=r"cannot be restored from version 0 .*injected.*until it can"):
-            publisher.flush()
+        expect_failure(publisher, r"cannot be restored from version 0 .*injected.*until it can")
         bucket.reading = FailAt("objects/")
         with pytest.raises(PublishError, match="until it can"):
             publisher.publish(step=2)
@@ -143,37 +111,19 @@ def test_nothing_is_published_until_the_damage_can_be_mended(bucket: Hooked, tra
 
 def test_damage_after_a_rebase_is_mended_from_the_version_rebased_to(bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket) as publisher:
-        for step in (1, 2):
-            trainer.step()
-            publisher.publish(step=step, wait=True)
+        publish(publisher, trainer, 2)
         publisher.rebase(1)
         flip(publisher, "a")
         publisher.publish(step=3)
-        with pytest.raises(PublishError, match="damaged in tensor 'a'"):
-            publisher.flush()
+        expect_failure(publisher, "damaged in tensor 'a'")
         publisher.publish(step=4)
     assert open_run(bucket.url).head().base_version == 1
     assert_holds(bucket, 3, trainer.live)
 
 
-def test_resumed_baseline_is_looked_after_too(bucket: Hooked, trainer: Trainer) -> None:
-    Publisher(trainer.live, bucket).close()
-    with Publisher(trainer.live, bucket) as publisher:
-        flip(publisher, "c")
-        assert publisher.rescan() == ["c"]
-
-
-@pytest.mark.parametrize("rescan_bytes", [-1, 1.5, True])
-def test_share_that_makes_no_sense_is_refused(rescan_bytes: Any, bucket: Hooked) -> None:
-    with pytest.raises(UsageError, match="rescan_bytes is"):
-        Publisher({"w": torch.ones(2)}, bucket, rescan_bytes=rescan_bytes)
-
-
 def test_anchor_from_memory_replaces_what_the_bucket_lost(bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket, shard_bytes=7000) as publisher:
-        for step in (1, 2):
-            trainer.step()
-            publisher.publish(step=step, wait=True)
+        publish(publisher, trainer, 2)
         assert publisher.anchor() == 2
         run = open_run(bucket.url)
         kept = {ref.key for ref in run.anchor(2).objects}
@@ -223,12 +173,3 @@ def test_anchor_that_cannot_be_stored_hinders_nothing(at: str, bucket: Hooked, t
         trainer.step()
         assert publisher.publish(step=1).version == 1
     assert_holds(bucket, 1, trainer.live)
-
-
-def test_weights_that_are_not_what_the_manifest_says_are_not_taken(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        baseline = publisher._committer.baseline
-        other = ModelState(baseline.table, [(spec.name, ~baseline.bits(i)) for i, spec in enumerate(baseline.table)])
-        with pytest.raises(FingerprintError, match="the manifest says"):
-            baseline.take(other.bits, baseline.fingerprint)
-        assert publisher.rescan() == []

@@ -1,20 +1,25 @@
-"""``DeltaSyncCallback`` in real Trainers on a tiny model: what is published when, and what becomes of failures."""
+"""``DeltaSyncCallback`` in real Trainers: what is published when, what becomes of failures, and what loggers get."""
 
 import logging
+import re
 import subprocess
 import sys
 import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import DefaultFlowCallback, PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from tests.support.publishing import assert_holds
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import (
+    FIGURES,
     SIZES,
     HeldBucket,
     Logged,
@@ -25,10 +30,12 @@ from tests.support.trainers import (
     threads_of_ours,
     trainer_of,
 )
-from trainer_side import DeltaSyncCallback, Publisher
+from trainer_side import DeltaSyncCallback, Publisher, PublishResult
+from trainer_side import lag as lag_module
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.chain import Run, open_run
 from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, StoreError, UsageError
+from vllm_delta_sync.upkeep.leases import write_lease
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,34 +67,19 @@ def test_each_kth_step_and_the_last_are_published(
     assert not threads_of_ours(others)
 
 
-def test_only_optimizer_steps_count_under_gradient_accumulation(
-    model: PreTrainedModel, url: str, tmp_path: Path
-) -> None:
-    callback = DeltaSyncCallback(bucket=url)
-    seen = Settled(callback)
-    trainer_of(model, tmp_path, [callback, seen], max_steps=3, gradient_accumulation_steps=4).train()
-    assert steps_of(open_run(url)) == [1, 2, 3]
-    assert_holds(open_run(url), 3, seen.weights[3])
-
-
-def test_what_torch_compile_trains_is_published(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
-    callback = DeltaSyncCallback(bucket=url)
-    seen = Settled(callback)
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=2, **compiled)
-    trainer.train()
-    assert hasattr(trainer.model_wrapped, "_orig_mod")
-    assert steps_of(open_run(url)) == [1, 2]
-    assert_holds(open_run(url), 2, seen.weights[2])
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 def test_mixed_precision_serves_what_save_pretrained_gives(family: str, url: str, tmp_path: Path) -> None:
-    """Masters in float32 under bf16 autocast, rounded to the dtype of the base; experts fused in memory, or none."""
+    """Masters in float32 under bf16 autocast, rounded to the dtype of the base; experts fused in memory, or none.
+
+    Optimizer steps count, however many batches are accumulated for each.
+    """
     model = make_model(family, **SIZES)
     base = save_checkpoint(model, tmp_path / "base")
     callback = DeltaSyncCallback(bucket=url, base=base)
-    trainer_of(model, tmp_path, [callback, Settled(callback)], max_steps=2, bf16=True).train()
+    trainer = trainer_of(
+        model, tmp_path, [callback, Settled(callback)], max_steps=2, bf16=True, gradient_accumulation_steps=2
+    )
+    trainer.train()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     saved = load_file(save_checkpoint(model, tmp_path / "saved") / "model.safetensors")
     run = open_run(url)
@@ -112,28 +104,7 @@ def test_resumes_the_run_from_a_checkpoint(model: PreTrainedModel, url: str, tmp
     assert_holds(run, 6, seen.weights[4])
 
 
-def test_one_callback_for_several_trainings(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
-    callback = DeltaSyncCallback(bucket=url)
-    trainer = trainer_of(model, tmp_path, [callback, Settled(callback)], max_steps=2)
-    trainer.train()
-    trainer.train()
-    assert steps_of(open_run(url)) == [1, 2, 1, 2]
-    assert_holds(open_run(url), 4, checkpoint_of(model))
-
-
-def test_two_models_in_one_process(tmp_path: Path) -> None:
-    models = [make_model("qwen3", seed=seed, **SIZES) for seed in (1, 2)]
-    urls = [str(tmp_path / name / "run") for name in "ab"]
-    inner = DeltaSyncCallback(bucket=urls[1])
-    outer = DeltaSyncCallback(bucket=urls[0])
-    between = Settled(outer)
-    between.at[2] = lambda: trainer_of(models[1], tmp_path / "b", [inner, Settled(inner)], max_steps=3).train() and None
-    trainer_of(models[0], tmp_path / "a", [outer, between], max_steps=3).train()
-    for url, model in zip(urls, models, strict=True):
-        assert steps_of(open_run(url)) == [1, 2, 3]
-        assert_holds(open_run(url), 3, checkpoint_of(model))
-
-
+@pytest.mark.slow
 def test_what_training_puts_back_is_published_last(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
     """With load_best_model_at_end the weights change once more, to those of an earlier step."""
     callback = DeltaSyncCallback(bucket=url)
@@ -155,28 +126,35 @@ def test_what_training_puts_back_is_published_last(model: PreTrainedModel, url: 
 
 
 def test_a_failure_is_logged_and_made_up_for(
-    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: PreTrainedModel,
+    url: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    results: list[PublishResult] = []
+    publish = Publisher.publish
+
+    def noted(*arguments: Any, **options: Any) -> PublishResult:
+        results.append(publish(*arguments, **options))
+        return results[-1]
+
+    monkeypatch.setattr(Publisher, "publish", noted)
     with open_bucket(url) as store:
         bucket = HeldBucket(store)
         callback = DeltaSyncCallback(bucket=bucket)
-        logged, seen = Logged(), Settled(callback, wait=False)
+        seen = Settled(callback, wait=False)
 
-        def settle() -> None:
-            result = callback._reports.under_way
-            assert result is not None
-            result._progress.join()  # type: ignore[union-attr]
+        def settle(down: bool | None = None) -> None:
+            deadline = time.monotonic() + 60
+            while not results[-1].done and time.monotonic() < deadline:
+                time.sleep(0.005)
+            bucket.down = bucket.down if down is None else down
 
-        def down() -> None:
-            settle()
-            bucket.down = True
-
-        def up() -> None:
-            bucket.down = False
-
-        seen.at = {1: down, 2: settle, 3: up, 4: settle, 5: settle, 6: settle}
+        seen.at = dict.fromkeys((2, 4, 5, 6), settle)
+        seen.at |= {1: lambda: settle(True), 3: lambda: settle(False)}
         with caplog.at_level(logging.WARNING, "trainer_side.reports"):
-            trainer_of(model, tmp_path, [callback, logged, seen], max_steps=6).train()
+            trainer_of(model, tmp_path, [callback, seen], max_steps=6).train()
     run = open_run(url)
     assert steps_of(run) == [1, 4, 5, 6]
     assert_holds(run, 4, seen.weights[6])
@@ -187,35 +165,30 @@ def test_a_failure_is_logged_and_made_up_for(
     assert said[1] == "version 2 is published: publishing works again"
 
 
-def test_a_failure_ends_training_where_that_is_wanted(
-    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_failure_ends_training_where_that_is_wanted_and_the_end_tells_of_it_where_not(
+    stop: bool,
+    model: PreTrainedModel,
+    url: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    others: list[threading.Thread],
 ) -> None:
     with open_bucket(url) as store:
         bucket = HeldBucket(store)
-        callback = DeltaSyncCallback(bucket=bucket, stop_on_error=True)
+        callback = DeltaSyncCallback(bucket=bucket, stop_on_error=stop)
         seen = Settled(callback, wait=False)
         seen.at[1] = lambda: setattr(bucket, "down", True)
-        trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=50)
-        with pytest.raises((PublishError, StoreError), match="the store is down"):
+        trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=50 if stop else 3)
+        if stop:
+            with pytest.raises((PublishError, StoreError), match="the store is down"):
+                trainer.train()
+            assert trainer.state.global_step < 50
+        else:
             trainer.train()
-        assert callback.publisher is None
-        assert not threads_of_ours(others)
-        assert trainer.state.global_step < 50
-
-
-def test_the_end_says_that_the_last_weights_are_not_published(
-    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        callback = DeltaSyncCallback(bucket=bucket)
-        seen = Settled(callback, wait=False)
-        seen.at[2] = lambda: setattr(bucket, "down", True)
-        trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=3)
-        trainer.train()
-    assert trainer.state.global_step == 3
+            assert "training has ended at step 3, and its last weights are not published" in caplog.messages
     assert callback.publisher is None
-    assert "training has ended at step 3, and its last weights are not published" in caplog.messages
+    assert not threads_of_ours(others)
 
 
 def test_another_writer_ends_publishing_not_training(
@@ -247,75 +220,208 @@ def test_training_does_not_begin_with_what_cannot_be_published(
     assert not threads_of_ours(others)
 
 
-def test_an_interrupt_closes_what_it_leaves(
-    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
-) -> None:
-    callback = DeltaSyncCallback(bucket=url)
-    seen = Settled(callback)
-    seen.at[2] = interrupt
-    with pytest.raises(KeyboardInterrupt), callback:
-        trainer_of(model, tmp_path, [callback, seen]).train()
-    assert callback.publisher is None
-    assert not threads_of_ours(others)
-    assert steps_of(open_run(url)) == [1, 2]
-    assert_holds(open_run(url), 2, seen.weights[2])
-
-
-def test_the_next_training_closes_what_an_interrupt_has_left(
-    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
+@pytest.mark.parametrize("scope", [True, False])
+def test_an_interrupt_leaves_what_the_scope_or_the_next_training_closes(
+    scope: bool, model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
 ) -> None:
     callback = DeltaSyncCallback(bucket=url)
     seen = Settled(callback)
     seen.at[2] = interrupt
     trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=3)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), callback if scope else nullcontext():
         trainer.train()
+    assert (callback.publisher is None) == scope
     trainer.train()
     assert steps_of(open_run(url)) == [1, 2, 1, 2, 3]
     assert_holds(open_run(url), 5, checkpoint_of(model))
     assert not threads_of_ours(others)
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
-def test_every_is_a_number_of_steps(every: Any) -> None:
-    with pytest.raises(UsageError, match="every"):
-        DeltaSyncCallback(bucket="memory://x/run", every=every)
-
-
-@pytest.mark.parametrize("option", ["codecs", "model", "bucket_url"])
-def test_options_are_those_of_the_publisher(option: str) -> None:
-    options: dict[str, Any] = {option: 1}
-    with pytest.raises(UsageError, match=option):
+@pytest.mark.parametrize(
+    "options",
+    [*({"every": every} for every in (0, -1, 1.5, True, "2")), {"codecs": 1}, {"model": 1}, {"bucket_url": 1}],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
         DeltaSyncCallback(bucket="memory://x/run", **options)
 
 
-def test_a_process_that_is_interrupted_finishes_the_version_under_way(tmp_path: Path) -> None:
-    script = """
-import sys
-from pathlib import Path
-from tests.support.tiny import make_model
-from tests.support.trainers import SIZES, HeldBucket, Settled, interrupt, trainer_of
-from trainer_side import DeltaSyncCallback
-from vllm_delta_sync.bucket import open_bucket
-import threading
-bucket = HeldBucket(open_bucket(sys.argv[1]))
-callback = DeltaSyncCallback(bucket=bucket)
-seen = Settled(callback, wait=False)
-def shut():
-    callback.publisher.flush()
-    bucket.gate.clear()
-    threading.Timer(3.0, bucket.gate.set).start()
-seen.at = {1: shut, 2: interrupt}
-trainer_of(make_model("qwen3", **SIZES), Path(sys.argv[2]), [callback, seen]).train()
-"""
-    url = str(tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, "-c", script, url, str(tmp_path)], cwd=ROOT, capture_output=True, timeout=300, check=False
-    )
-    assert b"KeyboardInterrupt" in done.stderr
-    assert steps_of(open_run(url)) == [1, 2]
-    model = make_model("qwen3", **SIZES)
+DOCUMENT = Path(__file__).parents[2] / "docs" / "trainer.md"
+
+
+def test_all_loggers_get_the_metrics_of_each_version(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
+    """Also those that stand before the callback, as what report_to names does; and the Trainer's own lines stay."""
+    before, behind = Logged(), Logged()
     callback = DeltaSyncCallback(bucket=url)
-    trainer_of(model, tmp_path, [callback, Settled(callback)], max_steps=1).train()
-    assert steps_of(open_run(url)) == [1, 2, 1]
-    assert_holds(open_run(url), 3, checkpoint_of(model))
+    trainer = trainer_of(model, tmp_path, [before, callback, Settled(callback), behind])
+    trainer.train()
+    run = open_run(url)
+    for published in (
+        before.published,
+        behind.published,
+        [x for x in trainer.state.log_history if x.keys() >= FIGURES],
+    ):
+        assert [line["delta_sync/version"] for line in published] == [1, 2, 3, 4]
+        assert all(line.keys() >= FIGURES for line in published)
+        assert all(line["delta_sync/skipped"] == 0 for line in published)
+        for line in published:
+            objects = run.manifest(line["delta_sync/version"]).objects
+            assert line["delta_sync/payload_bytes"] == sum(ref.bytes for ref in objects)
+            assert 0 < line["delta_sync/changed_percent"] <= 100
+    assert [step for step, line in before.lines if "loss" in line] == [1, 2, 3, 4]
+    # All of it is there when loggers are told that training has ended, by the line of its totals.
+    assert "train_runtime" in before.lines[-2][1]
+    assert "delta_sync/version" in before.lines[-1][1]
+
+
+def test_skips_are_told_once(
+    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_bucket(url) as store:
+        bucket = HeldBucket(store)
+        callback = DeltaSyncCallback(bucket=bucket)
+        logged, seen = Logged(), Settled(callback, wait=False)
+
+        def settle() -> None:
+            assert callback.publisher is not None
+            callback.publisher.flush()
+
+        def hold() -> None:
+            settle()
+            bucket.gate.clear()
+
+        def let_go() -> None:
+            bucket.gate.set()
+            settle()
+
+        seen.at = {1: hold, 5: let_go, 6: settle}
+        with caplog.at_level(logging.INFO, "trainer_side.skips"):
+            trainer_of(model, tmp_path, [callback, logged, seen], max_steps=7).train()
+    assert steps_of(open_run(url)) == [1, 2, 6, 7]
+    assert [line["delta_sync/skipped"] for line in logged.published] == [0, 0, 3, 0]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("step 3 is not published: encoding and upload of version 2 (step 2) take ")
+    assert second == "step 6: published again, after 3 that were skipped"
+    assert_holds(open_run(url), 3, seen.weights[6])
+
+
+def test_metrics_have_the_lag(
+    model: PreTrainedModel, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lag_module, "LOOK_SECONDS", 0.0)
+    callback = DeltaSyncCallback(bucket=url)
+    logged, seen = Logged(), Settled(callback)
+    seen.at[1] = lambda: serve(Run(open_bucket(url)), "slow", 0)
+    trainer_of(model, tmp_path, [callback, logged, seen], max_steps=6).train()
+    lags = [line.get("delta_sync/receivers_lag") for line in logged.published]
+    # Leases are read beside training: a line has what was known by then.
+    assert lags[0] is None
+    known = [lag for lag in lags if lag is not None]
+    assert known == sorted(known)
+    assert all(lag <= version for version, lag in enumerate(lags, 1) if lag is not None)
+
+
+def serve(run: Run, name: str, served: int | None, state: str = "serving") -> None:
+    write_lease(run, name, served, seconds=600, state=state)
+
+
+def test_what_is_no_trainer_is_told_that_loggers_get_nothing(
+    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback, logged = DeltaSyncCallback(bucket=url), Logged()
+    handler = CallbackHandler([DefaultFlowCallback(), callback, Settled(callback), logged], model, None, None, None)
+    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    state, control = TrainerState(max_steps=2), TrainerControl()
+    with caplog.at_level(logging.INFO, "trainer_side.reports"):
+        handler.on_train_begin(given, state, control)
+        for state.global_step in (1, 2):
+            with torch.no_grad():
+                model.model.norm.weight += 1
+            handler.on_step_end(given, state, control)
+        handler.on_train_end(given, state, control)
+    assert_holds(open_run(url), 2, checkpoint_of(model))
+    assert not logged.lines
+    assert "no Trainer is found among the callers: metrics go to this log only" in caplog.messages
+    assert [line.split(", delta_sync/changed")[0] for line in caplog.messages if line.startswith("delta_sync/")] == [
+        "delta_sync/version 1, delta_sync/step 1",
+        "delta_sync/version 2, delta_sync/step 2",
+    ]
+
+
+def test_lag_is_that_of_the_slowest_receiver(model: PreTrainedModel, url: str) -> None:
+    Publisher(model, bucket=url).close()
+    now = 0.0
+    with open_bucket(url) as store:
+        bucket = HeldBucket(store)
+        lag = lag_module.ReceiversLag(bucket, lambda: 3, lambda: now)
+
+        def looked(expected: int | None) -> None:
+            nonlocal now
+            now += lag_module.LOOK_SECONDS
+            deadline = time.monotonic() + 60
+            while lag.lag != expected:
+                assert time.monotonic() < deadline, lag.lag
+                lag.look()
+                time.sleep(0.01)
+                now += lag_module.LOOK_SECONDS
+
+        serve(Run(bucket), "one", 1)
+        looked(2)
+        serve(Run(bucket), "slow", 0)
+        serve(Run(bucket), "new", None)
+        looked(3)
+        bucket.unlisted = True
+        looked(None)
+        bucket.unlisted = False
+        serve(Run(bucket), "slow", 0, "left")
+        looked(2)
+        serve(Run(bucket), "one", 3)
+        lag.look()
+        assert lag.lag == 2, "leases were read again at once"
+        lag.close()
+
+
+@pytest.mark.slow
+def test_the_documentation_runs(tmp_path: Path) -> None:
+    """Both loops, on a tiny model in place of the one downloaded; and it lists the metrics that there are."""
+    text = DOCUMENT.read_text()
+    assert set(re.findall(r"^\| `(delta_sync/\w+)` \|", text, re.MULTILINE)) == {*FIGURES, "delta_sync/receivers_lag"}
+    checkpoint = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "Qwen3-0.6B")
+    blocks = [
+        block.replace("/mnt/shared", str(tmp_path / "shared")).replace("bf16=True,", "bf16=True, use_cpu=True,")
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    ]
+    trainer, again, accelerate = blocks
+    script = tmp_path / "block.py"
+    script.write_text("\n".join((accelerate, trainer, again)))
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    runs = {name: open_run(str(tmp_path / "shared" / name)) for name in ("trainer", "accelerate")}
+    # Those in between may be skipped where versions come faster than the store takes them.
+    assert steps_of(runs["trainer"])[-1] == 10
+    assert 1 <= len(steps_of(runs["accelerate"])) <= 4
+    for run in runs.values():
+        assert run.manifest(0).kind == "reference"
+        run.verify(checkpoint)
+
+
+def test_results_give_metrics_to_loops_of_ones_own(model: PreTrainedModel, url: str) -> None:
+    with open_bucket(url) as store:
+        bucket = HeldBucket(store)
+        with Publisher(model, bucket=bucket) as publisher:
+            bucket.gate.clear()
+            with torch.no_grad():
+                model.model.norm.weight[:3] += 1
+            result = publisher.publish(step=5)
+            skipped = publisher.publish(step=6)
+            assert [result.done, skipped.done, skipped.failed] == [False, True, False]
+            assert skipped.metrics() == {"delta_sync/skipped": 1}
+            bucket.gate.set()
+            metrics = result.metrics()
+            assert [result.done, result.failed] == [True, False]
+            assert metrics.keys() == FIGURES
+            assert metrics["delta_sync/changed_percent"] == pytest.approx(100 * 3 / result.total)
+            assert (metrics["delta_sync/version"], metrics["delta_sync/step"]) == (1, 5)
+            assert metrics["delta_sync/payload_bytes"] == result.payload_bytes > 0

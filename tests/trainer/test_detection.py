@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.detection import NAME, Difference, check, compared, disturbed, expected, served, tensor_of
@@ -123,7 +123,6 @@ def test_layouts_and_conversions(
 
 
 @given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
 def test_boxes_make_up_the_shape(shape: list[int], most: int) -> None:
     flat = np.arange(math.prod(shape)).reshape(shape)
     following = 0
@@ -153,9 +152,7 @@ def test_more_chunks_than_there_is_room_for() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float16])
-def test_any_number_of_threads_finds_the_same(
-    given: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_count_of_threads_finds_the_same(given: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "PARALLEL_ELEMENTS", 1)
     detector = Detector(threads)
     try:

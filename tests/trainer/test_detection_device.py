@@ -1,21 +1,26 @@
-"""Change detection on a device with plain torch operations, which run on the CPU as well; and a baseline there."""
+"""A baseline on the host or on a device finds the same, and an interrupt at any line of a comparison loses nothing."""
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.detection import NAME, Difference, compared, disturbed, expected, served
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
-from trainer_side import Gate, Publisher, baseline, detection_device
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure
+from trainer_side import Gate, Publisher, baseline, detection, detection_device
 from trainer_side.detection import Detector
 from trainer_side.detection_held import DeviceHeld, Held, HostHeld, Place, placed
 from trainer_side.detection_notes import Extracted
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import PublishError, UsageError
 from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES
+from vllm_delta_sync.wire import segments
+from vllm_delta_sync.wire.bits import CHUNK_ELEMENTS
 from vllm_delta_sync.wire.dtypes import DTYPES
 from vllm_delta_sync.wire.table import TensorSpec
 
@@ -93,19 +98,14 @@ def test_bits_are_placed_where_they_are_compared() -> None:
     assert np.array_equal(back.bits, host.bits)
 
 
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-def as_if_on_a_device(held: Held, name: str, device: torch.device, place: Place) -> Held:
-    return held if isinstance(held, DeviceHeld) else device_held(held.read())
-
-
 @pytest.mark.parametrize("gate", [None, Gate(max_changed_share=0.9)])
-def test_a_publisher_with_its_baseline_on_a_device(
-    gate: Gate | None, bucket: Hooked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_baseline_on_a_device(gate: Gate | None, bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed_on_device: dict[str, DeviceHeld] = {}
+
+    def as_if_on_a_device(held: Held, name: str, device: torch.device, place: Place) -> Held:
+        placed_on_device[name] = held if isinstance(held, DeviceHeld) else device_held(held.read())
+        return placed_on_device[name]
+
     monkeypatch.setattr(baseline, "placed", as_if_on_a_device)
     trainer, steps = Trainer(), []
     with Publisher(trainer.live, bucket, gate=gate, baseline="device") as publisher:
@@ -114,20 +114,16 @@ def test_a_publisher_with_its_baseline_on_a_device(
             publisher.publish(step=step, wait=True)
             steps.append(trainer.copy())
         publisher.flush()
-        held = publisher._committer.baseline
-        assert all(isinstance(held.held(tensor), DeviceHeld) for tensor in range(len(held.table)))
         bucket.before = FailAt("versions/")
         trainer.step()
         publisher.publish(step=4)
-        with pytest.raises(PublishError, match="injected"):
-            publisher.flush()
+        expect_failure(publisher, "injected")
         publisher.publish(step=5)
         steps.append(trainer.copy())
         assert publisher.rescan() == []
-        damaged = held.held(0)
-        assert isinstance(damaged, DeviceHeld)
-        damaged.flat[7] ^= 1
-        assert publisher.rescan() == [held.table[0].name]
+        assert len(placed_on_device) == 3
+        placed_on_device["a"].flat[7] ^= 1
+        assert publisher.rescan() == ["a"]
         assert publisher.anchor() == 4
         publisher.rebase(2)
         assert publisher.publish(step=6).changed > 0
@@ -137,14 +133,78 @@ def test_a_publisher_with_its_baseline_on_a_device(
         assert_holds(bucket, version, weights)
 
 
+WATCHED = {
+    "detection.py",
+    "detection_device.py",
+    "detection_held.py",
+    "detection_live.py",
+    "detection_notes.py",
+    "segments.py",
+}
+
+
+class AtLine:
+    """Raises KeyboardInterrupt before the n-th line that this thread runs in the watched files."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if Path(frame.f_code.co_filename).name not in WATCHED:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(number: int, work: Callable[[], object]) -> bool:
+    """Whether ``work`` ran as many lines, and was interrupted there."""
+    trace = sys.gettrace()
+    sys.settrace(AtLine(number))
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(trace)
+    return False
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"baseline": "gpu"}, "baseline is 'gpu'; give 'host' or 'device'"),
-        ({"diff_threads": 0}, "diff_threads is 0; give a number of threads, or None, at least 1"),
-        ({"diff_threads": True}, "diff_threads is True"),
-    ],
+    ("hold", "size"), [(HostHeld, 2 * CHUNK_ELEMENTS + 300), (device_held, 500)], ids=["host", "device"]
 )
-def test_settings_that_make_no_sense(options: dict, message: str, bucket: Hooked) -> None:
-    with pytest.raises(UsageError, match=message):
-        Publisher({"w": torch.ones(2)}, bucket, **options)
+def test_interrupt_at_any_line(
+    hold: Callable[[np.ndarray], Held], size: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Element 0 changed too: where a note counts it twice, or its room is taken for entries, it comes out wrong."""
+    monkeypatch.setattr(segments, "ROOM", CHUNK_ELEMENTS)
+    monkeypatch.setattr(segments, "CHUNKS", 2)
+    monkeypatch.setattr(detection_device, "WINDOW_ELEMENTS", 200)
+    monkeypatch.setattr(detection, "PARALLEL_ELEMENTS", 1)
+    # Its rooms are made after what says how large they are.
+    detector = Detector(2)
+    live = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(given)
+    new = served(live, "BF16")
+    start = disturbed(new, 0.6)
+    start[0] = ~new[0]
+    spec = TensorSpec(NAME, "BF16", (size,))
+    held, lines = hold(start.copy()), 0
+    while True:
+        found = Extracted(spec.element)
+        if not interrupted(lines, partial(detector.collect, spec, held, live, found)):
+            break
+        detector.settle()
+        found.revert(held)
+        assert np.array_equal(held.read(), start), f"interrupted before line {lines}"
+        lines += 1
+    assert lines > 30
+    assert np.array_equal(held.read(), new)
+    found.revert(held)
+    assert np.array_equal(held.read(), start)
+    # And nothing is left over from all that.
+    assert compared("BF16", held, live, detector)[1] == expected("BF16", start, new)
+    detector.close()

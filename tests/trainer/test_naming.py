@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, same_bits, saved, train
 from trainer_side.naming import LiveTensors, live_tensors
 from trainer_side.tracing import Replay, View, trace
-from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
+from vllm_delta_sync.errors import ModelError, UsageError
 
 
 def read(live: LiveTensors) -> dict[str, torch.Tensor]:
@@ -34,25 +34,16 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
-def test_transformers_model_is_read_as_it_is_saved(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+def test_models_are_read_as_saved_and_not_copied(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     model = build()
     live = live_tensors(model)
-    assert_equal(read(live), saved(model, tmp_path / "before"))
+    expected = saved(model, tmp_path / "before")
+    assert_equal(read(live), expected)
+    assert_equal(read(live_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "before"))), expected)
     train(model, adamw(model))
     assert_equal(read(live), saved(model, tmp_path / "after"))
-
-
-@pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
-def test_nothing_is_copied(build: Callable[[], PreTrainedModel]) -> None:
-    model = build()
     owned = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
-    assert {tensor.untyped_storage().data_ptr() for tensor in read(live_tensors(model)).values()} <= owned
-
-
-@pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS.keys())
-def test_a_loaded_model_has_the_names_of_its_checkpoint(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
-    expected = saved(build(), tmp_path)
-    assert_equal(read(live_tensors(AutoModelForCausalLM.from_pretrained(tmp_path))), expected)
+    assert {tensor.untyped_storage().data_ptr() for tensor in read(live).values()} <= owned
 
 
 def test_experts_have_their_checkpoint_names() -> None:
@@ -79,19 +70,6 @@ def test_plain_module_is_published_under_its_own_names() -> None:
     assert live.tensors["nothing"].shape == (0, 4)
     train(model, adamw(model))
     assert_equal(read(live), {name: tensor for name, tensor in model.state_dict().items() if name in state})
-
-
-def test_frozen_parameters_are_published() -> None:
-    model = qwen3().requires_grad_(False)
-    assert "model.norm.weight" in live_tensors(model).tensors
-
-
-def test_replaced_parameter_is_followed(tmp_path: Path) -> None:
-    model = qwen3(tied=False)
-    live = live_tensors(model)
-    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
-    model.model.norm.weight.data = torch.randn_like(model.model.norm.weight)
-    assert_equal(read(live), saved(model, tmp_path))
 
 
 def test_changed_layout_in_memory_is_followed(tmp_path: Path) -> None:
@@ -221,56 +199,6 @@ def test_partitioned_parameter_that_is_yielded_is_refused() -> None:
     weight.ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(ModelError, match=r"'weight' is a ZeRO-3 partition.*pass the module itself"):
         live_tensors([("weight", weight)])
-
-
-def test_changed_shape_is_refused_by_name() -> None:
-    model = nn.Linear(2, 2)
-    live = live_tensors(model)
-    model.weight = nn.Parameter(torch.zeros(3, 2))
-    with pytest.raises(TensorMismatchError, match=r"'weight' is now torch.float32 \[3, 2\]"):
-        read(live)
-
-
-def test_changed_dtype_is_refused_by_name() -> None:
-    model = nn.Linear(2, 2)
-    live = live_tensors(model)
-    model.bias = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    with pytest.raises(TensorMismatchError, match="'bias' is now torch\\.bfloat16"):
-        read(live)
-
-
-def test_new_and_missing_tensors_are_refused_by_name() -> None:
-    model = nn.Linear(2, 2)
-    live = live_tensors(model)
-    model.extra = nn.Parameter(torch.zeros(1))
-    with pytest.raises(TensorMismatchError, match="'extra' appeared"):
-        read(live)
-    del model.extra
-    model.bias = None  # type: ignore[assignment]
-    with pytest.raises(TensorMismatchError, match="'bias' is gone"):
-        read(live)
-
-
-def test_broken_tie_is_refused_by_name() -> None:
-    model = qwen3(tied=True)
-    live = live_tensors(model)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    with pytest.raises(TensorMismatchError, match=r"'lm_head.weight' is no longer tied"):
-        read(live)
-
-
-def test_list_that_changes_is_refused_by_name() -> None:
-    named = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
-    live = live_tensors(named)
-    named[1] = ("b", torch.zeros(4))
-    with pytest.raises(TensorMismatchError, match="'b' is now"):
-        read(live)
-    named[1] = ("c", torch.zeros(4))
-    with pytest.raises(TensorMismatchError, match="'c' was not there"):
-        read(live)
-    del named[1]
-    with pytest.raises(TensorMismatchError, match="'b' is no longer yielded"):
-        read(live)
 
 
 Tensors = dict[str, torch.Tensor]

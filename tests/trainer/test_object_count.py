@@ -1,16 +1,14 @@
 """Objects too small for a model are refused before any of them is uploaded."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from tests.trainer.faults.hooks import Hooked
+from tests.support.publishers import Hooked
 from trainer_side import Publisher
-from vllm_delta_sync.errors import LimitError, PublishError
+from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.anchor import shard_tables
 from vllm_delta_sync.wire.changes import Changes, Full
@@ -27,37 +25,17 @@ def no_object(key: str) -> None:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
 def live() -> dict[str, torch.Tensor]:
     """A model of more tensors than a version may have objects."""
     return {f"{number:06d}": torch.zeros(2) for number in range(TOO_MANY)}
 
 
+@pytest.mark.slow
 def test_a_full_snapshot_of_too_many_objects(bucket: Hooked, live: dict[str, torch.Tensor]) -> None:
     bucket.before = no_object
     with pytest.raises(LimitError, match=MESSAGE):
         Publisher(live, bucket, shard_bytes=1)
     assert list(bucket.list()) == []
-
-
-def test_a_delta_or_an_anchor_of_too_many_objects(
-    bucket: Hooked, live: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    (tmp_path / "base").mkdir()
-    save_file(live, tmp_path / "base" / "model.safetensors")
-    publisher = Publisher(live, bucket, base=str(tmp_path / "base"), shard_bytes=1, fold=False)
-    bucket.before = no_object
-    with pytest.raises(LimitError, match=MESSAGE):
-        publisher.anchor()
-    for tensor in live.values():
-        tensor += 1
-    publisher.publish(step=1)
-    with pytest.raises(PublishError, match=MESSAGE):
-        publisher.close()
 
 
 def test_the_size_that_is_advised_is_large_enough() -> None:

@@ -1,41 +1,20 @@
 """Building on an older version: what the next version is made against, and what a failure leaves."""
 
+import signal
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from tests.trainer.faults.hooks import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_history, assert_holds, expect_failure, publish
 from trainer_side import Publisher
-from trainer_side.worker import Job
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import LimitError, NotFoundError, PublishError, StoreError, UsageError
+from vllm_delta_sync.errors import LimitError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.upkeep.retention import Policy, collect
 from vllm_delta_sync.upkeep.tagging import set_tag
 from vllm_delta_sync.wire import limits
 from vllm_delta_sync.wire.manifest import Manifest
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Hooked:
-    return Hooked(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
-
-
-def publish(publisher: Publisher, trainer: Trainer, times: int) -> list[dict[str, Any]]:
-    history = [trainer.copy()]
-    for step in range(1, times + 1):
-        trainer.step()
-        publisher.publish(step=step, wait=True)
-        history.append(trainer.copy())
-    publisher.flush()
-    return history
 
 
 def breaks(bucket: Hooked) -> list[tuple[int, int | None]]:
@@ -63,8 +42,7 @@ def test_next_version_builds_on_the_one_rebased_to(bucket: Hooked, trainer: Trai
     manifests: list[Manifest] = list(open_run(bucket.url).log())
     assert [manifest.base_version for manifest in manifests] == [None, 0, 1, 2, 3, 1, 5, 0]
     assert breaks(bucket) == [(5, 1), (7, 0)]
-    for version, expected in enumerate(history):
-        assert_holds(bucket, version, expected)
+    assert_history(bucket, history)
 
 
 def test_rebase_to_the_newest_version_makes_no_break(bucket: Hooked, trainer: Trainer) -> None:
@@ -134,8 +112,7 @@ def test_failed_publish_keeps_the_version_rebased_to(at: str, bucket: Hooked, tr
         publisher.rebase(1)
         bucket.before = FailAt(at)
         publisher.publish(step=4)
-        with pytest.raises(PublishError, match="injected"):
-            publisher.flush()
+        expect_failure(publisher, "injected")
         publisher.publish(step=5)
         publisher.publish(step=6, wait=True)
     assert [manifest.base_version for manifest in open_run(bucket.url).log()] == [None, 0, 1, 2, 1, 4]
@@ -155,8 +132,7 @@ def test_fate_of_the_first_version_after_a_rebase_is_looked_up(written: bool, bu
             bucket.before = FailAt("versions/")
         bucket.reading = FailAt("versions/", StoreError("still down"))
         publisher.publish(step=3)
-        with pytest.raises(PublishError, match="is not known"):
-            publisher.flush()
+        expect_failure(publisher, "is not known")
         publisher.publish(step=4)
     bases = [manifest.base_version for manifest in open_run(bucket.url).log()]
     assert bases == ([None, 0, 1, 0, 3] if written else [None, 0, 1, 0])
@@ -178,30 +154,30 @@ def test_run_is_resumed_at_a_rebased_head(bucket: Hooked, trainer: Trainer) -> N
     assert_holds(bucket, 6, trainer.live)
 
 
-def test_interrupted_rebase_is_waited_for(bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt hits the caller while the background thread reads."""
-    begun, go_on = threading.Event(), threading.Event()
+def test_interrupted_rebase_is_waited_for(bucket: Hooked, trainer: Trainer) -> None:
+    """The interrupt hits the caller while the background thread reads; SIGALRM stands for Ctrl-C."""
 
-    def hold_up(key: str) -> None:
-        if key.startswith("objects/"):
-            begun.set()
-            assert go_on.wait(120)
-
-    def interrupted(work: Callable[[], None]) -> None:
-        worker.submit(Job(), work)
-        assert begun.wait(120)
+    def interrupted(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 2)
-        worker = publisher._background
-        bucket.reading = hold_up
-        with monkeypatch.context() as patched:
-            patched.setattr(worker, "call", interrupted)
+    go_on = threading.Event()
+
+    def hold_up(key: str) -> None:
+        if key.startswith("objects/") and not go_on.is_set():
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            assert go_on.wait(120)
+
+    previous = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        with Publisher(trainer.live, bucket) as publisher:
+            publish(publisher, trainer, 2)
+            bucket.reading = hold_up
             with pytest.raises(KeyboardInterrupt):
                 publisher.rebase(1)
-        threading.Timer(0.3, go_on.set).start()
-        publisher.publish(step=3)
+            threading.Timer(0.3, go_on.set).start()
+            publisher.publish(step=3)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
     assert breaks(bucket) == [(3, 1)]
     assert_holds(bucket, 3, trainer.live)
 
@@ -248,8 +224,7 @@ def test_one_break_too_many_is_refused_before_anything_is_published(
         assert publisher.publish(step=4).version == 4
         history.append(trainer.copy())
     assert breaks(bucket) == [(3, 0)]
-    for version, expected in enumerate(history):
-        assert_holds(bucket, version, expected)
+    assert_history(bucket, history)
 
 
 def test_what_a_former_writer_was_rebased_to_is_let_go_of(bucket: Hooked, trainer: Trainer) -> None:

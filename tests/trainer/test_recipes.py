@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from examples.recipes import slime
-from examples.recipes.stream import gathered_publisher, publish_gathered
 from tests.support.architectures import same_bits
 from tests.support.frameworks import Experts, Named, Pairs, imported, verl_update
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from tests.support.publishing import Tensors, assert_holds, snapshot
 from tests.support.tiny import make_model, save_checkpoint, train_steps
+from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
 from vllm_delta_sync import open_run
 from vllm_delta_sync.config import Settings
 from vllm_delta_sync.engine.service import ReceiverService
@@ -99,8 +99,8 @@ def engines(trained: Trained) -> Iterator[Callable[..., Any]]:
 
     yield make
     for engine in made:
-        if engine._publisher is not None:
-            engine._publisher.close()
+        if engine.publisher is not None:
+            engine.publisher.close()
 
 
 def test_verl_update_reaches_every_rollout_worker_and_the_bucket(trained: Trained, engines: Callable[..., Any]) -> None:
@@ -185,7 +185,7 @@ def test_prime_rl_stacked_experts_become_those_of_the_checkpoint(
     other = recipe.DeltaSyncWeightSender(tmp_path, config)
     other._broadcast(model, 3, tmp_path)
     assert open_run(config.bucket).head().version == 2
-    sender._publisher.close()
+    sender.publisher.close()
 
 
 def test_prime_rl_receiver_returns_once_the_servers_serve_the_offer(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_prime_rl_receiver_returns_once_the_servers_serve_the_offer(tmp_path: Pa
     finally:
         service.stop()
         service.join(WAIT)
-        sender._publisher.close()
+        sender.publisher.close()
 
 
 # slime
@@ -225,13 +225,13 @@ def hook(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     """The hook, as slime calls it on each rank."""
     args = SimpleNamespace(hf_checkpoint=str(trained.base), update_weight_transport="disk")
     monkeypatch.setenv("DELTA_SYNC_BUCKET", trained.url)
-    slime._publisher.cache_clear()
+    slime.publisher_of.cache_clear()
     yield lambda folder: slime.publish_checkpoint(args, str(folder), [object()])
-    if slime._publisher.cache_info().currsize:
-        held = slime._publisher(str(trained.base))
+    if slime.publisher_of.cache_info().currsize:
+        held = slime.publisher_of(str(trained.base))
         assert held is not None
         held.close()
-    slime._publisher.cache_clear()
+    slime.publisher_of.cache_clear()
 
 
 def test_slime_checkpoint_that_was_written_is_published(

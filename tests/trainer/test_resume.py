@@ -1,5 +1,6 @@
 """A publisher that takes over a run: what it reads back, what it publishes next, and what it begins anew behind."""
 
+import json
 import logging
 from collections.abc import Iterator
 from hashlib import sha256
@@ -11,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.architectures import adamw, qwen3, same_bits, saved, train
-from tests.support.publishing import Tensors, assert_holds, damage, keys, snapshot
+from tests.support.publishing import Tensors, assert_holds, assert_versions, damage, keys, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import ObjectInfo, open_bucket
 from vllm_delta_sync.errors import (
     ConflictError,
+    DeltaSyncError,
     FormatError,
     LimitError,
     NotFoundError,
@@ -25,6 +27,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.upkeep.branching import branch
 from vllm_delta_sync.wire import limits
+from vllm_delta_sync.wire.canonical import dump_canonical
 from vllm_delta_sync.wire.documents import Claim, claim_key
 from vllm_delta_sync.wire.manifest import HEAD_KEY, Manifest, version_key
 
@@ -62,30 +65,18 @@ def test_next_version_is_a_delta_against_the_head(codec: Any, url: str) -> None:
     run = open_run(url).info.run
     for turn in range(2):
         before = keys(url)
+        # What was not published before goes out with the next version.
+        step(live, 40 + turn)
         with Publisher(live, url, codec=codec) as publisher:
             assert (publisher.run, publisher.version) == (run, 3 + turn)
             assert keys(url) - before == {claim_key(turn + 1)}
-            step(live, 40 + turn)
             result = publisher.publish(step=100)
             assert (result.version, result.changed) == (4 + turn, 100 + 30)
         history.append(snapshot(live))
-    assert open_run(url).verify().replayed
-    for version, expected in enumerate(history):
-        assert_holds(open_run(url), version, expected)
-    manifests = list(open_run(url).log())
+    manifests = list(assert_versions(url, history).log())
     assert [manifest.epoch for manifest in manifests] == [0, 0, 0, 0, 1, 2]
     assert [manifest.base_version for manifest in manifests] == [None, 0, 1, 2, 3, 4]
     assert [manifest.breaks for manifest in manifests] == [[]] * 6
-
-
-def test_unpublished_changes_of_before_go_out_with_the_next(url: str) -> None:
-    live, history = published(url, 1)
-    elsewhere = snapshot(live)
-    step(elsewhere, 7)
-    with Publisher(elsewhere, url) as publisher:
-        assert publisher.publish(step=1).changed == 100 + 30
-    assert_holds(open_run(url), 1, history[1])
-    assert_holds(open_run(url), 2, elsewhere)
 
 
 def test_run_that_is_there_is_refused_where_none_is_to_be_resumed(url: str) -> None:
@@ -110,9 +101,11 @@ def test_dtypes_are_those_of_the_run(url: str) -> None:
     assert_holds(open_run(url), 3, expected)
 
 
-def test_claim_says_what_was_found(url: str) -> None:
+def test_claim_and_log_say_what_was_found(url: str, caplog: pytest.LogCaptureFixture) -> None:
     live, _ = published(url, 2)
-    Publisher(live, url).close()
+    with caplog.at_level(logging.INFO):
+        Publisher(live, url).close()
+    assert "goes on from version 2, step 20, in epoch 1" in caplog.text
     with open_bucket(url) as bucket:
         claim = Claim.from_bytes(bucket.get(claim_key(1)))
     assert (claim.epoch, claim.version, claim.run) == (1, 2, open_run(url).info.run)
@@ -120,7 +113,7 @@ def test_claim_says_what_was_found(url: str) -> None:
 
 
 UNFIT: dict[str, tuple[Tensors, str]] = {
-    "name": ({"z": torch.ones(2)}, r"'z' of the model is not among the 3 tensors of the run"),
+    "name": ({"z": torch.ones(2)}, r"'z' .*not among the 3 .*publish the model that the run is of, or start a new run"),
     "shape": ({"a": torch.ones(4999)}, r"'a' is BF16 \[5000\] in the run .*\[4999\] in the model"),
     "kind of number": ({"a": torch.ones(5000, dtype=torch.int16)}, r"'a' is torch\.int16"),
 }
@@ -136,9 +129,7 @@ def test_model_that_does_not_fit_is_refused_before_anything_is_claimed(case: str
     assert keys(url) == before
 
 
-def test_tensors_that_the_model_does_not_hold_keep_the_heads_bits(
-    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensors_not_in_the_model_keep_their_bits(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = qwen3()
     base = saved(model, tmp_path / "base") | {"mtp.weight": torch.randn(50).half()}
     save_file(base, tmp_path / "base" / "model.safetensors")
@@ -171,8 +162,8 @@ def test_base_says_where_the_first_version_lies_now(url: str, tmp_path: Path) ->
     assert [manifest.kind for manifest in open_run(url).log()] == ["reference", "delta", "delta"]
 
 
-@pytest.mark.parametrize("head", [None, b"{}", b"behind"])
-def test_head_that_lags_or_is_damaged_is_rolled_forward(head: bytes | None, url: str) -> None:
+@pytest.mark.parametrize("head", [None, b"{}", b"behind", b"ahead"])
+def test_head_that_lags_is_damaged_or_names_what_never_was_is_put_right(head: bytes | None, url: str) -> None:
     live, _ = published(url, 2)
     with open_bucket(url) as bucket:
         good = bucket.get(HEAD_KEY)
@@ -183,29 +174,20 @@ def test_head_that_lags_or_is_damaged_is_rolled_forward(head: bytes | None, url:
             old = good.replace(open_run(url).head().digest.encode(), first.digest.encode())
             bucket.put(HEAD_KEY, old.replace(b'"version":2', b'"version":0'))
         else:
-            bucket.put(HEAD_KEY, head)
+            bucket.put(HEAD_KEY, head if head == b"{}" else good.replace(b'"version":2', b'"version":9'))
         with Publisher(live, url) as publisher:
             assert publisher.version == 2
             assert bucket.get(HEAD_KEY) == good
     assert [manifest.kind for manifest in open_run(url).log()] == ["anchor", "delta", "delta"]
 
 
-def test_head_that_names_a_version_that_never_was_is_put_right(url: str) -> None:
-    live, _ = published(url, 2)
-    with open_bucket(url) as bucket:
-        good = bucket.get(HEAD_KEY)
-        bucket.put(HEAD_KEY, good.replace(b'"version":2', b'"version":9'))
-        with Publisher(live, url) as publisher:
-            assert publisher.version == 2
-            assert bucket.get(HEAD_KEY) == good
-
-
 LOST = ["object gone", "object damaged", "manifest damaged", "every object gone", "manifest and HEAD damaged"]
+LOST += ["every manifest damaged"]
 
 
 @pytest.mark.parametrize("case", LOST)
 @pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
-def test_run_whose_head_is_lost_begins_anew_behind_it(
+def test_lost_head_is_begun_anew_behind(
     case: str, shard_bytes: int, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     live, history = published(url, 3, fold=False)
@@ -219,7 +201,9 @@ def test_run_whose_head_is_lost_begins_anew_behind_it(
             for info in list(bucket.list("objects/")):
                 bucket.delete(info.key)
         else:
-            damage(url, version_key(3))
+            for version in range(4) if "every" in case else [3]:
+                damage(url, version_key(version))
+        stored = sha256(bucket.get(version_key(3))).hexdigest()
         if "HEAD" in case:
             bucket.put(HEAD_KEY, b"{")
     elsewhere = snapshot(live)
@@ -234,26 +218,15 @@ def test_run_whose_head_is_lost_begins_anew_behind_it(
     run = open_run(url)
     assert run.head().version == 5
     fourth = run.manifest(4)
-    assert (fourth.kind, fourth.base_version, fourth.epoch) == ("anchor", None, 1)
+    assert (fourth.kind, fourth.base_version, fourth.epoch, fourth.parent) == ("anchor", None, 1, stored)
     assert [(item.version, item.base_version) for item in run.head().breaks] == [(4, None)]
     assert len(fourth.objects) == (3 if shard_bytes == 1 else 1)
     assert_holds(run, 4, anew)
     assert_holds(run, 5, elsewhere)
-    if case != "every object gone":
+    if "every" not in case:
         assert_holds(run, 2, history[2])
     with Publisher(elsewhere, url) as publisher:
         assert publisher.version == 5
-
-
-def test_run_without_one_good_manifest_begins_anew(url: str) -> None:
-    live, _ = published(url, 1)
-    for version in range(2):
-        damage(url, version_key(version))
-    with Publisher(live, url) as publisher:
-        assert publisher.version == 2
-        step(live, 3)
-        publisher.publish(step=1)
-    assert_holds(open_run(url), 3, live)
 
 
 def test_model_that_lacks_tensors_cannot_begin_anew(url: str) -> None:
@@ -328,22 +301,6 @@ def test_manifest_of_a_later_release_is_left_alone(url: str) -> None:
     assert keys(url) == before
 
 
-def test_resuming_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    live, _ = published(url, 2)
-    with caplog.at_level(logging.INFO):
-        Publisher(live, url).close()
-    assert "goes on from version 2, step 20, in epoch 1" in caplog.text
-
-
-def test_parent_of_the_new_beginning_is_what_is_stored(url: str) -> None:
-    live, _ = published(url, 1)
-    damage(url, version_key(1))
-    Publisher(live, url).close()
-    with open_bucket(url) as bucket:
-        anew = Manifest.from_bytes(bucket.get(version_key(2)))
-        assert anew.parent == sha256(bucket.get(version_key(1))).hexdigest()
-
-
 @pytest.mark.parametrize("moved", [False, True])
 def test_branch_is_gone_on_with(moved: bool, url: str, tmp_path: Path) -> None:
     live, history = published(url, 2)
@@ -382,14 +339,6 @@ def test_versions_that_a_listing_does_not_show_yet_are_found(url: str, monkeypat
             assert publisher.version == 4
 
 
-def test_model_that_does_not_fit_is_told_what_to_do(url: str) -> None:
-    live, _ = published(url, 1)
-    live["other"] = live.pop("a")
-    with pytest.raises(TensorMismatchError, match="publish the model that the run is of, or start a new run"):
-        Publisher(live, url)
-    assert open_run(url).newest_claim() == 0
-
-
 def test_run_that_can_have_no_break_more_is_not_begun_anew(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     live, _ = published(url, 2)
     damage(url, open_run(url).manifest(2).objects[0].key)
@@ -398,3 +347,50 @@ def test_run_that_can_have_no_break_more_is_not_begun_anew(url: str, monkeypatch
     with pytest.raises(LimitError, match="MAX_BREAKS"):
         Publisher(live, url)
     assert keys(url) - before == {claim_key(1)}
+
+
+@pytest.mark.parametrize("strays", [(9_999_999_999,), (6, 8, 9_999_999_999)])
+def test_manifests_of_strangers_beyond_a_gap_stop_nobody(strays: tuple[int, ...], url: str) -> None:
+    live, _ = published(url, 3)
+    bucket = open_bucket(url)
+    for number in strays:
+        bucket.put(version_key(number), b"{}")
+    bucket.put(HEAD_KEY, b"{}")
+    with Publisher(live, url) as publisher:
+        assert publisher.version == 3
+        step(live, 40)
+        assert publisher.publish(step=100, wait=True).version == 4
+    assert [manifest.base_version for manifest in open_run(url).log()] == [None, 0, 1, 2, 3]
+    assert_holds(open_run(url), 4, snapshot(live))
+
+
+def test_a_manifest_that_head_names_and_that_is_lost_is_no_gap(url: str) -> None:
+    """The version that lies behind it takes no part in what is begun anew."""
+    live, _ = published(url, 5)
+    bucket = open_bucket(url)
+    head = json.loads(bucket.get(HEAD_KEY))
+    lost = Manifest.from_bytes(bucket.get(version_key(4)))
+    bucket.put(HEAD_KEY, dump_canonical({**head, "version": 4, "manifest": lost.digest}))
+    bucket.delete(version_key(4))
+    with Publisher(live, url) as publisher:
+        assert publisher.version == 6
+    assert open_run(url).head().version == 6
+
+
+def test_a_manifest_larger_than_readers_take_is_not_committed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_side.start.document_limit", lambda table: 200)
+        with pytest.raises(LimitError, match=r"0000000000.*document_limit"):
+            Publisher(tensors(), url)
+    assert keys(url) == set()
+    live, _ = published(url, 1)
+    with open_bucket(url) as bucket:
+        most = max(len(bucket.get(version_key(version))) for version in range(2))
+    monkeypatch.setattr("vllm_delta_sync.chain.documents.document_limit", lambda table: most)
+    # An object for each tensor makes its manifest longer.
+    publisher = Publisher(live, url, shard_bytes=1)
+    step(live, 2)
+    publisher.publish(step=2)
+    with pytest.raises(DeltaSyncError, match=r"0000000002.*document_limit"):
+        publisher.close()
+    assert open_run(url).versions() == [0, 1]

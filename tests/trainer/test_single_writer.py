@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.faults.hooks import Hooked, Trainer, assert_holds
+from tests.support.publishers import Hooked, Trainer, assert_holds, assert_stopped, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import creation
@@ -39,14 +39,9 @@ class Late:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
     monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.01)
     return Shared(tmp_path / "run")
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
 
 
 def changed(document: type[Document], **fields: str) -> Callable[[bytes], bytes]:
@@ -63,109 +58,96 @@ their_claim = changed(Claim, writer="f" * 32)
 their_run = changed(RunInfo, run="e" * 32)
 
 
-def assert_stopped(publisher: Publisher, match: str) -> None:
-    with pytest.raises(ConflictError, match=match):
-        publisher.flush()
-    with pytest.raises(ConflictError, match=match):
-        publisher.publish(step=99)
-    with pytest.raises(ConflictError, match=match):
-        publisher.close()
-
-
-def test_alone_a_publisher_starts_goes_on_and_is_taken_over(bucket: Shared, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as former:
+def test_alone_a_publisher_starts_goes_on_and_is_taken_over(shared: Shared, trainer: Trainer) -> None:
+    with Publisher(trainer.live, shared) as former:
         trainer.step()
         former.publish(step=1)
-    with Publisher(trainer.live, bucket, resume=True) as later:
+    with Publisher(trainer.live, shared, resume=True) as later:
         trainer.step()
         assert later.publish(step=2).version == 2
-    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 1]
-    assert_holds(bucket, 2, trainer.live)
+    assert [manifest.epoch for manifest in open_run(shared.url).log()] == [0, 0, 1]
+    assert_holds(shared, 2, trainer.live)
 
 
-def test_of_two_claims_of_one_epoch_the_one_that_stays_counts(bucket: Shared, trainer: Trainer) -> None:
-    Publisher(trainer.live, bucket).close()
-    bucket.after = late = Late(bucket, claim_key(1), their_claim)
-    with Publisher(trainer.live, bucket, resume=True) as publisher:
+def test_of_two_claims_of_one_epoch_the_one_that_stays_counts(shared: Shared, trainer: Trainer) -> None:
+    Publisher(trainer.live, shared).close()
+    shared.after = late = Late(shared, claim_key(1), their_claim)
+    with Publisher(trainer.live, shared, resume=True) as publisher:
         trainer.step()
         publisher.publish(step=1)
-    assert bucket.get(claim_key(1)) == late.left
-    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 2]
+    assert shared.get(claim_key(1)) == late.left
+    assert [manifest.epoch for manifest in open_run(shared.url).log()] == [0, 2]
 
 
-def test_a_claim_that_is_written_over_later_stops_its_writer(bucket: Shared, trainer: Trainer) -> None:
-    Publisher(trainer.live, bucket).close()
-    publisher = Publisher(trainer.live, bucket, resume=True)
-    bucket.overwrite(claim_key(1), their_claim(bucket.get(claim_key(1))))
+def test_a_claim_that_is_written_over_later_stops_its_writer(shared: Shared, trainer: Trainer) -> None:
+    Publisher(trainer.live, shared).close()
+    publisher = Publisher(trainer.live, shared, resume=True)
+    shared.overwrite(claim_key(1), their_claim(shared.get(claim_key(1))))
     trainer.step()
     publisher.publish(step=1)
     assert_stopped(publisher, r"taken over the run .*claims/0000000001\.json")
-    assert [manifest.version for manifest in open_run(bucket.url).log()] == [0]
+    assert [manifest.version for manifest in open_run(shared.url).log()] == [0]
 
 
-def test_a_manifest_that_was_written_over_is_left_and_stops_its_writer(bucket: Shared, trainer: Trainer) -> None:
-    publisher = Publisher(trainer.live, bucket, read_back=True)
-    bucket.after = late = Late(bucket, version_key(1), their_manifest)
+def test_a_manifest_that_was_written_over_is_left_and_stops_its_writer(shared: Shared, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, shared, read_back=True)
+    shared.after = late = Late(shared, version_key(1), their_manifest)
     trainer.step()
     publisher.publish(step=1)
     assert_stopped(publisher, "version 1 .* was written by another publisher")
-    assert bucket.get(version_key(1)) == late.left
+    assert shared.get(version_key(1)) == late.left
 
 
-def test_a_claim_that_came_while_the_manifest_was_written_stops_its_writer(bucket: Shared, trainer: Trainer) -> None:
-    publisher = Publisher(trainer.live, bucket)
+def test_a_claim_that_came_while_the_manifest_was_written_stops_its_writer(shared: Shared, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, shared)
 
     def claim(key: str) -> None:
         if key == version_key(1):
-            digest = open_run(bucket.url).manifest(0).digest
+            digest = open_run(shared.url).manifest(0).digest
             made = Claim(
                 run=publisher.run, epoch=1, version=0, manifest=digest, writer="f" * 32, created_at=timestamp()
             )
-            bucket.overwrite(claim_key(1), made.to_bytes())
+            shared.overwrite(claim_key(1), made.to_bytes())
 
-    bucket.after = claim
+    shared.after = claim
     trainer.step()
     publisher.publish(step=1)
     assert_stopped(publisher, "taken over the run")
 
 
-def test_a_version_that_was_written_over_later_stops_its_writer(bucket: Shared, trainer: Trainer) -> None:
-    publisher = Publisher(trainer.live, bucket)
-    trainer.step()
-    publisher.publish(step=1)
-    publisher.flush()
-    theirs = their_manifest(bucket.get(version_key(1)))
-    bucket.overwrite(version_key(1), theirs)
+def test_a_version_that_was_written_over_later_stops_its_writer(shared: Shared, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, shared)
+    publish(publisher, trainer)
+    theirs = their_manifest(shared.get(version_key(1)))
+    shared.overwrite(version_key(1), theirs)
     trainer.step()
     publisher.publish(step=2)
     assert_stopped(publisher, r"versions/0000000001\.json .* was written over by another publisher")
-    assert bucket.get(version_key(1)) == theirs
-    assert [info.key for info in bucket.list("versions/")] == [version_key(0), version_key(1)]
+    assert shared.get(version_key(1)) == theirs
+    assert [info.key for info in shared.list("versions/")] == [version_key(0), version_key(1)]
 
 
-def test_of_two_starts_the_one_whose_run_json_stays_has_the_url(bucket: Shared, trainer: Trainer) -> None:
-    bucket.after = late = Late(bucket, RUN_KEY, their_run)
+def test_of_two_starts_the_one_whose_run_json_stays_has_the_url(shared: Shared, trainer: Trainer) -> None:
+    shared.after = late = Late(shared, RUN_KEY, their_run)
     with pytest.raises(ConflictError, match=r"holds run\.json of another publisher"):
-        Publisher(trainer.live, bucket)
-    assert [(info.key, bucket.get(info.key)) for info in bucket.list()] == [(RUN_KEY, late.left)]
+        Publisher(trainer.live, shared)
+    assert [(info.key, shared.get(info.key)) for info in shared.list()] == [(RUN_KEY, late.left)]
 
 
-def test_a_start_that_lost_its_run_json_late_removes_nothing_of_the_other(bucket: Shared, trainer: Trainer) -> None:
+def test_a_start_that_lost_its_run_json_late_removes_nothing_of_the_other(shared: Shared, trainer: Trainer) -> None:
     def replace(key: str) -> None:
         if key.startswith("objects/"):
-            bucket.overwrite(RUN_KEY, their_run(bucket.get(RUN_KEY)))
+            shared.overwrite(RUN_KEY, their_run(shared.get(RUN_KEY)))
 
-    bucket.after = replace
+    shared.after = replace
     with pytest.raises(ConflictError, match="another run was started"):
-        Publisher(trainer.live, bucket)
-    found = [info.key for info in bucket.list()]
+        Publisher(trainer.live, shared)
+    found = [info.key for info in shared.list()]
     assert found[-2:] == [RUN_KEY, TABLE_KEY]
     assert found[0].startswith("objects/")
 
 
-def test_a_store_that_is_exclusive_waits_for_nothing(
-    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exclusive_stores_wait_for_nothing(tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(creation, "SETTLING_SECONDS", -1)
     bucket = Hooked(tmp_path / "run")
     Publisher(trainer.live, bucket).close()

@@ -98,20 +98,7 @@ def test_calls_before_the_beginning_and_after_the_end(transfer: DeltaWeightTrans
         transfer.send_weights(weights.stream())
 
 
-def test_a_second_beginning_goes_on_with_the_run(url: str, base: Path, weights: Weights) -> None:
-    others = threads_of_ours()
-    transfer = DeltaWeightTransfer(url, base)
-    for _ in range(2):
-        transfer.init_weight_transfer()
-        weights.change()
-        transfer.send_weights(weights.stream())
-    transfer.destroy()
-    assert steps_of(open_run(url)) == [1, 1]
-    assert_holds(open_run(url), 2, weights.served, base)
-    assert threads_of_ours(others) == []
-
-
-def test_without_a_trainer_sends_are_counted(
+def test_without_a_trainer_sends_are_counted_and_a_run_is_gone_on_with(
     transfer: DeltaWeightTransfer, url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "trainer_side.reports"):
@@ -126,6 +113,15 @@ def test_without_a_trainer_sends_are_counted(
     assert_holds(open_run(url), 3, weights.served, base)
     told = [line.split(", delta_sync/changed")[0] for line in caplog.messages if line.startswith("delta_sync/")]
     assert told == [f"delta_sync/version {number}, delta_sync/step {number}" for number in (1, 2, 3)]
+    others = threads_of_ours()
+    for _ in range(2):
+        transfer.init_weight_transfer()
+        weights.change()
+        transfer.send_weights(weights.stream())
+    transfer.destroy()
+    assert steps_of(open_run(url)) == [1, 2, 3, 1, 1], "a second beginning goes on with the run"
+    assert_holds(open_run(url), 5, weights.served, base)
+    assert threads_of_ours(others) == []
 
 
 @pytest.mark.parametrize(
@@ -143,11 +139,16 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -
         DeltaWeightTransfer("memory://run", "base", **arguments)
 
 
-def test_a_base_that_is_not_there_ends_the_beginning(url: str, tmp_path: Path) -> None:
-    transfer = DeltaWeightTransfer(url, tmp_path / "none", stop_on_error=False)
-    with pytest.raises(NotFoundError, match="does not exist"):
-        transfer.init_weight_transfer()
-    assert transfer.publisher is None
+@pytest.mark.parametrize("missing", ["base", "store"])
+def test_what_is_missing_ends_the_beginning(missing: str, url: str, base: Path, tmp_path: Path) -> None:
+    with open_bucket(url) as store:
+        bucket = HeldBucket(store)
+        bucket.down = missing == "store"
+        transfer = DeltaWeightTransfer(bucket, base if bucket.down else tmp_path / "none", stop_on_error=False)
+        with pytest.raises(StoreError if bucket.down else NotFoundError, match=r"is down|does not exist"):
+            transfer.init_weight_transfer()
+        assert transfer.publisher is None
+        transfer.destroy()
 
 
 def test_resume_waits_until_the_version_is_served(url: str, base: Path, weights: Weights) -> None:
@@ -213,9 +214,7 @@ def test_a_failure_is_raised_and_made_up_for(url: str, base: Path, weights: Weig
     assert_holds(open_run(url), 1, weights.served, base)
 
 
-def test_training_may_go_on_where_a_store_is_down(
-    url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_goes_on_if_wanted(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
     with open_bucket(url) as store, caplog.at_level(logging.WARNING, "trainer_side.reports"):
         bucket = HeldBucket(store)
         transfer = DeltaWeightTransfer(bucket, base, stop_on_error=False)
@@ -273,9 +272,7 @@ def test_a_send_that_breaks_off_leaves_nothing_behind(
     assert_holds(open_run(url), 1, weights.served, base)
 
 
-def test_the_end_does_not_hide_the_error_before(
-    url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_hides_no_error(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
     with open_bucket(url) as store:
         bucket = HeldBucket(store)
         transfer = DeltaWeightTransfer(bucket, base)
@@ -301,13 +298,3 @@ def test_the_end_does_not_hide_the_error_before(
         with pytest.raises(DeltaSyncError, match="the store is down"):
             transfer.destroy()
         assert transfer.publisher is None
-
-
-def test_a_store_that_is_down_at_the_beginning(url: str, base: Path) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        bucket.down = True
-        transfer = DeltaWeightTransfer(bucket, base, stop_on_error=False)
-        with pytest.raises(StoreError, match="the store is down"):
-            transfer.init_weight_transfer()
-        transfer.destroy()

@@ -2,27 +2,25 @@
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from tests.support.async_trainers import Rollouts, Watched, async_trainer, served_form
 from tests.support.publishing import assert_holds
 from tests.support.tiny import make_model, save_checkpoint
-from tests.support.trainers import FIGURES, SIZES, HeldBucket, Logged, Settled, interrupt, steps_of
-from trainer_side import DeltaSyncCallback
-from vllm_delta_sync.bucket import open_bucket
+from tests.support.trainers import FIGURES, SIZES, Logged, interrupt, steps_of
+from tests.trainer.sharded.nursery import Nursery
 from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.errors import PublishError
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
 SYNC = ["pause", "send", "resume"]
 
 
@@ -57,16 +55,7 @@ def test_each_sync_is_a_version_with_the_rounded_weights(base: Path, url: str, t
     assert_holds(run, 5, served_form(trainer.model), base)
     assert rollouts.versions == [1, 2, 3, 4, 5]
     assert not rollouts.running
-
-
-def test_metrics_are_in_the_log_of_the_trainer(base: Path, url: str, tmp_path: Path) -> None:
-    logged = Logged()
-    trainer = async_trainer(base, tmp_path, Watched(url, base), [logged])
-    trainer.train()
     assert [line["delta_sync/version"] for line in logged.published] == [1, 2, 3, 4, 5]
-    assert [line["delta_sync/version"] for line in trainer.state.log_history if "delta_sync/version" in line] == [
-        1, 2, 3, 4, 5,
-    ]  # fmt: skip
     assert all(line.keys() >= FIGURES for line in logged.published)
     own = [line for _, line in logged.lines if "loss" in line]
     assert len(own) == 4
@@ -90,33 +79,7 @@ def test_experts_fused_in_memory_and_frozen_parameters(url: str, tmp_path: Path)
     assert_holds(run, 3, expected, base)
 
 
-class Nothing:
-    """A weight transfer that transfers nothing."""
-
-    def _nothing(self) -> None:
-        pass
-
-    init_weight_transfer = pause = resume = destroy = _nothing
-
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for _ in iterator:
-            pass
-
-
-def test_the_callback_beside_a_transfer_that_does_nothing(base: Path, url: str, tmp_path: Path) -> None:
-    callback, rollouts = DeltaSyncCallback(bucket=url, base=base), Rollouts(6)
-    seen, logged = Settled(callback), Logged()
-    trainer = async_trainer(base, tmp_path, Nothing(), [callback, seen, logged], rollouts)
-    trainer.train()
-    run = open_run(url)
-    assert steps_of(run) == [1, 2, 3, 4]
-    for step in (1, 2, 3, 4):
-        assert_holds(run, step, {name: tensor.bfloat16() for name, tensor in seen.weights[step].items()}, base)
-    assert rollouts.versions == [1, 2, 3, 4, 5]
-    assert [line["delta_sync/version"] for line in logged.published] == [1, 2, 3, 4]
-
-
-def killed(folder: str) -> None:
+def killed(rank: int, size: int, folder: str) -> None:
     """A training that is killed while its fourth version is on its way."""
     base = Path(folder) / "base"
     kill = At(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -124,10 +87,8 @@ def killed(folder: str) -> None:
     async_trainer(base, Path(folder), transfer, [kill], max_steps=6, save_strategy="steps", save_steps=2).train()
 
 
-def test_a_killed_training_goes_on_with_its_run(base: Path, url: str, tmp_path: Path) -> None:
-    code = f"from tests.trainer.test_transfer_trl import killed; killed({str(tmp_path)!r})"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+def test_a_killed_training_goes_on_with_its_run(nursery: Nursery, base: Path, url: str, tmp_path: Path) -> None:
+    assert nursery.statuses(1, killed, folder=str(tmp_path)) == [-signal.SIGKILL], nursery.logs()
     before = open_run(url).head().version
     assert before in (3, 4)
     transfer = Watched(url, base)
@@ -159,35 +120,16 @@ def test_an_interrupt_in_the_middle_of_a_send(base: Path, url: str, tmp_path: Pa
     assert_holds(run, 2, {name: tensor.bfloat16() for name, tensor in transfer.sent[1].items()}, base)
 
 
-@pytest.mark.parametrize("stop_on_error", [True, False])
-def test_a_store_that_is_down_for_a_while(stop_on_error: bool, base: Path, url: str, tmp_path: Path) -> None:
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        transfer, rollouts = Watched(bucket, base, stop_on_error=stop_on_error), Rollouts(8)
-
-        def settled(down: bool) -> Callable[[], None]:
-            def turn() -> None:
-                if not bucket.down and transfer.publisher is not None:
-                    transfer.publisher.flush()
-                bucket.down = down
-
-            return turn
-
-        callbacks: list[TrainerCallback] = [At(2, settled(True)), At(4, settled(False))]
-        trainer = async_trainer(base, tmp_path, transfer, callbacks, rollouts, max_steps=6)
-        if stop_on_error:
-            with pytest.raises(PublishError, match="the store is down"):
-                trainer.train()
-        else:
-            trainer.train()
+def test_a_version_is_the_base_with_the_adapter_merged(url: str, tmp_path: Path) -> None:
+    base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
+    transfer = Watched(url, base)
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = async_trainer(base, tmp_path, transfer, peft=adapter, learning_rate=1e-2, max_steps=2)
+    trainer.train()
     run = open_run(url)
-    assert not rollouts.running
-    assert transfer.calls[-1] == "destroy"
-    assert transfer.publisher is None
-    if stop_on_error:
-        assert steps_of(run) == [0, 1, 2]
-        assert_holds(run, 3, {name: tensor.bfloat16() for name, tensor in transfer.sent[2].items()}, base)
-    else:
-        assert steps_of(run)[:3] == [0, 1, 2]
-        assert steps_of(run)[-1] == 6
-        assert_holds(run, run.head().version, served_form(trainer.model), base)
+    assert [manifest.changed > 0 for manifest in run.log()] == [False, False, True, True]
+    assert not any("lora" in name for name in transfer.sent[-1])
+    before, now = transfer.sent[0], transfer.sent[-1]
+    moved = {name.split(".")[-2] for name in now if not torch.equal(now[name].bfloat16(), before[name].bfloat16())}
+    assert moved == {"q_proj", "v_proj"}
+    assert_holds(run, 3, served_form(trainer.model.merge_and_unload()), base)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.support.publishing import Tensors, assert_holds
@@ -28,6 +28,8 @@ ARGUMENTS: dict[str, Any] = {
     "save_strategy": "no",
     "dataloader_pin_memory": False,
 }
+pytestmark = pytest.mark.slow
+
 WORDS = ["the quick brown fox", "jumps over the lazy dog", "the lazy fox", "over the quick dog"]
 
 
@@ -61,67 +63,47 @@ def check(url: str, base: Path, model: PreTrainedModel, seen: Settled, logged: L
     assert not any("delta_sync/version" in line for line in own)
 
 
-def callbacks_for(url: str, base: Path) -> tuple[DeltaSyncCallback, Settled, Logged]:
-    callback = DeltaSyncCallback(bucket=url, base=base)
-    return callback, Settled(callback), Logged()
-
-
-def test_sft(model: PreTrainedModel, base: Path, url: str, tmp_path: Path) -> None:
-    callbacks = callbacks_for(url, base)
-    SFTTrainer(
-        model=model,
-        args=SFTConfig(str(tmp_path / "out"), max_length=16, **ARGUMENTS),
-        train_dataset=Dataset.from_dict({"text": WORDS * 4}),
-        processing_class=make_tokenizer(),
-        callbacks=list(callbacks),
-    ).train()
-    check(url, base, model, *callbacks[1:])
-
-
-def test_dpo_publishes_the_policy_and_not_its_reference(
-    model: PreTrainedModel, base: Path, url: str, tmp_path: Path
-) -> None:
-    reference = make_model("qwen3", **SIZES)
-    before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
-    pairs = {"prompt": WORDS * 4, "chosen": [" fox"] * 16, "rejected": [" dog"] * 16}
-    callbacks = callbacks_for(url, base)
-    trainer = DPOTrainer(
-        model=model,
-        ref_model=reference,
-        args=DPOConfig(str(tmp_path / "out"), max_length=16, **ARGUMENTS),
-        train_dataset=Dataset.from_dict(pairs),
-        processing_class=make_tokenizer(),
-        callbacks=list(callbacks),
-    )
-    assert trainer.ref_model is not None
-    trainer.train()
-    check(url, base, model, *callbacks[1:])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.ref_model.state_dict().items())
-
-
 def rewarded(completions: list[str], **columns: Any) -> list[float]:
     """More words are better; and never are all alike, so that there is something to learn."""
     return [len(text.split()) + number / len(completions) for number, text in enumerate(completions)]
 
 
-def test_grpo(model: PreTrainedModel, base: Path, url: str, tmp_path: Path) -> None:
-    callbacks = callbacks_for(url, base)
-    generation = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0}
-    GRPOTrainer(
-        model=model,
-        reward_funcs=rewarded,
-        args=GRPOConfig(str(tmp_path / "out"), **generation, **ARGUMENTS),
-        train_dataset=Dataset.from_dict({"prompt": WORDS}),
-        processing_class=make_tokenizer(),
-        callbacks=list(callbacks),
-    ).train()
-    check(url, base, model, *callbacks[1:])
-    assert all("reward" in line for _, line in callbacks[2].lines if "loss" in line)
+def trained(kind: str, model: PreTrainedModel, out: str, callbacks: list[TrainerCallback]) -> Any:
+    """A trainer that has trained."""
+    given: dict[str, Any] = {"model": model, "processing_class": make_tokenizer(), "callbacks": callbacks}
+    trainer: Any
+    if kind == "sft":
+        data = Dataset.from_dict({"text": WORDS * 4})
+        trainer = SFTTrainer(args=SFTConfig(out, max_length=16, **ARGUMENTS), train_dataset=data, **given)
+    elif kind == "dpo":
+        data = Dataset.from_dict({"prompt": WORDS * 4, "chosen": [" fox"] * 16, "rejected": [" dog"] * 16})
+        arguments, reference = DPOConfig(out, max_length=16, **ARGUMENTS), make_model("qwen3", **SIZES)
+        trainer = DPOTrainer(ref_model=reference, args=arguments, train_dataset=data, **given)
+    else:
+        generation = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0}
+        data = Dataset.from_dict({"prompt": WORDS})
+        arguments = GRPOConfig(out, **generation, **ARGUMENTS)
+        trainer = GRPOTrainer(reward_funcs=rewarded, args=arguments, train_dataset=data, **given)
+    trainer.train()
+    return trainer
 
 
-def test_the_lines_of_the_documentation(
-    model: PreTrainedModel, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_each_step_is_a_version_with_the_policys_weights(
+    kind: str, model: PreTrainedModel, base: Path, url: str, tmp_path: Path
 ) -> None:
+    callback, logged = DeltaSyncCallback(bucket=url, base=base), Logged()
+    seen = Settled(callback)
+    trainer = trained(kind, model, str(tmp_path / "out"), [callback, seen, logged])
+    check(url, base, model, seen, logged)
+    if kind == "dpo":
+        before = make_model("qwen3", **SIZES).state_dict()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.ref_model.state_dict().items())
+    if kind == "grpo":
+        assert all("reward" in line for _, line in logged.lines if "loss" in line)
+
+
+def test_the_documentation(model: PreTrainedModel, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
     lines = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "SFTTrainer(" in block)
     base.rename(tmp_path / "Qwen3-0.6B")

@@ -1,13 +1,29 @@
-"""Whose signatures count: trusted keys, those they list, and how far the word of one that is given up goes."""
+"""Signatures of documents, whose signatures count, key files, and the file of what was seen before: nothing but what is
+signed is believed, not as another kind, and not beyond the word of a revoked key."""
 
 import json
+import os
+import stat
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rfc8785
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.support.publishers import Hooked
 from tests.support.signers import (
     INFO,
     NEXT,
@@ -15,6 +31,7 @@ from tests.support.signers import (
     ROOT,
     RUN,
     STRANGER,
+    TIME,
     TRAINER,
     by,
     entry,
@@ -23,15 +40,242 @@ from tests.support.signers import (
     public,
     ring,
 )
-from tests.trainer.faults.hooks import Hooked
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.chain.authentic import Authentic
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, ForkError, ReplayError, SignatureError
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DeltaSyncError,
+    ForkError,
+    FormatError,
+    ReplayError,
+    SettingsError,
+    SignatureError,
+    StoreError,
+    UnsupportedError,
+)
 from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.trust.keyring import RunKeys
+from vllm_delta_sync.trust.keys import MAX_KEY_BYTES, generate, load_private, load_public
+from vllm_delta_sync.trust.mark import Mark, MarkFile
 from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.documents import KEYS_KEY, KeyEntry, KeyFile
-from vllm_delta_sync.wire.manifest import Document, Head, Manifest, version_key
+from vllm_delta_sync.wire.documents import (
+    KEYS_KEY,
+    Anchor,
+    Claim,
+    Collection,
+    FoldedRange,
+    KeyEntry,
+    KeyFile,
+    Lease,
+    Retention,
+    Tag,
+)
+from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo, Signature, version_key
+
+
+def test_what_is_signed_can_be_checked_without_this_project() -> None:
+    signed = by(TRAINER, manifest(0))
+    value = json.loads(signed.to_bytes())
+    signature = value.pop("signature")
+    message = b"vllm-delta-sync/manifest/1\0" + rfc8785.dumps(value)
+    TRAINER.public_key().verify(bytes.fromhex(signature["value"]), message)
+    assert signature["key"] == public(TRAINER)
+    # And the reverse: what others sign like that is believed.
+    value["signature"] = {"key": public(NEXT), "value": NEXT.sign(message).hex()}
+    theirs = Manifest.from_bytes(rfc8785.dumps(value))
+    RunKeys(ring(None, NEXT), RUN).check_manifest(theirs, 0, "it")
+
+
+def test_signing_is_repeatable_and_takes_the_place_of_what_was_there() -> None:
+    once = by(TRAINER, manifest(0))
+    assert by(TRAINER, once).to_bytes() == once.to_bytes() == by(TRAINER, by(STRANGER, manifest(0))).to_bytes()
+    assert Keyring().signed(once) is once
+    assert Manifest.from_bytes(once.to_bytes()) == once
+
+
+def test_fields_that_this_release_does_not_know_are_signed_too() -> None:
+    value = json.loads(manifest(0).to_bytes()) | {"later": [1, {"x": "y"}]}
+    signed = by(TRAINER, Manifest.from_bytes(dump_canonical(value)))
+    assert json.loads(signed.to_bytes())["later"] == [1, {"x": "y"}]
+    keys = RunKeys(ring(None, TRAINER), RUN)
+    keys.check_manifest(signed, 0, "it")
+    value = json.loads(signed.to_bytes())
+    without = {name: part for name, part in value.items() if name != "later"}
+    for changed in (value | {"later": [1]}, value | {"later": None}, without):
+        with pytest.raises(SignatureError, match="was changed"):
+            keys.check_manifest(Manifest.from_bytes(dump_canonical(changed)), 0, "it")
+
+
+def _leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Places of everything in a JSON value, whole parts included."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [(*place, key) for key, _ in parts]
+    return found + [leaf for key, part in parts for leaf in _leaves(part, (*place, key))]
+
+
+def _put(value: Any, place: tuple[Any, ...], new: Any) -> None:
+    for key in place[:-1]:
+        value = value[key]
+    if new is _GONE:
+        del value[place[-1]]
+    else:
+        value[place[-1]] = new
+
+
+_GONE = object()
+
+
+_RICH = manifest(
+    9,
+    manifest(8),
+    breaks=[{"version": 4, "base_version": 2}],
+    requires=["packed"],
+    codec="packed",
+    compression="zstd",
+    reversible=True,
+    epoch=2,
+    quarantine={"reasons": ["a", "b"], "sound": 7},
+)
+
+
+_RICH_SIGNED = by(TRAINER, _RICH)
+
+
+def _refused(document: dict[str, Any], kind: type[Document]) -> None:
+    """It is no document any more, or nobody has signed it."""
+    keys = RunKeys(ring(None, TRAINER), RUN)
+    try:
+        found = kind.from_bytes(dump_canonical(document))
+    except (FormatError, UnsupportedError):
+        return
+    with pytest.raises(SignatureError):
+        keys.check_side(found, 9, "it")
+
+
+def _flipped(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, max(0, value - 1)]
+    if isinstance(value, str):
+        last = "1" if value[-1:] == "0" else "0"
+        return [value[:-1] + last, value + "0"]
+    if isinstance(value, list):
+        return [[], [*value, *value[:1]]]
+    return [{}]
+
+
+@pytest.mark.parametrize(
+    "place", _leaves(json.loads(_RICH_SIGNED.to_bytes())), ids=lambda place: ".".join(map(str, place))
+)
+def test_every_field_of_a_signed_manifest_counts(place: tuple[Any, ...]) -> None:
+    original = json.loads(_RICH_SIGNED.to_bytes())
+    part = original
+    for key in place:
+        part = part[key]
+    tried = 0
+    for new in (*_flipped(part), None, _GONE):
+        changed = json.loads(_RICH_SIGNED.to_bytes())
+        _put(changed, place, new)
+        if changed == original:
+            continue
+        tried += 1
+        _refused(changed, Manifest)
+    assert tried
+
+
+@given(st.integers(0, len(_RICH_SIGNED.to_bytes()) - 1), st.integers(1, 255))
+def test_changed_bytes_are_refused(place: int, flip: int) -> None:
+    data = bytearray(_RICH_SIGNED.to_bytes())
+    data[place] ^= flip
+    with pytest.raises(DeltaSyncError):
+        RunKeys(ring(None, TRAINER), RUN).check_manifest(Manifest.from_bytes(bytes(data)), 9, "it")
+
+
+def test_each_kind_has_a_name_of_its_own() -> None:
+    kinds: list[type[Document]] = [RunInfo, Manifest, Head, Anchor, FoldedRange, Tag, Claim, Lease, Collection]
+    kinds += [Retention, KeyFile]
+    assert len({kind.KIND for kind in kinds}) == len(kinds)
+
+
+def test_a_document_of_one_kind_is_not_taken_for_another() -> None:
+    """All fields of a claim and of a tag in one: it is well formed as both, and signed as one."""
+    fields = {
+        "format_version": 1, "requires": [], "run": RUN, "name": "a", "version": 3, "manifest": "1" * 64, "epoch": 1,
+        "writer": "2" * 32, "milestone": False, "branch": None, "created_at": TIME,
+    }  # fmt: skip
+    keys = RunKeys(ring(None, TRAINER), RUN)
+    kinds: list[type[Document]] = [Claim, Tag, Head]
+    for kind in kinds:
+        signed = by(TRAINER, kind.from_bytes(dump_canonical(fields)))
+        for other in kinds:
+            taken = other.from_bytes(signed.to_bytes())
+            if other is kind:
+                keys.check_side(taken, 3, "it")
+            else:
+                with pytest.raises(SignatureError, match="was changed"):
+                    keys.check_side(taken, 3, "it")
+
+
+def test_messages_of_one_kind_are_not_taken_for_another() -> None:
+    keyring, allowed = ring(TRAINER, TRAINER), frozenset([public(TRAINER)])
+    signature = keyring.sign_bytes("notice", b"data")
+    keyring.check_bytes("notice", b"data", signature, "it", allowed)
+    for kind, data in (("notice", b"date"), ("manifest", b"data")):
+        with pytest.raises(SignatureError, match="was changed"):
+            keyring.check_bytes(kind, data, signature, "it", allowed)
+    with pytest.raises(SignatureError, match="not signed"):
+        keyring.check_bytes("notice", b"data", None, "it", allowed)
+    with pytest.raises(SignatureError, match="not trusted"):
+        keyring.check_bytes("notice", b"data", signature, "it", frozenset([public(ROOT)]))
+    assert Keyring().sign_bytes("notice", b"data") is None
+
+
+def test_signatures_with_more_in_them_are_no_documents() -> None:
+    """What is in there would be in the digest and not under the signature."""
+    value = json.loads(by(TRAINER, manifest(0)).to_bytes())
+    value["signature"]["more"] = 1
+    with pytest.raises(FormatError, match="more"):
+        Manifest.from_bytes(dump_canonical(value))
+
+
+def test_a_signature_has_one_spelling() -> None:
+    """With S plus the group's order it would verify as well, with another digest; RFC 8032 refuses that."""
+    signed = by(TRAINER, manifest(0))
+    assert signed.signature is not None
+    raw = bytes.fromhex(signed.signature.value)
+    order = 2**252 + 27742317777372353535851937790883648493
+    s = int.from_bytes(raw[32:], "little") + order
+    other = Signature(key=signed.signature.key, value=(raw[:32] + s.to_bytes(32, "little")).hex())
+    value = json.loads(signed.to_bytes()) | {"signature": other.model_dump()}
+    with pytest.raises(SignatureError, match="was changed"):
+        RunKeys(ring(None, TRAINER), RUN).check_manifest(Manifest.from_bytes(dump_canonical(value)), 0, "it")
+
+
+@pytest.mark.parametrize("key", ["00" * 32, "01" + "00" * 31, "ff" * 32, "ec" + "ff" * 30 + "7f"])
+def test_keys_that_are_no_keys(key: str) -> None:
+    value = json.loads(manifest(0).to_bytes()) | {"signature": {"key": key, "value": "00" * 64}}
+    with pytest.raises(SignatureError):
+        RunKeys(ring(None, TRAINER), RUN).check_manifest(Manifest.from_bytes(dump_canonical(value)), 0, "it")
+
+
+def test_head_of_a_version() -> None:
+    newest = by(TRAINER, manifest(4, manifest(3), epoch=2))
+    plain = head_of(newest, Keyring())
+    assert (plain.version, plain.manifest, plain.parent, plain.epoch) == (4, newest.digest, newest.parent, 2)
+    assert (plain.created_at, plain.expires_at, plain.signature) == (None, None, None)
+    signed = head_of(newest, ring(TRAINER, TRAINER), 60)
+    RunKeys(ring(None, TRAINER), RUN).check_side(signed, 4, "HEAD.json")
+    from datetime import datetime, timedelta
+
+    begins, ends = (datetime.fromisoformat(time or "") for time in (signed.created_at, signed.expires_at))
+    assert ends - begins == timedelta(seconds=60)
+
+
+# Whose word counts
+
 
 # Whose word counts
 
@@ -87,30 +331,22 @@ def test_list_of_keys_vouches_for_run_json() -> None:
         keys.check_info(by(TRAINER, INFO.model_copy(update={"total": 101})))
 
 
-@pytest.mark.parametrize("signer", [TRAINER, STRANGER, None])
-def test_only_roots_change_the_list(signer: Any) -> None:
+def test_only_roots_change_the_list() -> None:
     """A delegated key lists one of its own."""
     keys = RunKeys(ring(None, ROOT), RUN)
     keys.take(key_file([entry(TRAINER)]))
-    forged = key_file([entry(TRAINER), entry(STRANGER)], 2, signer or ROOT)
-    if signer is None:
-        forged = KeyFile.from_bytes(dump_canonical(json.loads(forged.to_bytes()) | {"signature": None}))
-    with pytest.raises(SignatureError):
-        keys.take(forged)
+    listed = [entry(TRAINER), entry(STRANGER)]
+    value = json.loads(key_file(listed, 2).to_bytes())
+    unsigned, changed = {**value, "signature": None}, {**value, "sequence": 3}
+    forged = [key_file(listed, 2, TRAINER), key_file(listed, 2, STRANGER)]
+    for one in [*forged, *(KeyFile.from_bytes(dump_canonical(one)) for one in (unsigned, changed))]:
+        with pytest.raises(SignatureError):
+            keys.take(one)
+    with pytest.raises(ChainError, match="belongs to run"):
+        keys.take(key_file([entry(TRAINER)], 2, run="cd" * 16))
     assert keys.allowed() == {public(ROOT), public(TRAINER)}
     assert keys.file is not None
     assert keys.file.sequence == 1
-
-
-def test_changed_list_is_refused() -> None:
-    keys = RunKeys(ring(None, ROOT), RUN)
-    value = json.loads(key_file([entry(TRAINER)]).to_bytes())
-    value["keys"][0]["key"] = public(STRANGER)
-    with pytest.raises(SignatureError, match="was changed"):
-        keys.take(KeyFile.from_bytes(dump_canonical(value)))
-    with pytest.raises(ChainError, match="belongs to run"):
-        keys.take(key_file([entry(TRAINER)], run="cd" * 16))
-    assert keys.file is None
 
 
 def test_list_that_was_put_back() -> None:
@@ -204,12 +440,14 @@ def test_rotation(tmp_path: Path) -> None:
         chain.reader().manifest(again, "it")
 
 
-def test_revocation_with_a_pin(tmp_path: Path) -> None:
-    """The key was stolen, and used for versions 4 and 5."""
+def test_revocation(tmp_path: Path) -> None:
+    """The key was stolen, and used for versions 4 and 5: without a last word nothing of it is believed."""
     chain = Chain(tmp_path, [TRAINER] * 6)
     chain.list_keys(entry(TRAINER))
     assert chain.believed() == list(range(6))
-    chain.list_keys(entry(TRAINER, chain.manifests[3], revoked=True), entry(NEXT), sequence=2)
+    chain.list_keys(entry(TRAINER, revoked=True), sequence=2)
+    assert chain.believed() == []
+    chain.list_keys(entry(TRAINER, chain.manifests[3], revoked=True), entry(NEXT), sequence=3)
     reader = chain.reader()
     assert chain.believed(reader) == [0, 1, 2, 3]
     chain.put(by(NEXT, manifest(4, chain.manifests[3], step=99)))
@@ -218,29 +456,9 @@ def test_revocation_with_a_pin(tmp_path: Path) -> None:
         reader.manifest(chain.manifests[4], "it")
 
 
-def test_revocation_without_a_pin(tmp_path: Path) -> None:
-    chain = Chain(tmp_path, [TRAINER] * 3)
-    chain.list_keys(entry(TRAINER, revoked=True))
-    assert chain.believed() == []
-
-
-def test_thief_writes_history_anew(tmp_path: Path) -> None:
-    """Every manifest up to the pin, with good signatures and links: only the pin tells."""
+def test_history_that_is_not_linked_to_a_last_word_is_not_believed(tmp_path: Path) -> None:
     chain = Chain(tmp_path, [TRAINER] * 5)
-    pin = chain.manifests[4]
-    forged: list[Manifest] = []
-    for version in range(5):
-        forged.append(by(TRAINER, manifest(version, forged[-1] if forged else None, step=7)))
-        chain.bucket.put(version_key(version), forged[-1].to_bytes())
-    chain.list_keys(entry(TRAINER, pin, revoked=True))
-    for one in forged:
-        with pytest.raises((ForkError, SignatureError)):
-            chain.reader().manifest(one, version_key(one.version))
-
-
-def test_link_that_is_gone_proves_nothing(tmp_path: Path) -> None:
-    chain = Chain(tmp_path, [TRAINER] * 5)
-    chain.list_keys(entry(TRAINER, chain.manifests[4]))
+    chain.list_keys(entry(TRAINER, chain.manifests[4], revoked=True))
     chain.bucket.delete(version_key(3))
     with pytest.raises(SignatureError, match="cannot be shown"):
         chain.reader().manifest(chain.manifests[1], "it")
@@ -248,6 +466,14 @@ def test_link_that_is_gone_proves_nothing(tmp_path: Path) -> None:
     chain.bucket.put(version_key(3), b"{}")
     with pytest.raises(ForkError, match="another in its place"):
         chain.reader().manifest(chain.manifests[1], "it")
+    # A thief writes every manifest up to the pin anew, with good signatures and links: only the pin tells.
+    forged: list[Manifest] = []
+    for version in range(5):
+        forged.append(by(TRAINER, manifest(version, forged[-1] if forged else None, step=7)))
+        chain.bucket.put(version_key(version), forged[-1].to_bytes())
+    for one in forged:
+        with pytest.raises((ForkError, SignatureError)):
+            chain.reader().manifest(one, version_key(one.version))
 
 
 def test_each_link_is_read_once_with_many_keys(tmp_path: Path) -> None:
@@ -296,3 +522,183 @@ def test_ancestors(tmp_path: Path) -> None:
         reader.ancestor(3, digests[3], 4)
     with pytest.raises(ForkError):
         reader.ancestor(3, digests[2], 1)
+
+
+# Key files
+
+
+def test_generated_keys(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        made = generate(tmp_path / "trainer")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "trainer").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "trainer.pub").stat().st_mode) == 0o644
+    assert load_public(tmp_path / "trainer.pub") == made == public(load_private(tmp_path / "trainer"))
+    assert generate(tmp_path / "other") != made
+
+
+@pytest.mark.parametrize("there", ["trainer", "trainer.pub"])
+def test_keys_that_are_there_are_not_replaced(there: str, tmp_path: Path) -> None:
+    (tmp_path / there).write_text("mine")
+    with pytest.raises(ConflictError, match="is there already"):
+        generate(tmp_path / "trainer")
+    with pytest.raises(StoreError, match="cannot be written"):
+        generate(tmp_path / "no" / "folder")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {there: "mine"}
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o601])
+def test_private_key_that_others_can_reach(mode: int, tmp_path: Path) -> None:
+    generate(tmp_path / "trainer")
+    (tmp_path / "trainer").chmod(mode)
+    with pytest.raises(SettingsError, match="chmod 600"):
+        Keyring.load(None, tmp_path / "trainer")
+
+
+def _pem(key: Any, password: bytes | None = None) -> bytes:
+    how = NoEncryption() if password is None else BestAvailableEncryption(password)
+    pem: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how)
+    return pem
+
+
+def _public_pem(key: Any) -> bytes:
+    pem: bytes = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return pem
+
+
+CURVE = ec.generate_private_key(ec.SECP256R1())
+
+
+BAD_KEYS = {
+    "private: nothing": (b"", "no private key"),
+    "private: text": (b"not a key", "no private key"),
+    "private: password": (_pem(TRAINER, b"secret"), "without a password"),
+    "private: another kind": (_pem(CURVE), "not an Ed25519 key"),
+    "private: public": (_public_pem(TRAINER), "no private key"),
+    "private: huge": (_pem(TRAINER) + b"\n" * MAX_KEY_BYTES, "longer than"),
+    "public: nothing": (b"", "no public key"),
+    "public: text": (b"not a key", "no public key"),
+    "public: private": (_pem(TRAINER), r"is a private key; give the public one \(key\.pub\)"),
+    "public: another kind": (_public_pem(CURVE), "not an Ed25519 key"),
+    "public: huge": (b"\n" * (MAX_KEY_BYTES + 1), "longer than"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_KEYS)
+def test_bad_keys(name: str, tmp_path: Path) -> None:
+    data, match = BAD_KEYS[name]
+    file = tmp_path / "key"
+    file.write_bytes(data)
+    file.chmod(0o600)
+    with pytest.raises(SettingsError, match=match) as caught:
+        load_private(file) if name.startswith("private") else Keyring.load([file])
+    # Nothing of the file is shown: it may hold a key all the same.
+    assert not any(line in str(caught.value) for line in data.decode().splitlines() if line)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    for files in ({"trusted_keys": str(tmp_path / "x")}, {"signing_key": tmp_path / "x"}, {"signing_key": tmp_path}):
+        with pytest.raises(SettingsError, match="cannot be read"):
+            Keyring.load(**files)  # type: ignore[arg-type]
+
+
+def test_keyring_from_files(tmp_path: Path) -> None:
+    first, second = generate(tmp_path / "a"), generate(tmp_path / "b")
+    assert Keyring.load(f"{tmp_path / 'a.pub'} , {tmp_path / 'b.pub'},").trusted == {first, second}
+    assert Keyring.load([tmp_path / "a.pub", str(tmp_path / "b.pub")]).trusted == {first, second}
+    alone = Keyring.load(None, tmp_path / "a")
+    assert (set(alone.trusted), alone.public, alone.signs, alone.checks) == ({first}, first, True, True)
+    apart = Keyring.load(str(tmp_path / "b.pub"), str(tmp_path / "a"))
+    assert (set(apart.trusted), apart.public) == ({second}, first)
+    none = Keyring.load()
+    assert (none.trusted, none.public, none.signs, none.checks) == (frozenset(), None, False, False)
+    empties: list[str | list[str]] = ["", " , ", []]
+    for empty in empties:
+        with pytest.raises(SettingsError, match="names no file"):
+            Keyring.load(empty)
+    secret = [line for line in (tmp_path / "a").read_text().splitlines() if "KEY" not in line]
+    assert secret
+    assert not any(line in repr(alone) for line in secret)
+
+
+def test_a_run_begins_with_a_trusted_key() -> None:
+    ring(ROOT, ROOT).check_begins()
+    ring(None, ROOT).check_begins()
+    Keyring().check_begins()
+    with pytest.raises(SignatureError, match="cannot begin"):
+        ring(TRAINER, ROOT).check_begins()
+
+
+# What was seen before
+
+
+def mark(keys: int, version: int, **fields: str) -> Mark:
+    return replace(Mark(RUN, keys, version, f"{version:064d}", public(TRAINER)), **fields)  # type: ignore[arg-type]
+
+
+def test_mark_is_kept_and_only_rises(tmp_path: Path) -> None:
+    file = MarkFile(tmp_path / "state" / "deep", "file:///run")
+    assert file.load() is None
+    for raised, kept in (((2, 5), (2, 5)), ((1, 4), (2, 5)), ((3, 4), (3, 5)), ((1, 6), (3, 6))):
+        file.raise_to(mark(*raised))
+        assert MarkFile(tmp_path / "state" / "deep", "file:///run").load() == mark(*kept)
+    assert MarkFile(tmp_path / "state" / "deep", "file:///other").load() is None
+    assert stat.S_IMODE((tmp_path / "state" / "deep").stat().st_mode) == 0o700
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
+def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen: list[tuple[int, int]]) -> None:
+    file = MarkFile(tmp_path_factory.mktemp("marks"), "x")
+    threads = [threading.Thread(target=file.raise_to, args=(mark(keys, version),)) for keys, version in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    version = max(version for _, version in seen)
+    assert file.load() == mark(max(keys for keys, _ in seen), version)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"{}", b'{"run":"x"}', b'{"run":1,"keys":0,"version":0,"manifest":"","key":""}',
+     b'{"run":"x","keys":true,"version":0,"manifest":"","key":""}', b"\xff\xfe"],
+)  # fmt: skip
+def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None:
+    file = MarkFile(tmp_path, "x")
+    file.raise_to(mark(0, 3))
+    file.path.write_bytes(data)
+    for call in (file.load, lambda: file.raise_to(mark(0, 4))):
+        with pytest.raises(SettingsError, match="does not say what was seen"):
+            call()
+    assert file.path.read_bytes() == data
+
+
+def test_mark_that_cannot_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(StoreError, match="state_dir"):
+        MarkFile(tmp_path / "state", "x").raise_to(mark(0, 3))
+    with pytest.raises(SettingsError, match="set state_dir"):
+        MarkFile(tmp_path / "state", "x").prepare()
+
+
+def test_mark_of_another_history_or_run_is_not_written_over(tmp_path: Path) -> None:
+    file = MarkFile(tmp_path, "x")
+    file.prepare()
+    assert file.load() is None
+    file.raise_to(mark(1, 5))
+    with pytest.raises(ForkError, match="history was forked"):
+        file.raise_to(mark(2, 5, manifest="f" * 64))
+    with pytest.raises(ChainError, match="was seen here"):
+        file.raise_to(mark(2, 9, run="cd" * 16))
+    assert file.load() == mark(1, 5)
+
+
+def test_mark_is_lowered_only_from_what_was_believed(tmp_path: Path) -> None:
+    file = MarkFile(tmp_path, "x")
+    file.raise_to(mark(1, 9))
+    file.lower_to(mark(1, 8), mark(2, 3))
+    assert file.load() == mark(1, 9)
+    file.lower_to(mark(1, 9), mark(2, 3))
+    assert file.load() == mark(2, 3)

@@ -1,1 +1,1 @@
-"""Where frameworks are met by name: one module for each, which imports it."""
+"""One module for each framework, which imports it, and ``gathered`` for those that hand over (name, tensor) pairs."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stores import STORES, Kind, Store
-from vllm_delta_sync.bucket import Bucket, open_bucket
+from tests.support.stores import STORES, Kind, Store, patient
+from vllm_delta_sync.bucket import Bucket
 
 
 @contextmanager
@@ -40,5 +40,5 @@ def url(place: str, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def bucket(url: str) -> Iterator[Bucket]:
-    with open_bucket(url) as opened:
+    with patient(url) as opened:
         yield opened

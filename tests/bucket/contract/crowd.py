@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_delta_sync.bucket import open_bucket
+from tests.support.stores import patient
 from vllm_delta_sync.errors import ConflictError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,7 +31,7 @@ def race(url: str, keys: list[str], processes: int, size: int) -> None:
     """Let ``processes`` create each key at the same moment; print who came to what as JSON, a list for each key."""
     # A store's client takes long to load: once, before there are sixteen. Nothing is asked of the store, so that no
     # thread runs yet which children would lack.
-    open_bucket(url).close()
+    patient(url).close()
     print(json.dumps([_race(url, key, processes, size) for key in keys]))
 
 
@@ -43,7 +43,7 @@ def _race(url: str, key: str, processes: int, size: int) -> list[tuple[int, str]
         child = os.fork()
         if child == 0:
             os.close(gate_write)
-            bucket = open_bucket(url)
+            bucket = patient(url)
             data = content(number, size)
             os.read(gate_read, 1)
             try:
@@ -64,7 +64,7 @@ def _race(url: str, key: str, processes: int, size: int) -> list[tuple[int, str]
 
 def replace(url: str, key: str, size: int) -> None:
     """Replace ``key`` over and over until killed; print a line after the first time."""
-    with open_bucket(url) as bucket:
+    with patient(url) as bucket:
         number = 0
         while True:
             bucket.put(key, content(number, size))
@@ -75,7 +75,7 @@ def replace(url: str, key: str, size: int) -> None:
 
 def fill(url: str, folder: str, size: int) -> None:
     """Put one object after the other until killed; print each key once it is durable."""
-    with open_bucket(url) as bucket:
+    with patient(url) as bucket:
         for number in range(1_000_000):
             bucket.put(f"{folder}/{number:06}", content(number, size), if_absent=number % 2 == 0)
             print(f"{folder}/{number:06}", flush=True)
@@ -89,7 +89,7 @@ def main(mode: str, url: str, *arguments: str) -> None:
     elif mode == "fill":
         fill(url, arguments[0], int(arguments[1]))
     elif mode == "put-file":
-        open_bucket(url).put(arguments[0], Path(arguments[1]))
+        patient(url).put(arguments[0], Path(arguments[1]))
     else:
         raise SystemExit(f"unknown mode {mode}")
 

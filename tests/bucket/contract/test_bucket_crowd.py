@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.bucket.contract import crowd
-from tests.support.stores import ACROSS_PROCESSES, STORES, Kind
-from vllm_delta_sync.bucket import Bucket, open_bucket
+from tests.support.stores import ACROSS_PROCESSES, STORES, Kind, patient
+from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 
-SIZE = 2_000_000
+SIZE = 300_000
+PATIENCE_SECONDS = 120
 
 across_processes = pytest.mark.parametrize("place", ACROSS_PROCESSES)
 within_one_process = pytest.mark.parametrize("place", sorted(set(STORES) - set(ACROSS_PROCESSES)))
@@ -46,9 +47,9 @@ def check_created(kind: Kind, won: list[int], found: bytes, size: int) -> None:
 
 
 @across_processes
-@pytest.mark.parametrize("size", [10, 200_000])
+@pytest.mark.parametrize("size", [10, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_of_16_processes_one_creates(url: str, bucket: Bucket, kind: Kind, size: int) -> None:
-    keys = [f"versions/{turn}.json" for turn in range(5 if kind.exclusive else 1)]
+    keys = [f"versions/{turn}.json" for turn in range(2 if kind.exclusive else 1)]
     for key, outcomes in zip(keys, raced(url, keys, 16, size), strict=True):
         won = [number for number, outcome in outcomes if outcome == "won"]
         lost = [number for number, outcome in outcomes if outcome == "conflict"]
@@ -57,7 +58,7 @@ def test_of_16_processes_one_creates(url: str, bucket: Bucket, kind: Kind, size:
 
 
 def test_of_16_threads_one_creates(bucket: Bucket, kind: Kind) -> None:
-    for turn in range(20 if kind.exclusive else 3):
+    for turn in range(5 if kind.exclusive else 2):
         key = f"versions/{turn}.json"
         gate = threading.Barrier(16)
         won: list[int] = []
@@ -86,9 +87,11 @@ def test_a_reader_sees_old_or_new_whole(url: str, bucket: Bucket, tmp_path: Path
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "started\n"
-        seen = set()
-        end = time.monotonic() + 3
-        while time.monotonic() < end:
+        seen, reads = set[int](), 0
+        end = time.monotonic() + PATIENCE_SECONDS
+        while len(seen) <= 3 or reads < 15:
+            assert time.monotonic() < end, "the writer never got in between; nothing was tested"
+            reads += 1
             data = bucket.get("HEAD.json")
             assert data == data[:1] * SIZE
             seen.add(data[0])
@@ -99,7 +102,6 @@ def test_a_reader_sees_old_or_new_whole(url: str, bucket: Bucket, tmp_path: Path
             assert copy == copy[:1] * SIZE
             assert [(info.key, info.bytes) for info in bucket.list()] == [("HEAD.json", SIZE)]
             assert bucket.stat("HEAD.json").bytes == SIZE
-        assert len(seen) > 3, "the writer never got in between; nothing was tested"
     finally:
         writer.kill()
         writer.communicate()
@@ -108,7 +110,7 @@ def test_a_reader_sees_old_or_new_whole(url: str, bucket: Bucket, tmp_path: Path
 @across_processes
 def test_a_killed_writer_leaves_whole_objects_only(url: str, bucket: Bucket, place: str) -> None:
     chance = random.Random(7)
-    for turn in range(4):
+    for turn in range(2):
         folder = f"fill-{turn}"
         writer = crowd.start("fill", url, folder, str(SIZE))
         assert writer.stdout is not None
@@ -156,13 +158,13 @@ def test_a_writer_killed_in_the_middle_leaves_nothing(url: str, bucket: Bucket, 
 
 
 def test_listing_while_others_put_and_delete(url: str, bucket: Bucket) -> None:
-    kept = [f"keep/{number:03}" for number in range(50)]
+    kept = [f"keep/{number:03}" for number in range(20)]
     for key in kept:
         bucket.put(key, b"x")
     stop = threading.Event()
 
     def churn() -> None:
-        with open_bucket(url) as other:
+        with patient(url) as other:
             while not stop.is_set():
                 for number in range(20):
                     other.put(f"churn/{number}/x", b"y")
@@ -172,7 +174,7 @@ def test_listing_while_others_put_and_delete(url: str, bucket: Bucket) -> None:
     thread = threading.Thread(target=churn)
     thread.start()
     try:
-        for _ in range(50):
+        for _ in range(20):
             found = [info.key for info in bucket.list()]
             assert found == sorted(set(found))
             assert [key for key in found if key.startswith("keep/")] == kept

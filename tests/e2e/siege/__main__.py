@@ -13,10 +13,11 @@ from tests.e2e.siege.world import Attack, Seen, Siege, carry_out
 
 HEADER = """# Attacks and network faults, tried
 
-Written by `python -m tests.e2e.siege --write docs/attacks.md`; `make test` carries out the same rows
-(`tests/e2e/test_siege.py`). Each meets real processes over real sockets: a trainer that signs (`Publisher`), a broker
-with CURVE and allow-lists (`delta-sync broker`), TCP proxies on both of its sides, and a vLLM server (`delta-sync
-serve`) with `trusted_keys`, that polls every {poll:.0f} s only: what arrives sooner came by notice.
+Written by `python -m tests.e2e.siege --write docs/attacks.md`; `make test-full` carries out the same rows, `make test`
+some of them (`tests/e2e/test_siege.py`). Each meets real processes over real sockets: a trainer that signs
+(`Publisher`), a broker with CURVE and allow-lists (`delta-sync broker`), TCP proxies on both of its sides, and a vLLM
+server (`delta-sync serve`) with `trusted_keys`, that polls every {poll:.0f} s only: what arrives sooner came by
+notice.
 
 During each row the test compares the version served and SHA-256 of every runtime parameter with those of before, and
 how long `publish` kept the training loop ({blocked:.0f} s would fail). After each row the trainer publishes once more,

@@ -61,7 +61,7 @@ def unsigned(siege: Siege) -> None:
     refused(siege, next_version(siege, Keyring()), "signature")
 
 
-@attack("version, stranger's key", ANY_WRITER, "refused: `signature`")
+@attack("version, stranger's key", ANY_WRITER, "refused: `signature`", quick=True)
 def by_a_stranger(siege: Siege) -> None:
     """The same, signed by a stranger."""
     refused(siege, next_version(siege, siege.stranger), "signature")
@@ -98,7 +98,7 @@ def of_another_run(siege: Siege) -> None:
     refused(siege, next_version(siege, siege.keyring, edit), "chain")
 
 
-@attack("object swapped", ANY_WRITER, "refused: `digest`")
+@attack("object swapped", ANY_WRITER, "refused: `digest`", quick=True)
 def object_swapped(siege: Siege) -> None:
     """Other bytes of the same length, in an honest version that is not served yet."""
     assert siege.post("/delta_sync/hold") == 200
@@ -136,7 +136,7 @@ def run_replaced(siege: Siege) -> None:
     refused(siege, {RUN_KEY: dump_canonical(info)}, "signature", "replay", "chain")
 
 
-@attack("older HEAD", ANY_WRITER, "refused: `replay`")
+@attack("older HEAD", ANY_WRITER, "refused: `replay`", quick=True)
 def history_cut(siege: Siege) -> None:
     """Two versions hidden, an older signed HEAD put back."""
     siege.fresh()
@@ -173,7 +173,7 @@ def copy_put_back(siege: Siege) -> None:
     siege.wait_for(newest)
 
 
-@attack("fork", THIEF, "refused: `fork`")
+@attack("fork", THIEF, "refused: `fork`", quick=True)
 def forked(siege: Siege) -> None:
     """A second signed version of the number served."""
     run = open_run(str(siege.run))
@@ -220,7 +220,7 @@ def keys_forged(siege: Siege) -> None:
     refused(siege, {KEYS_KEY: _key_file(siege, siege.stranger, 9, entries), **files}, "signature")
 
 
-@attack("list of keys rolled back", ANY_WRITER, "refused: `replay`")
+@attack("list of keys rolled back", ANY_WRITER, "refused: `replay`", quick=True)
 def keys_rolled_back(siege: Siege) -> None:
     """An older keys.json that still has a revoked key."""
     entry = KeyEntry(key=siege.stranger.public or "")
@@ -239,7 +239,7 @@ def revoked_key(siege: Siege) -> None:
     refused(siege, next_version(siege, siege.stranger), "signature")
 
 
-@attack("wrong weights, signed", THIEF, "refused: `fingerprint`; healed by the revocation")
+@attack("wrong weights, signed", THIEF, "refused: `fingerprint`; healed by the revocation", quick=True)
 def wrong_weights_signed(siege: Siege) -> None:
     """A listed key signs a version whose result is not what it declares; then the key is revoked."""
     thief = Keyring([], Ed25519PrivateKey.generate())
@@ -301,7 +301,7 @@ def symlink(siege: Siege) -> None:
     siege.wait_for(answer)
 
 
-@attack("named pipe", "write to a directory bucket", "refused: `store`")
+@attack("named pipe", "write to a directory bucket", "refused: `store`", quick=True)
 def named_pipe(siege: Siege) -> None:
     """A manifest is a named pipe."""
     head = open_run(str(siege.run)).head()

@@ -87,7 +87,7 @@ def storm_with_a_listeners_key(siege: Siege) -> None:
     _storm(siege, "receiver", siege.publishers)
 
 
-@attack("forged notices, trainer's key", ALLOWED, "ignored")
+@attack("forged notices, trainer's key", ALLOWED, "ignored", quick=True)
 def storm_with_a_stolen_key(siege: Siege) -> None:
     """Passed on, but not signed."""
     _storm(siege, "publisher", siege.publishers)
@@ -164,7 +164,7 @@ def cut_up(siege: Siege) -> None:
     _fault(siege, siege.up)
 
 
-@attack("line cut, server's", NOBODY, "fresh by notice")
+@attack("line cut, server's", NOBODY, "fresh by notice", quick=True)
 def cut_down(siege: Siege) -> None:
     """Three versions meanwhile."""
     _fault(siege, siege.down)

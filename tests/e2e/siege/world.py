@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +16,13 @@ from typing import IO, Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.e2e.servers import Server, delta_sync_serve, free_port, serving
+from tests.security.canaries import Canaries
 from tests.support.proxy import TcpProxy
 from tests.support.tiny import make_model, save_checkpoint
+from vllm_delta_sync.admin_token import VARIABLE
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.keys import generate
 
-TOKEN = "siege-0123456789abcdef"
 POLL_SECONDS = 120.0
 """Far longer than a notice takes: what is served sooner than that came by notice."""
 FRESH_SECONDS = 60.0
@@ -90,12 +91,13 @@ class Siege:
 
     Attributes:
         run: the bucket's directory. run_id: the run's id. publishers, subscribers: ports of the broker.
-        server: vLLM. up: proxy from trainer to broker. down: from broker to server.
+        server: vLLM. up: proxy from trainer to broker. down: from broker to server. canaries: the secrets.
         keyring: the honest key, as somebody has it who may sign. seen: of the attack under way.
     """
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self._stack = folder, stack
+    def __init__(self, folder: Path, stack: ExitStack, *, cold: bool = False) -> None:
+        """``cold``: the server starts as users start it."""
+        self.folder, self._stack, self._cold = folder, stack, cold
         self.run = folder / "run"
         self.seen = Seen()
         self._make_keys()
@@ -112,18 +114,18 @@ class Siege:
     # Processes
 
     def _make_keys(self) -> None:
-        for name in ("publisher", "broker", "receiver", "stranger"):
+        self.canaries = Canaries(self.folder / "secrets")
+        for name in ("publisher", "stranger"):
             curve.generate(self.folder / f"{name}.curve")
+        for name, secret in (("broker", self.canaries.server_key), ("receiver", self.canaries.notice_key)):
+            for suffix in ("", ".pub"):
+                shutil.copy(f"{secret}{suffix}", self.folder / f"{name}.curve{suffix}")
         for group, member in (("publishers", "publisher"), ("subscribers", "receiver")):
             (self.folder / group).mkdir()
             public = self.folder / f"{member}.curve.pub"
             (self.folder / group / public.name).write_bytes(public.read_bytes())
-        generate(self.folder / "signer")
-        self.keyring = Keyring.load(None, self.folder / "signer")
+        self.keyring = Keyring.load(None, self.canaries.signing_key)
         self.stranger = Keyring([], Ed25519PrivateKey.generate())
-        token = self.folder / "token"
-        token.write_text(TOKEN)
-        token.chmod(0o600)
 
     def _start_broker(self) -> Child:
         program = str(Path(sys.executable).with_name("delta-sync"))
@@ -159,7 +161,7 @@ class Siege:
             "notice": f"connect:tcp://127.0.0.1:{self.up.port}",
             "notice_key": str(self.folder / "publisher.curve"),
             "notice_allowed": str(self.folder / "broker.curve.pub"),
-            "signing_key": str(self.folder / "signer"),
+            "signing_key": str(self.canaries.signing_key),
         }
         child = Child(
             [sys.executable, "-m", "tests.e2e.siege.trainer", FAMILY, json.dumps(options)], self.folder / "trainer.log"
@@ -175,16 +177,16 @@ class Siege:
         command = delta_sync_serve(
             self.base,
             "--bucket", str(self.run),
-            "--trusted-keys", str(self.folder / "signer.pub"),
+            "--trusted-keys", f"{self.canaries.signing_key}.pub",
             "--state-dir", str(self.folder / "state"),
             "--notice", f"tcp://127.0.0.1:{self.down.port}",
             "--notice-key", str(self.folder / "receiver.curve"),
             "--notice-server-key", str(self.folder / "broker.curve.pub"),
             "--poll-seconds", str(POLL_SECONDS),
-            "--admin-token-file", str(self.folder / "token"),
         )  # fmt: skip
-        environment = {"VLLM_SERVER_DEV_MODE": "1"}
-        return self._server_stack.enter_context(serving(self.base, self.folder / "server.log", command, environment))
+        environment = {VARIABLE: self.canaries.token, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+        log = self.folder / "server.log"
+        return self._server_stack.enter_context(serving(self.base, log, command, environment, cold=self._cold))
 
     def server_down(self) -> None:
         self._server_stack.close()
@@ -198,10 +200,14 @@ class Siege:
 
     # What must be true
 
+    @property
+    def admin(self) -> dict[str, str]:
+        """Headers of an honest operator."""
+        return {"Authorization": f"Bearer {self.canaries.token}"}
+
     def post(self, path: str, body: Any = None) -> int:
         """An honest operator's request; the status code."""
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        return self.server.post(path, body, headers=headers).status_code
+        return self.server.post(path, body, headers=self.admin).status_code
 
     def look(self) -> None:
         """Have the server look into the bucket now, and note what error it shows."""
@@ -247,6 +253,13 @@ class Siege:
         yield
         assert self.weights() == before
 
+    def leaks(self) -> list[tuple[str, list[str]]]:
+        """Where a secret is that has no business there: the bucket, what the server keeps, and all logs."""
+        kept = [path for name in ("run", "state", "base") for path in (self.folder / name).rglob("*") if path.is_file()]
+        logs = list(self.folder.glob("*.log"))
+        found = [(str(path), self.canaries.in_bytes(path.read_bytes())) for path in [*kept, *logs]]
+        return [(path, names) for path, names in found if names]
+
     def path(self, key: str) -> Path:
         return self.run / key
 
@@ -278,7 +291,7 @@ class Attack:
 
     Attributes:
         who: what the attacker has. what: what is done. outcome: what must come of it.
-        act: does it, checks what it must, and undoes it.
+        act: does it, checks what it must, and undoes it. quick: `make test` tries it too, not only the full run.
     """
 
     name: str
@@ -286,16 +299,19 @@ class Attack:
     what: str
     outcome: str
     act: Callable[[Siege], None]
+    quick: bool
 
 
 ATTACKS: list[Attack] = []
 
 
-def attack(name: str, who: str, outcome: str) -> Callable[[Callable[[Siege], None]], Callable[[Siege], None]]:
+def attack(
+    name: str, who: str, outcome: str, *, quick: bool = False
+) -> Callable[[Callable[[Siege], None]], Callable[[Siege], None]]:
     """Make a function a row of the table; its docstring says what is done."""
 
     def register(act: Callable[[Siege], None]) -> Callable[[Siege], None]:
-        ATTACKS.append(Attack(name, who, (act.__doc__ or "").rstrip("."), outcome, act))
+        ATTACKS.append(Attack(name, who, (act.__doc__ or "").rstrip("."), outcome, act, quick))
         return act
 
     return register

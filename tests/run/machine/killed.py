@@ -1,21 +1,18 @@
-"""Publishers and collectors to be killed: a warm process that forks one for each line it reads.
+"""Publishers and collectors to be killed, forked by ``tests.run.machine.nursery``.
 
-``python -m tests.run.machine.killed URL LOG`` begins a run, says ``ready``, and for each line ``publish SEED`` or
-``collect`` forks a process that does so for ever, and says its id. ``reap`` waits until it is gone and says its exit
-status. Each publisher claims the run as on any machine; only the seconds that importing torch takes are spared.
-
-A publisher writes to LOG, line by line: ``will SHA`` before it publishes weights, ``done VERSION SHA`` once they are
-durable.
+``python -m tests.run.machine.killed URL LOG`` begins a run; its tasks ``publish SEED`` and ``collect`` go on for ever.
+Each publisher claims the run as on any machine. It writes to LOG, line by line: ``will SHA`` before it publishes
+weights, ``done VERSION SHA`` once they are durable.
 """
 
 import os
 import sys
-import traceback
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 
+from tests.run.machine.nursery import serve
 from tests.run.machine.tensors import SHAPES, TRAININGS, copy_bits, first_tensors, train
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -70,21 +67,6 @@ def tidy_up(url: str) -> None:
         collect(run, Policy(keep_last=10, keep_every=25, min_age=MIN_AGE_SECONDS))
 
 
-def forked(task: str, url: str, log: str, seed: int) -> int:
-    """Process id of a child that does a task until it is killed."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        if task == "publish":
-            publish(url, Log(log), seed)
-        else:
-            tidy_up(url)
-    finally:
-        traceback.print_exc()
-        os._exit(1)
-
-
 def main(url: str, path: str) -> None:
     torch.set_num_threads(1)
     tensors = first_tensors(0)
@@ -95,13 +77,7 @@ def main(url: str, path: str) -> None:
     publish(url, log, 2, times=5)
     compact(open_run(url))
     collect(open_run(url), Policy(min_age=MIN_AGE_SECONDS))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        task, *rest = line.split()
-        if task == "reap":
-            print(os.waitstatus_to_exitcode(os.waitpid(int(rest[0]), 0)[1]), flush=True)
-        else:
-            print(forked(task, url, path, int(rest[0]) if rest else 0), flush=True)
+    serve(lambda task, seed=0: publish(url, Log(path), int(seed)) if task == "publish" else tidy_up(url))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ class Faults:
         draft.write_text(f"{at} {do} {rank}")
         draft.rename(self.file)
 
+    def disarm(self) -> None:
+        """Let nothing happen any more, and end a fault that waits."""
+        self.file.unlink(missing_ok=True)
+        self._taken.unlink(missing_ok=True)
+
     @property
     def happened(self) -> bool:
         """Whether the fault that was armed last has happened."""

@@ -47,17 +47,6 @@ class Hub:
             "no_proxy": "127.0.0.1,localhost",
         }
 
-    def s3_environment(self, space: str) -> dict[str, str]:
-        """For an S3 client of the buckets of one namespace; the S3 bucket is then the bare name."""
-        return {
-            "AWS_ENDPOINT_URL": f"{self.endpoint}/s3/{space}",
-            "AWS_ACCESS_KEY_ID": self.options()["s3_key"],
-            "AWS_SECRET_ACCESS_KEY": "any",
-            "AWS_REGION": REGION,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false",
-        }
-
     def fault(self, kind: str, path: str = "", **rule: Any) -> None:
         """Order a fault; see tests.support.hub_store.faults.Rule."""
         self._control("POST", "/_faults", {"kind": kind, "path": path, **rule})

@@ -14,8 +14,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 def run(inputs: int, seed: int, corpus: Path, keep: bool) -> int:
     """Read so many changed files → how many ways of refusal were met. Raises what is none, with its input kept."""
-    from tests.tools.fuzz.mutate import mutated
-    from tests.tools.fuzz.targets import SECONDS, read_all
+    from tests.tools.fuzz.inputs import SECONDS, mutated, read_all
 
     chance = random.Random(seed)
     pool = [path.read_bytes() for path in sorted(corpus.glob("*.safetensors"))]
@@ -42,7 +41,7 @@ def run(inputs: int, seed: int, corpus: Path, keep: bool) -> int:
 
 def renew(corpus: Path) -> None:
     """Write the good objects as they are encoded today."""
-    from tests.tools.fuzz.targets import seeds
+    from tests.tools.fuzz.inputs import seeds
 
     for path in corpus.glob("good-*"):
         path.unlink()

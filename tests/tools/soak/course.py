@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from examples.three_machines.fits import fits_of
 from tests.e2e.servers import Server
+from tests.support.fits import fits_of
 from tests.support.tiny import make_model, save_checkpoint
 from tests.tools.soak import memory, proof
 from tests.tools.soak.chaos import Chaos

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from examples.three_machines.fits import Answered, Span
 from tests.e2e.servers import PATIENCE_SECONDS, PLAIN
+from tests.support.fits import Answered, Span
 from tests.support.tiny import VOCABULARY
 from tests.tools.soak.lives import Life, Lives
 

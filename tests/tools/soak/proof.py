@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from examples.three_machines.fits import Fit
+from tests.support.fits import Fit
 
 TOLERANCE = 0.01
 """Root mean square of the differences in a span that the right version may have: bfloat16 against float32.

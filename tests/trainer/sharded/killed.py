@@ -2,15 +2,14 @@
 
 import os
 import signal
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from tests.trainer.faults.hooks import Hooked
+from tests.support.publishers import Hooked
 from tests.trainer.sharded.training import sharded, whole_tensors
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -19,13 +18,12 @@ from vllm_delta_sync.errors import PublishError
 TOLD = 3
 POINTS = (
     "before the diff",
-    "after the diff",
     "before its upload",
     "after its upload",
-    "before the outcome",
     "before the manifest",
     "after the manifest",
 )
+"""Before and after the manifest: as rank 0 is about to write it, and once it has."""
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -50,35 +48,19 @@ class Small(nn.Module):
         return result
 
 
-def die(*ignored: object) -> None:
-    """End this process as kill -9 does."""
-    os.kill(os.getpid(), signal.SIGKILL)
+def doom(bucket: Hooked, victim: int, at: str) -> None:
+    """Have a process end as by kill -9, at a step of the next publish in this one."""
 
+    def end(key: str) -> None:
+        if key.startswith("versions/" if "manifest" in at else "objects/"):
+            os.kill(victim, signal.SIGKILL)
 
-def doom(publisher: Publisher, bucket: Hooked, at: str) -> Callable[[], None]:
-    """Have this process end at a step of the next publish → what to call right before that."""
-
-    def of(prefix: str) -> Callable[[str], None]:
-        return lambda key: die() if key.startswith(prefix) else None
-
-    def arm() -> None:
-        match at:
-            case "before the diff":
-                die()
-            case "after the diff":
-                publisher._background.submit = die  # type: ignore[assignment,method-assign]
-            case "before its upload":
-                bucket.before = of("objects/")
-            case "after its upload":
-                bucket.after = of("objects/")
-            case "before the outcome":
-                publisher._committer._circle.broadcast = die  # type: ignore[attr-defined]
-            case "before the manifest":
-                bucket.before = of("versions/")
-            case "after the manifest":
-                bucket.after = of("versions/")
-
-    return arm
+    if at == "before the diff":
+        end("objects/")
+    elif at.startswith("before"):
+        bucket.before = end
+    else:
+        bucket.after = end
 
 
 def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
@@ -103,18 +85,20 @@ def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bucket = Hooked(folder / "run")
 
-    def step(number: int, arm: Callable[[], None] | None = None) -> None:
+    def step(number: int, doomed: int | None = None) -> None:
         loss = model(torch.full((2, 9), float(number))).square().sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         note("will", digest(whole_tensors(model)))
-        if arm is not None:
-            arm()
+        if doomed is not None:
+            doom(bucket, doomed, at)
         result = publisher.publish(number)
         publisher.flush()
         note("done", result.version)
 
+    processes: list[Any] = [None] * size
+    distributed.all_gather_object(processes, os.getpid())
     note("will", digest(whole_tensors(model)))
     publisher = Publisher(model, bucket)
     before = publisher.version
@@ -122,7 +106,9 @@ def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
     step(2 * before + 1)
     assert publisher.version == before + 1
     try:
-        step(2 * before + 2, doom(publisher, bucket, at) if rank == victim else None)
+        # Rank 0 writes the manifest, whoever ends then.
+        acts = 0 if "manifest" in at else victim
+        step(2 * before + 2, processes[victim] if rank == acts else None)
     except PublishError as error:
         print(f"rank {rank} of {size}, {victim} dead {at}: {error}", flush=True)
         os._exit(TOLD if f"rank {victim} " in str(error) else 1)
@@ -137,7 +123,7 @@ def begin(rank: int, size: int, where: str, victim: int, prefix: str) -> None:
     model: Any = sharded(Small(), "fsdp")
     bucket = Hooked(Path(where) / "run")
     if rank == victim:
-        bucket.before = lambda key: die() if key.startswith(prefix) else None
+        bucket.before = lambda key: os.kill(os.getpid(), signal.SIGKILL) if key.startswith(prefix) else None
     try:
         publisher = Publisher(model, bucket)
     except PublishError as error:

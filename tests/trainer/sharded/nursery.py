@@ -1,8 +1,8 @@
 """Worlds of ranks that are forked from one warm process, which spares each of them the seconds that imports take.
 
-As ``tests.trainer.sharded.world``: a function of a test module is called as ``function(rank, size, **arguments)`` in
-real processes with a real gloo group. ``python -m tests.trainer.sharded.nursery FOLDER`` reads a line of JSON for each
-world, and answers with the exit statuses of its ranks.
+A function of a test module is called as ``function(rank, size, **arguments)`` in real processes with a real gloo group
+on loopback; arguments and what it returns are JSON. ``python -m tests.trainer.sharded.nursery FOLDER`` reads a line of
+JSON for each world, and answers with the exit statuses of its ranks.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-LONGEST_SECONDS = 300.0
+LONGEST_SECONDS = 600.0
 GRACE_SECONDS = 60.0
 """How long the others of a world may go on when one has ended badly."""
 
@@ -38,7 +38,8 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            | {"TOKENIZERS_PARALLELISM": "false"},
         )
         assert self._read() == "ready"
 
@@ -102,6 +103,7 @@ def _forked(folder: Path, number: int, rank: int, order: dict[str, Any]) -> int:
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         size = order["size"]
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
         store = FileStore(str(folder / f"{number}.store"), size)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
         result = getattr(importlib.import_module(order["module"]), order["name"])(rank, size, **order["arguments"])
@@ -136,19 +138,24 @@ def _reaped(children: list[int]) -> list[int]:
 
 
 def _main(folder: Path) -> None:
-    from tests.trainer.sharded import training
+    from tests.support import tiny
+    from tests.trainer.sharded import models, training
     from trainer_side import Publisher
     from vllm_delta_sync import open_run
 
     torch.set_num_threads(1)
     # Loads what every rank needs; this is what torch loads when something is sharded first.
-    importlib.import_module("torch._dynamo")
+    for name in ("torch._dynamo", "trainer_side.sharded.course", "trainer_side.sharded.opening"):
+        importlib.import_module(name)
     warm = [(name, tensor.detach()) for name, tensor in training.make("mixed").state_dict().items()]
     with Publisher(warm, str(folder / "warm")) as publisher:
         for _, tensor in warm:
             tensor.add_(1)
         publisher.publish(1)
     open_run(str(folder / "warm")).verify()
+    # What transformers loads of a family when it is made first.
+    for made in (tiny.make_model("qwen3"), models.built("qwen3 moe")):
+        assert made is not None
     print("ready", flush=True)
     for number, line in enumerate(sys.stdin):
         order = json.loads(line)

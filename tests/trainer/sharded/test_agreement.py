@@ -1,4 +1,4 @@
-"""Ranks that publish together do the same, whatever one of them meets; asserts are made in the ranks."""
+"""Ranks that publish together do the same, whatever one of them meets or is given; asserts are made in the ranks."""
 
 import re
 import threading
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.trainer.faults.hooks import FailAt, Hooked, nothing
+from tests.support.publishers import FailAt, Hooked, Late, flip, nothing
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.training import Mixed, make, sharded, whole_tensors
 from trainer_side import Gate, Publisher
+from trainer_side.sharded import ranks
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import (
     ConflictError,
@@ -21,6 +24,7 @@ from vllm_delta_sync.errors import (
     ModelError,
     NotFoundError,
     PublishError,
+    SettingsError,
     SignatureError,
     StoreError,
     TensorMismatchError,
@@ -28,6 +32,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
+from vllm_delta_sync.wire.limits import MAX_SIDECAR_BYTES
 
 
 class Trained:
@@ -81,20 +86,16 @@ def failures(rank: int, size: int, folder: str) -> None:
         trained.publish(publisher)
         # A rank cannot read its weights: it says so at once, the others with their next call, which does nothing.
         trained.train()
-        live = publisher._course._live
-        read = live.read
         if rank == 1:
-            live.read = lambda: (_ for _ in ()).throw(TensorMismatchError("tensor 'x' is odd"))  # type: ignore
-        if rank == 1:
-            refused(lambda: publisher.publish(trained.step), TensorMismatchError, "tensor 'x' is odd")
+            trained.model.odd = torch.nn.Parameter(torch.zeros(2))
+            refused(lambda: publisher.publish(trained.step), TensorMismatchError, "'odd' appeared")
+            del trained.model.odd
         else:
             publisher.publish(trained.step)
-        live.read = read  # type: ignore[method-assign]
-        publisher._course._join()  # type: ignore[attr-defined]
         if rank == 1:
             assert publisher.publish(trained.step, wait=True).version is None
         else:
-            refused(lambda: publisher.publish(trained.step, wait=True), PublishError, "rank 1: tensor 'x' is odd")
+            refused(lambda: publisher.publish(trained.step, wait=True), PublishError, "rank 1: tensor 'odd' appeared")
         trained.note(publisher.publish(trained.step, wait=True).version)
         publisher.flush()
         # An upload of one rank fails; the manifest is not written; both are told, and the next version has it all.
@@ -141,19 +142,6 @@ def uncertain(rank: int, size: int, folder: str) -> None:
     assert publisher.version == 3
 
 
-class Late(Hooked):
-    """A bucket that takes one manifest long after it has said that it failed."""
-
-    late: tuple[str, bytes | Path] | None = None
-    holds_back = False
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        if self.holds_back and key.startswith("versions/"):
-            self.late, self.holds_back = (key, data), False
-            raise StoreError("injected: late")
-        super().put(key, data, if_absent=if_absent)
-
-
 def former(rank: int, size: int, folder: str) -> None:
     trained = Trained(rank, folder)
     bucket = trained.bucket = Late(Path(folder))
@@ -165,7 +153,7 @@ def former(rank: int, size: int, folder: str) -> None:
         refused(publisher.flush, PublishError, "late")
         trained.note(2)
         if bucket.late is not None:
-            bucket.put(*bucket.late)
+            bucket.arrive()
         trained.train()
         publisher.publish(trained.step)
         refused(publisher.flush, PublishError, "goes on from there")
@@ -228,9 +216,8 @@ def operations(rank: int, size: int, folder: str) -> None:
         trained.bucket.before = nothing
         assert publisher.anchor() == 4
         # A bad memory cell of one rank: found by all, mended where it is.
-        baseline = publisher._committer.baseline
         if rank == size - 1:
-            baseline.bits(0)[0] ^= 1
+            flip(publisher, 0, 0)
         assert [len(publisher.rescan()), len(publisher.rescan())] == [1, 0]
         trained.publish(publisher)
         # What cannot be done is refused on every rank alike, and nothing is broken by it.
@@ -268,8 +255,6 @@ def refusals(rank: int, size: int, folder: str, key: str) -> None:
     path = key if rank == 0 else f"{key}-elsewhere"
     with Publisher(model, bucket, signing_key=path) as publisher:
         trained.publish(publisher)
-        if rank == 1:
-            assert not publisher._committer.writer._options.keyring.signs
     with Publisher(model, bucket, signing_key=path) as publisher:
         trained.publish(publisher)
     refused(lambda: Publisher(model, bucket), SignatureError, "signing_key")
@@ -300,3 +285,140 @@ def test_what_cannot_be_published_is_refused_by_all_and_rank_zero_signs(nursery:
     nursery.run(2, refusals, folder=str(tmp_path / "run"), key=str(key))
     run = open_run(str(tmp_path / "run"), Keyring.load(f"{key}.pub"))
     assert run.verify().head == 2
+
+
+def of_calls(rank: int, size: int, folder: str) -> None:
+    trained = Trained(rank, folder)
+    odd = rank == 1
+    with Publisher(trained.model, trained.bucket) as publisher:
+        trained.publish(publisher)
+        trained.train()
+        # On the rank itself without the name of the rank, as it was called there.
+        whose = "" if odd else "rank 1: "
+        refused(lambda: publisher.publish(-1 if odd else 2), UsageError, f"{whose}step is -1; give")
+        big = {"state": bytes(MAX_SIDECAR_BYTES + 1)} if odd else None
+        refused(lambda: publisher.publish(2, sidecars=big), UsageError, f"{whose}sidecar 'state' has 16,777,217 bytes")
+        pairs: Any = [] if odd else None
+        refused(lambda: publisher.publish(2, weights=pairs), UsageError, f"{whose}weights= is given")
+        refused(lambda: publisher.publish(2 + rank), UsageError, "step is 3 on rank 1, and 2 on rank 0")
+        refused(lambda: publisher.rebase(-1 if odd else 1), UsageError, f"{whose}version is -1; give")
+        refused(lambda: publisher.rebase(rank), UsageError, "version is 1 on rank 1, and 0 on rank 0")
+        refused(lambda: publisher.tag("a b" if odd else "ab"), UsageError, f"{whose}tag 'a b' is not a name")
+        refused(lambda: publisher.tag("good", rank), UsageError, "['tags/good.json', 1, False] on rank 1, and")
+        assert publisher.version == 1
+        trained.publish(publisher)
+    trained.check()
+    assert open_run(folder).tags() == {}
+
+
+def of_calls_that_are_not_due(rank: int, size: int, folder: str) -> list[int | None]:
+    trained = Trained(rank, folder)
+    found = []
+    with Publisher(trained.model, trained.bucket, every=2) as publisher:
+        # The others do not ask then; this rank counts its call all the same.
+        if rank == 1:
+            refused(lambda: publisher.publish(-1), UsageError, "step is -1")
+        else:
+            found.append(publisher.publish(1).version)
+        found += [publisher.publish(step, wait=True).version for step in (2, 3, 4)]
+    return found
+
+
+def of_making(rank: int, size: int, folder: str) -> None:
+    trained = Trained(rank, folder)
+    model, bucket = trained.model, trained.bucket
+    for name, here, there in (
+        ("every", 2, 1), ("codec", "raw", "packed"), ("compression", "none", "zstd"), ("shard_bytes", 300, 200),
+    ):  # fmt: skip
+        given: Any = {name: here if rank == 1 else there}
+        message = f"{name} is {here!r} on rank 1, and {there!r} on rank 0"
+        refused(lambda: Publisher(model, bucket, **given), UsageError, message)  # noqa: B023 - called here
+    whose = "" if rank == 1 else "rank 1: "
+    refused(lambda: Publisher(model, bucket, every=1 - rank), UsageError, f"{whose}every is 0; give")
+    if rank == 0:
+        Path(folder).mkdir(exist_ok=True)
+        from safetensors.torch import save_file
+
+        save_file(make("mixed").state_dict(), f"{folder}/model.safetensors")
+    distributed.barrier()
+    base = folder if rank == 0 else None
+    refused(lambda: Publisher(model, bucket, base=base), UsageError, "base= is given is False on rank 1, and True")
+    missing = f"{folder}/no-such-key" if rank == 0 else None
+    whose = "rank 0: " if rank == 1 else ""
+    refused(
+        lambda: Publisher(model, bucket, notice="tcp://127.0.0.1:*", notice_key=missing),
+        SettingsError, f"{whose}notice_allowed is missing",
+    )  # fmt: skip
+    assert not Path(folder, "run.json").exists()
+    with Publisher(model, bucket) as publisher:
+        trained.publish(publisher)
+    trained.check()
+
+
+def leaving(rank: int, size: int, folder: str) -> None:
+    """A rank closes its publisher by itself, or makes none."""
+    trained = Trained(rank, folder)
+    publisher = Publisher(trained.model, trained.bucket)
+    if rank == 1:
+        publisher.close()
+    else:
+        refused(lambda: publisher.publish(1), PublishError, "rank 1 did not answer rank 0 (it has ended")
+        publisher.close()
+    distributed.barrier()
+    ranks.CALL_SECONDS = 2.0
+    if rank == 0:
+        refused(lambda: Publisher(trained.model, trained.bucket), PublishError, "not all ranks have come together in 2")
+
+
+@pytest.mark.parametrize("work", [of_calls, of_making])
+def test_one_rank_that_is_given_something_else(work: Any, nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, work, folder=str(tmp_path / "run"))
+
+
+def test_calls_are_counted_alike(nursery: Nursery, tmp_path: Path) -> None:
+    said = nursery.run(2, of_calls_that_are_not_due, folder=str(tmp_path / "run"))
+    assert said == [[None, 1, None, 2], [1, None, 2]]
+
+
+def test_a_rank_that_leaves_or_never_comes(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, leaving, folder=str(tmp_path / "run"))
+
+
+class Pair(nn.Module):
+    """One parameter that all ranks share, and one that is put on a mesh of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        self.first = nn.Parameter(distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)]))
+        self.mesh = mesh
+
+    def put(self, tensor: DTensor) -> nn.Module:
+        self.second = nn.Parameter(tensor)
+        return self
+
+
+def holes_and_overlaps(rank: int, size: int, folder: str) -> None:
+    values = torch.arange(8.0).reshape(4, 2)
+    pair = Pair()
+    # A mesh without rank 0: nobody answers for it.
+    hole = pair.put(distribute_tensor(values, DeviceMesh("cpu", list(range(1, size))), [Shard(0)]))
+    message = "the ranks hold 0 of the 8 elements of tensor 'second' (no rank has any); shard each"
+    refused(lambda: Publisher(hole, folder), ModelError, message)
+    # Rank 0 takes it for replicated, the others for sharded.
+    local, place = (values, Replicate()) if rank == 0 else (values[2 * rank :][:2], Shard(0))
+    given: Any = {"run_check": False, "shape": values.shape, "stride": values.stride()}
+    twice = pair.put(DTensor.from_local(local, pair.mesh, [place], **given))
+    message = "rank 0: second, rank 1: second[2:4,0:2] share elements of tensor 'second', of whose 8 the ranks hold 12"
+    refused(lambda: Publisher(twice, folder), ModelError, message)
+    assert not Path(folder, "run.json").exists()
+    whole = pair.put(distribute_tensor(values, pair.mesh, [Shard(0)]))
+    Publisher(whole, folder).close()
+    # A run that is there is not taken over either.
+    hole = pair.put(distribute_tensor(values, DeviceMesh("cpu", list(range(1, size))), [Shard(0)]))
+    refused(lambda: Publisher(hole, folder), ModelError, "the ranks hold 0 of the 8 elements of tensor 'second'")
+    Publisher(pair.put(distribute_tensor(values, pair.mesh, [Shard(0)])), folder).close()
+
+
+def test_tensors_that_are_not_held_once_are_refused(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, holes_and_overlaps, folder=str(tmp_path / "run"))

@@ -1,35 +1,42 @@
-"""Parts of models that a real DeepSpeed engine trains on the CPU: ZeRO-1, 2 and 3."""
+"""What real DeepSpeed engines publish from all ranks on the CPU, and take from a run: ZeRO-1, ZeRO-2 and ZeRO-3."""
 
+import os
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from tests.support.architectures import VOCABULARY, same_bits
-from tests.trainer.sharded.models import Tensors, built, cut
-from tests.trainer.sharded.world import World
+from tests.trainer.sharded.models import Tensors, built
+from tests.trainer.sharded.nursery import Nursery
+from tests.trainer.sharded.test_load_into import Net, table_of, write_run, wrong
+from trainer_side import Publisher
 from trainer_side.naming import live_tensors
-from trainer_side.sharded.parts import ModuleParts, needs_ranks
-from vllm_delta_sync.torch_shards import is_sharded, local_boxes, whole_shape
-
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
-CASES = [[1, "qwen3 tied", "bf16"], [2, "qwen3 moe", "fp32"], [3, "qwen3 moe", "bf16"], [3, "llama tied", "fp32"]]
+from trainer_side.sharded.parts import needs_ranks
+from vllm_delta_sync import open_run
+from vllm_delta_sync.torch_shards import is_sharded
 
 
-def compile_nothing() -> None:
-    """DeepSpeed would compile a faster all-reduce when it is used first; gloo's does."""
+def deepspeed_on_cpu() -> Any:
+    """DeepSpeed; it would compile a faster all-reduce when it is used first, gloo's does."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def prepare() -> Any:
+    os.environ["LOCAL_RANK"] = "0"
+    deepspeed = deepspeed_on_cpu()
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    return deepspeed
 
 
 def engine_of(stage: int, name: str, precision: str) -> Any:
-    import deepspeed
-
-    compile_nothing()
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    model = built(name)
+    deepspeed, model = prepare(), built(name)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         # Small parameters stay gathered between steps, as they do by default.
@@ -63,47 +70,105 @@ def reference(name: str, engine: Any) -> Tensors:
     return {key: tensor.clone() for key, tensor in live_tensors(plain).read()}
 
 
-def published(rank: int, size: int, cases: list[list[Any]]) -> list[Any]:
-    answers = []
+def differing(url: str, expected: Tensors) -> list[str]:
+    """Tensors of the newest version that are not those expected."""
+    held = dict(open_run(url).tensors())
+    assert held.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not same_bits(held[name], tensor.to(held[name].dtype))]
+
+
+def publish(rank: int, size: int, folder: str, cases: list[list[Any]]) -> None:
     for stage, name, precision in cases:
+        url = f"{folder}/{stage} {name}"
         engine = engine_of(stage, name, precision)
-        live = ModuleParts(engine)
-        found = []
-        for steps in (False, True):
-            if steps:
-                train(engine, rank)
-            expected = reference(name, engine)
-            for part, tensor in live.read():
-                box = live.parts[part].box
-                same = same_bits(tensor, expected[live.parts[part].name][box.index])
-                found.append([live.parts[part].name, box.offsets, box.shape, same])
-        whole = {key: [known.shape, str(known.dtype)] for key, known in live.whole.items()}
-        form = {key: [list(tensor.shape), str(tensor.dtype)] for key, tensor in expected.items()}
-        assert form == {key: [list(shape), dtype] for key, (shape, dtype) in whole.items()}
-        sharded = [p for p in engine.module.parameters() if is_sharded(p)]
-        held = sum(box.numel for p in sharded for box, _ in local_boxes(p))
-        views = all(
-            view.data_ptr() != 0 and box.whole == whole_shape(p) for p in sharded for box, view in local_boxes(p)
-        )
-        answers.append([whole, found, needs_ranks(engine), len(sharded), held, views])
+        assert needs_ranks(engine)
+        assert any(map(is_sharded, engine.module.parameters())) == (stage == 3)
+        for life in range(2):
+            with Publisher(engine, url) as publisher:
+                for step in (1, 2):
+                    train(engine, rank)
+                    expected = reference(name, engine)
+                    publisher.publish(step, wait=True)
+                    publisher.flush()
+                    if rank == 0:
+                        assert differing(url, expected) == []
+                    distributed.barrier()
+                assert publisher.version == 2 * life + 2
         engine.destroy()
-    return answers
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_parts_of_zero_are_the_checkpoint_once(size: int) -> None:
-    with World(size, published, ENVIRONMENT, cases=CASES) as world:
-        ranks = world.results(timeout=600)
-    for number, (stage, _, _) in enumerate(CASES):
-        answers = [answer[number] for answer in ranks]
-        assert all(answer[0] == answers[0][0] for answer in answers)
-        assert [part for answer in answers for part in answer[1] if not part[3]] == []
-        times = {name: np.zeros(shape, int) for name, (shape, _) in answers[0][0].items()}
-        for name, offsets, shape, _ in (part for answer in answers for part in answer[1]):
-            times[name][cut(offsets, shape)] += 1
-        assert [name for name, count in times.items() if not (count == 2).all()] == [], CASES[number]
-        assert all(answer[2] and answer[5] for answer in answers)
-        assert [bool(answer[3]) for answer in answers] == [stage == 3] * size
-        assert [bool(answer[1]) for answer in answers] == [True] + [stage == 3] * (size - 1)
-        if stage == 3:
-            assert sum(answer[4] for answer in answers) == sum(count.size for count in times.values())
+OTHERS = [[1, "qwen3 tied", "bf16"], [2, "qwen3 moe", "fp32"], [3, "qwen3 moe", "bf16"]]
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (2, [[3, "llama tied", "fp32"]]),
+        pytest.param(2, OTHERS, marks=pytest.mark.slow),
+        pytest.param(4, OTHERS, marks=pytest.mark.slow),
+    ],
+)
+def test_engines_publish_their_partitions(size: int, cases: list[list[Any]], nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(size, publish, folder=str(tmp_path), cases=cases)
+    for stage, name, _ in cases:
+        run = open_run(str(tmp_path / f"{stage} {name}"))
+        assert run.verify().head == 4
+        assert {ref.rank for ref in run.manifest(4).objects} == (set(range(size)) if stage == 3 else {0})
+
+
+ZERO = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def load(rank: int, size: int, url: str) -> dict[str, Any]:
+    deepspeed = prepare()
+    return {str(stage): load_stage(deepspeed, stage, url) for stage in (1, 2, 3)}
+
+
+def load_stage(deepspeed: Any, stage: int, url: str) -> dict[str, Any]:
+    run, found = open_run(url), {}
+    # Parameters of up to 20 elements stay gathered on every rank.
+    config = ZERO | {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20}}
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+        model = Net().bfloat16()
+    run.load_into(model, 1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)
+
+    def held() -> dict[str, torch.Tensor]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            return {name: tensor.detach().clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+    def step() -> None:
+        """A step of length 0 writes what the optimizer holds."""
+        engine.backward(engine(torch.tensor([[1, 2, 3]])).float().sum())
+        engine.step()
+
+    found["before"] = wrong(held(), url, 1)
+    step()
+    found["stepped"] = wrong(held(), url, 1)
+    step()
+    run.load_into(model, 2)
+    here = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.numel()}
+    small = {"up.bias", "down.bias", "norm.weight", "norm.bias", "single", "scale"}
+    found["kept whole"] = sorted(small - here.keys()) + [name for name in wrong(here, url, 2) if name in here]
+    found["loaded"] = wrong(held(), url, 2)
+    engine.optimizer.refresh_fp32_params()
+    step()
+    found["refreshed"] = wrong(held(), url, 2)
+    run.load_into(model, 1)
+    step()
+    found["not refreshed"] = wrong(held(), url, 2)
+    return found
+
+
+@pytest.mark.slow
+def test_engines_are_filled_before_and_after_they_begin(nursery: Nursery, tmp_path: Path) -> None:
+    url = write_run(tmp_path, table_of(Net(), kept=()), versions=3)
+    for found in nursery.run(2, load, url=url):
+        assert set(found) == {"1", "2", "3"}
+        for stage, answers in found.items():
+            assert len(answers) == 6
+            assert not any(answers.values()), (stage, answers)

@@ -1,6 +1,5 @@
 """A version's weights into models whose tensors are shared by several processes: each rank fills its own part."""
 
-import importlib
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.architectures import qwen3_moe
 from tests.support.samples import RunWriter, nudge
 from tests.trainer.sharded.models import fsdp, tied_llama
-from tests.trainer.sharded.world import World, run_world
+from tests.trainer.sharded.nursery import Nursery
 from trainer_side.naming import live_tensors
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.chain import open_run
@@ -69,6 +68,7 @@ def write_run(folder: Path, table: TensorTable, versions: int = VERSIONS, share:
     for spec in table:
         values = (0.1 * random.standard_normal(spec.numel)).astype(np.float32).view(np.uint32)
         bits.append(values if spec.dtype == "F32" else (values >> 16).astype(np.uint16))
+    folder.mkdir(exist_ok=True)
     path = folder / "anchor.safetensors"
     write_anchor(path, table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(table)))
     url = str(folder / "run")
@@ -94,6 +94,15 @@ def wrong(tensors: dict[str, torch.Tensor], url: str, version: int) -> list[str]
     right = dict(open_run(url).tensors(version))
     odd = [name for name, tensor in tensors.items() if name in right and not equal(tensor, right[name])]
     return odd + sorted(right.keys() - tensors.keys())
+
+
+def refusal(work: Callable[[], object]) -> list[str]:
+    """Kind and message of the error that a call raises."""
+    try:
+        work()
+    except DeltaSyncError as error:
+        return [error.kind, error.message]
+    return []
 
 
 # FSDP2
@@ -146,26 +155,17 @@ def load_fsdp(rank: int, size: int, url: str) -> dict[str, Any]:
     return found
 
 
-def load_meta(rank: int, size: int, url: str) -> dict[str, Any]:
-    """A model that had no memory before, as large ones are made."""
-    run, found = open_run(url), {}
-    with torch.device("meta"):
-        model = Net()
-    fully_shard(model)
-    try:
-        run.load_into(model, 1)
-    except DeltaSyncError as error:
-        found["meta"] = [error.kind, str(error)]
-    model.to_empty(device="cpu")
-    run.load_into(model, 1)
-    found["wrong"] = wrong(model.state_dict(), url, 1)
-    return found
-
-
 def load_others(rank: int, size: int, url: str) -> dict[str, Any]:
-    """State dicts, and targets that do not fit, which are left alone."""
+    """Models that had no memory, as large ones are made; state dicts; targets that do not fit and are left alone."""
     run = open_run(url)
     found: dict[str, Any] = {}
+    with torch.device("meta"):
+        large: Any = Net()
+    fully_shard(large)
+    found["meta"] = refusal(lambda: run.load_into(large, 1))
+    large.to_empty(device="cpu")
+    run.load_into(large, 1)
+    found["filled"] = wrong(large.state_dict(), url, 1)
     model = Net()
     fully_shard(model)
     state = model.state_dict()
@@ -179,10 +179,7 @@ def load_others(rank: int, size: int, url: str) -> dict[str, Any]:
         "absent": {name: tensor for name, tensor in state.items() if name != "up.weight"},
     }
     for name, target in others.items():
-        try:
-            run.load_into(target, 2)
-        except DeltaSyncError as error:
-            found[name] = [error.kind, str(error)]
+        found[name] = refusal(lambda: run.load_into(target, 2))  # noqa: B023 - called here
     found["untouched"] = wrong(model.state_dict(), url, 1)
     run.load_into({"up.weight": others["extra"]["up.weight"], "more": others["extra"]["more"]}, 2, strict=False)
     found["some"] = wrong({"up.weight": state["up.weight"]}, url, 2)
@@ -226,50 +223,32 @@ def load_real(rank: int, size: int, tied: str, experts: str) -> dict[str, Any]:
     open_run(tied).load_into(model, 1)
     found: dict[str, Any] = {"tied": wrong(model.state_dict(), tied, 1)}
     for name, fused in (("sharded", fsdp(qwen3_moe())), ("plain", qwen3_moe())):
-        try:
-            open_run(experts).load_into(fused)
-        except DeltaSyncError as error:
-            found[name] = [error.kind, str(error)]
+        found[name] = refusal(lambda: open_run(experts).load_into(fused))  # noqa: B023 - called here
     return found
 
 
-def load_all(rank: int, size: int, url: str, large: str, **real: str) -> dict[str, Any]:
-    """One world for all of it: to start one takes longer than what it does."""
-    found = {"fsdp": load_fsdp(rank, size, url), "meta": load_meta(rank, size, url)}
-    found |= {"others": load_others(rank, size, url), "real": load_real(rank, size, **real)}
-    return found | {"large": load_large(rank, size, large)}
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_run(tmp_path_factory.mktemp("run"), table_of(Net()))
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a world found."""
-    url = write_run(tmp_path_factory.mktemp("run"), table_of(Net()))
-    table = TensorTable(TensorSpec(f"{layer}.weight", "BF16", (SIDE, SIDE)) for layer in range(LAYERS))
-    large = write_run(tmp_path_factory.mktemp("large"), table, versions=3, share=0.01)
-    tied = write_run(tmp_path_factory.mktemp("tied"), checkpoint_table(tied_llama()), versions=2)
-    experts = write_run(tmp_path_factory.mktemp("experts"), checkpoint_table(qwen3_moe()), versions=1)
-    return run_world(request.param, load_all, timeout=600, url=url, large=large, tied=tied, experts=experts)
+SIZES = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 
 
-def test_sharded_modules_are_filled(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert len(rank["fsdp"]) == 4 * len(WAYS)
-        assert not any(rank["fsdp"].values()), rank["fsdp"]
+@SIZES
+def test_sharded_modules_are_filled(size: int, nursery: Nursery, url: str) -> None:
+    for found in nursery.run(size, load_fsdp, url=url):
+        assert len(found) == 4 * len(WAYS)
+        assert not any(found.values()), found
 
 
-def test_models_made_without_memory_are_filled(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        kind, message = rank["meta"]["meta"]
-        assert kind == TensorMismatchError.kind
-        assert "to_empty" in message
-        assert rank["meta"]["wrong"] == []
-
-
-def test_targets_that_do_not_fit_are_left_alone(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        found = rank["others"]
-        assert found["state"] == found["untouched"] == []
-        assert {found[name][0] for name in ("shape", "dtype", "extra", "absent")} == {TensorMismatchError.kind}
+@SIZES
+def test_models_without_memory_and_state_dicts_are_filled(size: int, nursery: Nursery, url: str) -> None:
+    for found in nursery.run(size, load_others, url=url):
+        kinds = {found[name][0] for name in ("meta", "shape", "dtype", "extra", "absent")}
+        assert kinds == {TensorMismatchError.kind}
+        assert found["filled"] == found["state"] == found["untouched"] == []
+        assert "to_empty" in found["meta"][1]
         assert "[6, 12] in the target, [12, 6] in the run" in found["shape"][1]
         assert "cannot hold every" in found["dtype"][1]
         assert "'more' of the target is not in the run" in found["extra"][1]
@@ -279,9 +258,11 @@ def test_targets_that_do_not_fit_are_left_alone(ranks: list[dict[str, Any]]) -> 
         assert "up.weight" not in found["some"]
 
 
-def test_real_models_are_filled_or_refused_by_name(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        found = rank["real"]
+@SIZES
+def test_real_models_are_filled_or_refused_by_name(size: int, nursery: Nursery, tmp_path: Path) -> None:
+    tied = write_run(tmp_path / "tied", checkpoint_table(tied_llama()), versions=2)
+    experts = write_run(tmp_path / "experts", checkpoint_table(qwen3_moe()), versions=1)
+    for found in nursery.run(size, load_real, tied=tied, experts=experts):
         assert found["tied"] == []
         for way in ("sharded", "plain"):
             kind, message = found[way]
@@ -289,11 +270,14 @@ def test_real_models_are_filled_or_refused_by_name(ranks: list[dict[str, Any]]) 
             assert "experts.0.down_proj.weight' of the run is not in the target" in message
 
 
-def test_no_rank_takes_the_memory_of_the_model(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["large"]["wrong"] == []
-        shard = 2 * SIDE * SIDE * LAYERS // len(ranks)
-        assert shard <= rank["large"]["most"] < shard + 6 * 1024 * 1024
+@pytest.mark.slow
+@SIZES
+def test_no_rank_takes_the_memory_of_the_model(size: int, nursery: Nursery, tmp_path: Path) -> None:
+    table = TensorTable(TensorSpec(f"{layer}.weight", "BF16", (SIDE, SIDE)) for layer in range(LAYERS))
+    for found in nursery.run(size, load_large, url=write_run(tmp_path, table, versions=3, share=0.01)):
+        assert found["wrong"] == []
+        shard = 2 * SIDE * SIDE * LAYERS // size
+        assert shard <= found["most"] < shard + 6 * 1024 * 1024
 
 
 def test_plain_modules_without_memory_or_within_another_are_refused(tmp_path: Path) -> None:
@@ -305,66 +289,3 @@ def test_plain_modules_without_memory_or_within_another_are_refused(tmp_path: Pa
     wrapper = nn.ModuleDict({"module": Net()})
     with pytest.raises(TensorMismatchError, match=r"'module\.down\.bias': pass the module inside the wrapper"):
         run.load_into(wrapper)
-
-
-# DeepSpeed
-
-ZERO = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "zero_allow_untested_optimizer": True,
-}
-
-
-def load_deepspeed(rank: int, size: int, url: str) -> dict[str, Any]:
-    deepspeed: Any = importlib.import_module("deepspeed")
-    # It would compile a faster all-reduce when it is used first; gloo's does.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    return {str(stage): load_stage(deepspeed, stage, url) for stage in (1, 2, 3)}
-
-
-def load_stage(deepspeed: Any, stage: int, url: str) -> dict[str, Any]:
-    run, found = open_run(url), {}
-    # Parameters of up to 20 elements stay gathered on every rank.
-    config = ZERO | {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20}}
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
-        model = Net().bfloat16()
-    run.load_into(model, 1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)
-
-    def held() -> dict[str, torch.Tensor]:
-        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
-            return {name: tensor.detach().clone() for name, tensor in model.state_dict(keep_vars=True).items()}
-
-    def step() -> None:
-        """A step of length 0 writes what the optimizer holds."""
-        engine.backward(engine(torch.tensor([[1, 2, 3]])).float().sum())
-        engine.step()
-
-    found["before"] = wrong(held(), url, 1)
-    step()
-    found["stepped"] = wrong(held(), url, 1)
-    step()
-    run.load_into(model, 2)
-    here = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.numel()}
-    small = {"up.bias", "down.bias", "norm.weight", "norm.bias", "single", "scale"}
-    found["kept whole"] = sorted(small - here.keys()) + [name for name in wrong(here, url, 2) if name in here]
-    found["loaded"] = wrong(held(), url, 2)
-    engine.optimizer.refresh_fp32_params()
-    step()
-    found["refreshed"] = wrong(held(), url, 2)
-    run.load_into(model, 1)
-    step()
-    found["not refreshed"] = wrong(held(), url, 2)
-    return found
-
-
-def test_deepspeed_is_filled_before_and_after_it_begins(tmp_path: Path) -> None:
-    url = write_run(tmp_path, table_of(Net(), kept=()), versions=3)
-    with World(2, load_deepspeed, {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}, url=url) as world:
-        for found in world.results(600):
-            assert set(found) == {"1", "2", "3"}
-            for stage, answers in found.items():
-                assert len(answers) == 6
-                assert not any(answers.values()), (stage, answers)

@@ -1,18 +1,27 @@
 """A run that ranks publish together is the run that one process would publish of the gathered model."""
 
+import json
+import resource
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
+from benchmarks.common.timing import peak_extra_bytes
+from tests.support.publishers import Hooked
 from tests.support.publishing import damage
+from tests.support.tiny import make_tokenizer
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.training import make, sharded, train, whole_tensors
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import LimitError, StoreError, UsageError
+from vllm_delta_sync.wire.manifest import FILES_PREFIX
 
 STEPS = 3
 
@@ -29,7 +38,8 @@ def publish_both(rank: int, size: int, url: str, kind: str, how: str, codec: Lit
         for step in range(1, STEPS + 1):
             train(model, optimizer, kind, step)
             gathered = whole_tensors(model)
-            result = publisher.publish(step, wait=True, sidecars={"state": f"{rank} {step}".encode()})
+            given = {"state": f"{rank} {step}".encode(), **({"alone": b""} if rank else {})}
+            result = publisher.publish(step, wait=True, sidecars=given)
             percent = result.metrics()["delta_sync/changed_percent"]
             said.append([result.version, result.total, result.changed, percent])
             if alone is not None:
@@ -47,15 +57,13 @@ CASES = [
     pytest.param("mixed", "fsdp", 4, "raw", marks=pytest.mark.slow),
     pytest.param("qwen3", "fsdp", 4, "auto", marks=pytest.mark.slow),
     ("llama", "ddp", 2, "auto"),
-    ("qwen3_moe", "hsdp", 4, "auto"),
+    pytest.param("qwen3_moe", "hsdp", 4, "auto", marks=pytest.mark.slow),
     ("qwen3_moe", "fsdp", 2, "raw"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "how", "size", "codec"), CASES)
-def test_ranks_publish_what_one_process_would(
-    kind: str, how: str, size: int, codec: str, nursery: Nursery, tmp_path: Path
-) -> None:
+def test_ranks_publish_as_one(kind: str, how: str, size: int, codec: str, nursery: Nursery, tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     said = nursery.run(size, publish_both, url=url, kind=kind, how=how, codec=codec)
     together, alone = open_run(url), open_run(f"{url}-alone")
@@ -74,6 +82,7 @@ def test_ranks_publish_what_one_process_would(
             assert 0 < found <= ours.changed
             # On every rank that of all.
             assert {rows[version - 1][3] for rows in said} == {100 * found / ours.total}
+    assert [item.name for item in together.manifest(STEPS).sidecars] == ["state"]
     assert together.sidecar(STEPS, "state") == f"0 {STEPS}".encode()
     assert together.verify().head == STEPS
 
@@ -102,8 +111,15 @@ def go_on(rank: int, size: int, url: str, base: str | None) -> list[Any]:
     return [begun, publisher.version]
 
 
-@pytest.mark.parametrize("kind", ["anchor", pytest.param("reference", marks=pytest.mark.slow)])
-def test_a_run_goes_on_with_another_number_of_ranks(kind: str, nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("anchor", [2, 3, 1]),
+        pytest.param("anchor", [4, 2, 1, 4], marks=pytest.mark.slow),
+        pytest.param("reference", [4, 2, 1, 4], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_with_fewer_or_more_ranks(kind: str, sizes: list[int], nursery: Nursery, tmp_path: Path) -> None:
     url, base = str(tmp_path / "run"), tmp_path / "base"
     base.mkdir()
     tensors = make("mixed").state_dict()
@@ -111,16 +127,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(kind: str, nursery: Nursery,
         tensors["last.weight"] = tensors["last.weight"] + 1
     tensors["vision.weight"] = torch.arange(6.0)
     save_file(tensors, base / "model.safetensors")
-    for number, size in enumerate([4, 2, 1, 4]):
+    for number, size in enumerate(sizes):
         said = nursery.run(size, go_on, url=url, base=str(base))
         assert said == [[2 * number, 2 * number + 2]] * size
     run = open_run(url)
     assert run.manifest(0).kind == kind
-    assert {ref.rank for ref in run.manifest(0).objects} == (set(range(4)) if kind == "anchor" else set())
+    assert {ref.rank for ref in run.manifest(0).objects} == (set(range(sizes[0])) if kind == "anchor" else set())
     assert run.manifest(3).epoch == 1
     # What the model does not hold keeps the base's bits through all of it.
     assert torch.equal(dict(run.tensors(base=base))["vision.weight"], tensors["vision.weight"])
-    assert run.verify(base).head == 8
+    assert run.verify(base).head == 2 * len(sizes)
 
 
 def begin_anew(rank: int, size: int, url: str) -> int:
@@ -137,3 +153,104 @@ def test_a_newest_version_that_is_lost_is_begun_anew_behind(nursery: Nursery, tm
     assert run.manifest(3).kind == "anchor"
     expected = make("mixed").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in run.tensors(3))
+
+
+def publish_files(rank: int, size: int, url: str, files: str) -> list[str]:
+    """Only rank 0 has the folder, as where ranks are on several machines; what each rank has put into the bucket."""
+    bucket = Hooked(Path(url))
+    put: list[str] = []
+    bucket.before = put.append
+    with Publisher(sharded(make("llama"), "fsdp"), bucket, files=files if rank == 0 else files + "-is-elsewhere"):
+        pass
+    return [key for key in put if key.startswith(FILES_PREFIX)]
+
+
+def begin_badly(rank: int, size: int, url: str, files: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        Publisher(sharded(make("mixed"), "fsdp"), url, files=files)
+    return caught.value.message
+
+
+def test_rank_0_writes_run_files_once(nursery: Nursery, tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    put = nursery.run(2, publish_files, url=url, files=str(tmp_path / "tokenizer"))
+    run = open_run(url)
+    assert sorted(put[0]) == sorted(item.key for item in run.info.files)
+    assert put[1] == []
+    names = {item.name for item in run.info.files}
+    assert names > {"config.json", "generation_config.json", "tokenizer.json"}
+    # The class of a sharded module is not the one that others have to load.
+    assert json.loads(run.file("config.json"))["architectures"] == ["LlamaForCausalLM"]
+    assert run.verify().files == len(names)
+
+
+def test_run_files_that_rank_0_cannot_keep_are_refused_on_every_rank(nursery: Nursery, tmp_path: Path) -> None:
+    said = nursery.run(2, begin_badly, url=str(tmp_path / "run"), files=str(tmp_path / "never"))
+    assert said[1] == f"rank 0: {said[0]}"
+    assert "which is no folder; give one that holds config.json" in said[0]
+    assert not (tmp_path / "run").exists()
+
+
+LARGEST = 64 << 20
+
+
+class Large(nn.Module):
+    """Two tensors of ``LARGEST`` bytes, more than an allocator keeps for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(LARGEST >> 13, 1 << 12, dtype=torch.bfloat16))
+        self.second = nn.Parameter(torch.ones(LARGEST >> 13, 1 << 12, dtype=torch.bfloat16))
+
+
+def opened(rank: int, size: int, folder: str) -> float:
+    """The most memory that was taken for a moment, in largest tensors."""
+    # What is loaded and compiled when something is published first.
+    small: Any = fully_shard(nn.Linear(8, 8, dtype=torch.bfloat16))
+    Publisher(small, f"{folder}/before").close()
+    model: Any = fully_shard(Large())
+    made: list[Publisher] = []
+    peak = peak_extra_bytes(lambda: made.append(Publisher(model, f"{folder}/run")))
+    made[0].close()
+    return (peak - 2 * LARGEST / size) / LARGEST
+
+
+def starved(rank: int, size: int, folder: str) -> None:
+    model: Any = fully_shard(Large())
+    with Publisher(model, f"{folder}/run", shard_bytes=1) as publisher:
+        assert publisher.anchor() == 0
+        unlimited = resource.getrlimit(resource.RLIMIT_AS)
+        if rank == 1:
+            # Too little for the second tensor, which this rank writes.
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + LARGEST - (4 << 20), unlimited[1]))
+        with pytest.raises(LimitError, match=rf"tensor 'second' has {LARGEST} bytes, for which rank 1 has no memory"):
+            publisher.anchor()
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        # Or without a place for its file.
+        if rank == 1:
+            tempfile.tempdir = f"{folder}/nowhere"
+        with pytest.raises(StoreError, match=r"no temporary folder can be made: .*nowhere"):
+            publisher.anchor()
+        tempfile.tempdir = None
+        # The ranks are in step, and nothing of it stays.
+        assert publisher.anchor() == 0
+        with torch.no_grad():
+            model.first.mul_(2)
+        assert publisher.publish(1, wait=True).version == 1
+
+
+@pytest.mark.slow
+def test_a_rank_without_room_for_a_tensor_leaves_the_ranks_in_step(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, starved, folder=str(tmp_path))
+    assert open_run(str(tmp_path / "run")).verify().head == 1
+
+
+@pytest.mark.slow
+def test_a_snapshot_takes_one_whole_tensor_on_the_rank_that_writes_it(nursery: Nursery, tmp_path: Path) -> None:
+    writer, other = nursery.run(2, opened, folder=str(tmp_path))
+    # Shards that are received into buffers of their own take another half or more, and so do those that are packed to
+    # be sent; a tensor that is kept until the next one is there takes another whole.
+    assert writer < 1.25
+    assert other < 0.25

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from tests.support.publishing import assert_holds, snapshot
 from tests.support.tiny import make_model, save_checkpoint
-from tests.trainer.sharded.world import ROOT
 from vllm_delta_sync import open_run
+
+ROOT = Path(__file__).parents[3]
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 
@@ -20,7 +21,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 def torchrun(base: Path, url: Path, folder: Path, steps: int) -> str:
     """Train with two ranks → what was printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "examples" / "recipes" / "fsdp2.py"), "--checkpoint", str(base), "--bucket", str(url)]
+    script = [str(ROOT / "examples" / "fsdp2.py"), "--checkpoint", str(base), "--bucket", str(url)]
     settings = ["--steps", str(steps), "--lr", "1e-3", "--save", str(folder)]
     done = subprocess.run(
         [*command, *script, *settings],

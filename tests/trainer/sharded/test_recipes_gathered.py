@@ -53,7 +53,7 @@ def send_by_verl(rank: int, size: int, folder: str) -> dict[str, Any]:
     trained = whole(model)
     del trained["lm_head.weight"]  # tied, and so no part of the checkpoint
     if rank == 0:
-        engine._publisher.close()
+        engine.publisher.close()
         save_file(trained, f"{folder}/trained.safetensors")
     return {"read": len(read), "told": [metrics.get("delta_sync/version") for metrics in told]}
 
@@ -77,9 +77,9 @@ def broadcast_by_prime_rl(rank: int, size: int, folder: str) -> dict[str, Any]:
         sender._broadcast(model, step, Path(folder))
     trained = {name: tensor.contiguous() for name, tensor in model.convert_to_hf(whole(model)).items()}
     if rank == 0:
-        sender._publisher.close()
+        sender.publisher.close()
         save_file(trained, f"{folder}/trained.safetensors")
-    return {"publishes": sender._publisher is not None}
+    return {"publishes": sender.publisher is not None}
 
 
 def check(nursery: Nursery, folder: Path, family: str, function: Callable[..., Any]) -> list[Any]:

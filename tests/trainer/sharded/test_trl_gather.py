@@ -4,7 +4,6 @@ Accelerate sets FSDP2 up on accelerators only, so a whole ``AsyncGRPOTrainer`` c
 hands the weights over is its own method, on a model sharded by ``fully_shard``.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 
 from tests.support.publishing import assert_holds
-from tests.trainer.sharded.world import run_world
+from tests.trainer.sharded.nursery import Nursery
 from vllm_delta_sync.chain import open_run
 
 
 def sharded(rank: int, size: int, family: str) -> tuple[Any, Any]:
     """A sharded model, and what TRL's trainer is of it here: an object whose weights TRL's own method streams."""
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     from accelerate import Accelerator
     from torch.distributed.fsdp import fully_shard
 
@@ -88,12 +86,13 @@ def train(rank: int, size: int, folder: str, family: str) -> list[str | None]:
     return failures
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_gathered_parameters_are_published_by_rank_0(family: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_gathered_parameters_are_published_by_rank_0(family: str, nursery: Nursery, tmp_path: Path) -> None:
     """A failure on rank 0 leaves the others waiting for nobody, and its changes go out with the next version."""
     from safetensors.torch import load_file
 
-    told = run_world(2, train, folder=str(tmp_path), family=family, timeout=300)
+    told = nursery.run(2, train, folder=str(tmp_path), family=family)
     # What fails in the background is told at the send after it.
     assert told == [[None, None, "publish", None], [None] * 4]
     run = open_run(str(tmp_path / "run"))

@@ -1,0 +1,213 @@
+"""The measuring process of ``benchmarks.apply``, which starts it with pinned threads."""
+
+import gc
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+from vllm.model_executor.model_loader.checkpoint_weight_patch import load_checkpoint_weight_patches
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
+from benchmarks.apply.change import NewVersion, bits_of, make_version, read_checkpoint, table_of
+from benchmarks.apply.models import FULL, QUICK, Loader, Shape, digests, write_checkpoint
+from benchmarks.apply.proof import measure_proof
+from benchmarks.common.rows import Row, parse, row, write
+from benchmarks.common.timing import Method, load_average, peak_extra_bytes, time_all
+from vllm_delta_sync.engine.commit import commit
+from vllm_delta_sync.engine.compiling import trace_routes
+from vllm_delta_sync.engine.patch import StagedPatch, stage
+from vllm_delta_sync.engine.routes import RouteMap
+from vllm_delta_sync.wire import kernels
+from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+
+BENCH = "apply"
+DENSITIES = {"0.1%": 0.001, "1%": 0.01, "5%": 0.05, "10%": 0.1}
+QUICK_DENSITIES = {"1%": 0.01}
+PATCHES, UNCHECKED = "load_checkpoint_weight_patches", "load_checkpoint_weight_patches, duplicates unchecked"
+SCATTER, ONE_ARRAY, PREFETCHING = "bare_scatter", "bare_scatter into one array", "bare_scatter, prefetching"
+BARE = (SCATTER, ONE_ARRAY, PREFETCHING)
+AHEAD = 128
+"""Elements that the prefetching scatter looks ahead: the best of 64, 128 and 256."""
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def scatter(bits: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
+    for i in range(positions.size):
+        bits[positions[i]] = values[i]
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def scatter_prefetching(bits: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
+    near = max(0, positions.size - AHEAD)
+    for i in range(near):
+        kernels.prefetch(bits, np.uint64(positions[i + AHEAD]))
+        bits[np.uint64(positions[i])] = values[i]
+    for i in range(near, positions.size):
+        bits[np.uint64(positions[i])] = values[i]
+
+
+class Subject:
+    """A model with its routes, and the weights it starts from."""
+
+    def __init__(self, shape: Shape, work: Path) -> None:
+        self.shape = shape
+        self.work = work / shape.name
+        self.folder = write_checkpoint(shape, self.work / "old")
+        self.loader = Loader(self.folder, work / "store")
+        self.model = self.loader.load(self.folder)
+        self.digests = digests(self.model)
+        tensors = read_checkpoint(self.folder)
+        self.table = table_of(tensors)
+        self.held = [fingerprint_tensor(spec.name, bits_of(tensors[spec.name])) for spec in self.table]
+        self.routes = trace_routes(self.model, self.table)
+
+    @property
+    def files(self) -> list[str]:
+        """Where the old weights are."""
+        return [str(path) for path in sorted(self.folder.glob("*.safetensors"))]
+
+    def restore(self) -> None:
+        """Put the old weights back."""
+        self.load(safetensors_weights_iterator(self.files, False))
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The model's own loader, weights in the checkpoint's names."""
+        self.model.load_weights(weights)
+
+
+def measure(subject: Subject, density: float, case: str, turns: tuple[int, int]) -> list[Row]:
+    """Rows of one density on one model."""
+    new = make_version(subject.table, subject.folder, density, subject.work / "new")
+    expected = digests(subject.loader.load(new.folder))
+    gc.collect()
+    patch = stage(1, new.changes, subject.routes, subject.held)
+    methods = _methods(subject, new, patch)
+    extra = {method.name: _check(method, subject, expected) for method in methods}
+    time_all(methods, subject.restore, *turns)
+    subject.restore()
+    # The model's size in one more array: not beside the new checkpoint.
+    new.tensors.clear()
+    new.patches.clear()
+    methods += [_scatter_into_one(subject, patch)]
+    time_all(methods[-1:], subject.restore, *turns)
+    shutil.rmtree(new.folder)
+    rows = _absolute_rows(case, methods, extra, new.changed)
+    found = {method.name: method for method in methods}
+    ours = found["commit"].seconds
+    rows += [
+        row(BENCH, case, "staged patch", patch.nbytes / new.changed, "B/changed"),
+        row(BENCH, case, "load average", max(0.01, load_average()), "processes"),
+        row(BENCH, case, "disturbance", max(method.disturbance for method in methods), "x"),
+    ]
+    rows += [
+        row(BENCH, case, "ratio", found[peer].seconds / ours, "x", peer)
+        for peer in (PATCHES, UNCHECKED, "load_weights", "load from file")
+    ]
+    return rows + [row(BENCH, case, "ratio", ours / found[peer].seconds, "x", peer) for peer in BARE]
+
+
+def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Method]:
+    """Ours and the peers. The model is at the old version, and is left there."""
+    model, routes = subject.model, subject.routes
+    group = new.changes.sparse[0]
+    ours = group.positions.nbytes + group.data.nbytes
+    peers = sum(item.values.nbytes + item.indices.nbytes for item in new.patches)
+    bare = sum(sparse.positions.nbytes + sparse.data.nbytes for sparse in patch.sparse)
+    checkpoint = sum(tensor.nbytes for tensor in new.tensors.values())
+
+    def run_stage() -> StagedPatch:
+        return stage(1, new.changes, routes, subject.held)
+
+    def run_commit() -> None:
+        if sum(commit(patch, routes).values(), Fingerprint()) != patch.declared:
+            raise SystemExit("the commit did not change the weights as declared")
+
+    return [
+        Method("commit", run_commit, ours, whole=lambda: commit(run_stage(), routes)),
+        Method("stage", run_stage, ours, arrives=False),
+        Method("take back", lambda: commit(patch, routes, True), ours, prepare=run_commit, arrives=False),
+        Method(PATCHES, lambda: load_checkpoint_weight_patches(model, new.patches), peers),
+        Method(
+            UNCHECKED,
+            lambda: load_checkpoint_weight_patches(model, new.patches, validate_unique_indices=False),
+            peers,
+        ),
+        Method("load_weights", lambda: subject.load(new.tensors.items()), checkpoint),
+        Method("load from file", lambda: subject.load(safetensors_weights_iterator(new.files, False)), 0),
+        Method(SCATTER, _bare_scatter(scatter, patch, routes), bare),
+        Method(PREFETCHING, _bare_scatter(scatter_prefetching, patch, routes), bare),
+    ]
+
+
+def _bare_scatter(loop: Callable[..., None], patch: StagedPatch, routes: RouteMap) -> Callable[[], None]:
+    commit(patch, routes)
+    steps = []
+    for sparse in patch.sparse:
+        bits = routes.destinations[sparse.destination].bits
+        steps.append((bits, sparse.positions, bits[sparse.positions]))
+    commit(patch, routes, backwards=True)
+
+    def run() -> None:
+        for bits, positions, values in steps:
+            loop(bits, positions, values)
+
+    return run
+
+
+def _scatter_into_one(subject: Subject, patch: StagedPatch) -> Method:
+    used = [subject.routes.destinations[sparse.destination].bits for sparse in patch.sparse]
+    starts = np.cumsum([0] + [bits.size for bits in used])
+    array = np.concatenate(used)
+    positions = np.concatenate(
+        [sparse.positions + start for sparse, start in zip(patch.sparse, starts[:-1], strict=True)]
+    ).astype(np.int32)
+    values = array[positions] ^ np.uint16(1)
+    return Method(ONE_ARRAY, lambda: scatter(array, positions, values), 0)
+
+
+def _check(method: Method, subject: Subject, expected: dict[str, str]) -> int:
+    """Run a method once, which also compiles what it needs, compare the weights, then measure its extra memory."""
+    subject.restore()
+    method.prepare()
+    method.run()
+    if digests(subject.model) != (expected if method.arrives else subject.digests):
+        raise SystemExit(f"{method.name}: parameters are not bit-equal to those of a fresh load")
+    subject.restore()
+    method.prepare()
+    return peak_extra_bytes(method.whole or method.run)
+
+
+def _absolute_rows(case: str, methods: list[Method], extra: dict[str, int], changed: int) -> list[Row]:
+    rows = [row(BENCH, case, "changed elements", changed, "elements")]
+    for method in methods:
+        rows.append(row(BENCH, case, method.name, 1e3 * method.seconds, "ms"))
+        rows.append(row(BENCH, case, method.name, 1e9 * method.seconds / changed, "ns/changed"))
+        if method.name in extra:
+            rows.append(row(BENCH, case, f"{method.name}: input", method.inputs / 1e6, "MB"))
+            rows.append(row(BENCH, case, f"{method.name}: extra memory", extra[method.name] / 1e6, "MB"))
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(BENCH, __doc__ or "", arguments)
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    densities, turns = (QUICK_DENSITIES, (3, 5)) if options.quick else (DENSITIES, (4, 8))
+    with tempfile.TemporaryDirectory() as scratch:
+        for shape in QUICK if options.quick else FULL:
+            subject = Subject(shape, Path(scratch))
+            rows += measure_proof(subject, turns)
+            for name, density in densities.items():
+                rows += measure(subject, density, f"{shape.name} {name}", turns)
+            del subject
+            gc.collect()
+    write(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Catch up over n versions: folded ranges, against reading each delta and against a fresh anchor.
+
+A real run in a local directory, written by ``Publisher`` and completed by ``compact``: bfloat16 weights rounded from
+float32 masters that Adam moves, about 1 % changed a version. A reader that holds version head − n reads, verifies,
+decodes and applies whatever leads to the head, and ends bit for bit there. The head is 13 versions past a multiple of
+100, so that no range happens to fit. Objects, bytes and requests are what the bucket was asked for; documents that
+are looked for and not there count as requests. One thread; a local disk, where a request costs next to nothing: over a
+network each costs a round trip.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.rows import Row, parse, row, write
+from benchmarks.common.tables import Place, pivot
+from trainer_side import Publisher
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
+from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.chain.plan import Planner
+from vllm_delta_sync.chain.read import apply_step, restore, whole
+from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.upkeep.compaction import compact
+from vllm_delta_sync.wire.documents import FoldedRange
+from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX
+
+BENCH = "catchup"
+LR = 1.1e-6
+FAST_BETA, SLOW_BETA, EPSILON = 0.9, 0.999, 1e-8
+SPANS = (1, 10, 100, 1000)
+EXTRA = 13
+
+
+class Counting(Bucket):
+    """A bucket that counts what it is asked for.
+
+    Attributes:
+        requests: calls. objects: objects read. bytes: read in all, documents included.
+    """
+
+    def __init__(self, inner: Bucket) -> None:
+        self._inner, self.url = inner, inner.url
+        self.requests = self.objects = self.bytes = 0
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._inner.put(key, data, if_absent=if_absent)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        self.requests += 1
+        data = self._inner.get(key, max_bytes=max_bytes)
+        self._count(key, len(data))
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self.requests += 1
+        data = self._inner.get_range(key, start, length)
+        self._count(key, len(data))
+        return data
+
+    def get_file(self, key: str, path: Path) -> None:
+        self.requests += 1
+        self._inner.get_file(key, path)
+        self._count(key, path.stat().st_size)
+
+    def stat(self, key: str) -> ObjectInfo:
+        self.requests += 1
+        return self._inner.stat(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self.requests += 1
+        return self._inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+    def _count(self, key: str, size: int) -> None:
+        self.objects += key.startswith(OBJECTS_PREFIX)
+        self.bytes += size
+
+
+class EachDelta(Run):
+    """A reader that knows of no folded ranges."""
+
+    def folded(self, first: int, last: int) -> FoldedRange:
+        raise NotFoundError(f"folded range {first} to {last} is not looked for")
+
+
+class Adam:
+    """float32 masters moved by Adam on gradients of noise, and what a server gets of them.
+
+    Attributes:
+        weights: name → bfloat16 tensor, rounded from the masters.
+    """
+
+    def __init__(self, tensors: int, shape: tuple[int, int]) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._masters = [0.02 * torch.randn(shape, generator=self._generator) for _ in range(tensors)]
+        self._first = [torch.zeros(shape) for _ in range(tensors)]
+        self._second = [torch.zeros(shape) for _ in range(tensors)]
+        self._steps = 0
+        self.weights = {f"layers.{i}.weight": master.bfloat16() for i, master in enumerate(self._masters)}
+
+    def step(self) -> None:
+        self._steps += 1
+        fast, slow = 1 - FAST_BETA**self._steps, 1 - SLOW_BETA**self._steps
+        for master, first, second, weight in zip(
+            self._masters, self._first, self._second, self.weights.values(), strict=True
+        ):
+            gradient = torch.randn(master.shape, generator=self._generator)
+            first.lerp_(gradient, 1 - FAST_BETA)
+            second.mul_(SLOW_BETA).addcmul_(gradient, gradient, value=1 - SLOW_BETA)
+            master.addcdiv_(first / fast, (second / slow).sqrt_().add_(EPSILON), value=-LR)
+            weight.copy_(master)
+
+
+def publish(url: str, versions: int, tensors: int, shape: tuple[int, int]) -> None:
+    """Write a run of so many versions after version 0, and nothing beside it."""
+    adam = Adam(tensors, shape)
+    with Publisher(lambda: adam.weights.items(), bucket=url, fold=False) as publisher:
+        for step in range(1, versions + 1):
+            adam.step()
+            publisher.publish(step=step, wait=True)
+
+
+def measure(url: str, span: int) -> list[Row]:
+    """Rows of one distance from the head."""
+    bucket = Counting(open_bucket(url))
+    runs = {"folded_ranges": Run(bucket), "each_delta": EachDelta(bucket), "fresh_anchor": Run(bucket)}
+    head = runs["folded_ranges"].head()
+    held = runs["folded_ranges"].manifest(head.version - span)
+
+    def counted(ways: str) -> list[float]:
+        run = runs[ways]
+        state = restore(run, held).state
+        bucket.requests = bucket.objects = bucket.bytes = 0
+        began = time.perf_counter()
+        if ways == "fresh_anchor":
+            state = whole(run, head, beside=True)
+        else:
+            planner = Planner(run)
+            planner.know(held, head)
+            for step in planner.path(held.version, head.version):
+                apply_step(step, state)
+        seconds = time.perf_counter() - began
+        if state.fingerprint != head.model_fingerprint:
+            raise SystemExit(f"{ways} over {span} versions did not lead to the head")
+        return [bucket.objects, bucket.requests, bucket.bytes, seconds]
+
+    rows: list[Row] = []
+    found: dict[str, list[float]] = {}
+    for ways in runs:
+        tries = [counted(ways) for _ in range(1 if span >= 1000 else 3)]
+        found[ways] = min(tries, key=lambda values: values[-1])
+    for ways, values in found.items():
+        case = f"{span} versions, {ways.replace('_', ' ')}"
+        names = (("objects", "objects", 1), ("requests", "requests", 1), ("read", "MB", 1e6), ("time", "s", 1))
+        for (name, unit, divisor), value in zip(names, values, strict=True):
+            rows.append(row(BENCH, case, name, value / divisor, unit))
+    for peer in ("each_delta", "fresh_anchor"):
+        for place, name in ((0, "objects"), (1, "requests"), (2, "bytes"), (3, "time")):
+            ratio = found[peer][place] / found["folded_ranges"][place]
+            rows.append(row(BENCH, f"{span} versions, {name}", "ratio", ratio, "x", peer))
+    return rows
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """What each way to catch up takes."""
+
+    def place(item: Row) -> Place:
+        behind, _, way = item["case"].partition(" versions, ")
+        known = bool(way) and "peer" not in item
+        return (behind, f"{way}: {item['metric']} [{item['unit']}]") if known else None
+
+    return pivot("versions behind", rows, place)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(BENCH, __doc__ or "", arguments)
+    torch.set_num_threads(1)
+    tensors, shape, spans = (4, (256, 512), SPANS[:3]) if options.quick else (12, (512, 512), SPANS)
+    folder = Path(tempfile.mkdtemp(prefix="delta-sync-catchup-"))
+    try:
+        url = str(folder / "run")
+        publish(url, spans[-1] + EXTRA, tensors, shape)
+        run = open_run(url)
+        deltas = [manifest for manifest in run.log() if manifest.kind == "delta"]
+        case = f"{len(deltas)} versions"
+        share = sum(manifest.changed for manifest in deltas) / (len(deltas) * run.table.total)
+        payload = sum(manifest.payload_bytes for manifest in deltas)
+        report = compact(run, anchor="head")
+        rows = [
+            row(BENCH, case, "changed share", 100 * share, "%"),
+            row(BENCH, case, "model", run.table.full_bytes / 1e6, "MB"),
+            row(BENCH, case, "deltas", payload / 1e6, "MB"),
+        ]
+        folded = sum(run.folded(*pair).payload_bytes for pair in run.folds())
+        rows.append(row(BENCH, case, "folded ranges", folded / 1e6, "MB"))
+        rows.append(row(BENCH, case, "making them", report.seconds, "s"))
+        for span in spans:
+            rows += measure(url, span)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    write(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What the benchmarks show, in sentences; ``benchmarks.render`` fills in the figures from the results."""
+
+from dataclasses import dataclass
+
+Pick = tuple[str, str] | tuple[str, str, str]
+"""Case, metric, and the peer of a ratio."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``figure`` has a ``{}`` for the value of each pick."""
+
+    bench: str
+    text: str
+    figure: str
+    picks: tuple[Pick, ...]
+
+
+PATCHES = "load_checkpoint_weight_patches"
+CLAIMS = (
+    Claim(
+        "apply",
+        "A commit of 1 % of 507 M dense weights, in the pause; vLLM's own patcher; loading all weights from memory",
+        "{} ms; {} times; {} times that",
+        (
+            ("dense 1%", "commit"),
+            ("dense 1%", "ratio", PATCHES),
+            ("dense 1%", "ratio", "load_weights"),
+        ),
+    ),
+    Claim(
+        "apply",
+        "The same of 332 M weights of experts",
+        "{} ms; {} times; {} times that",
+        (("moe 1%", "commit"), ("moe 1%", "ratio", PATCHES), ("moe 1%", "ratio", "load_weights")),
+    ),
+    Claim(
+        "codec",
+        "Bytes per changed element at 1 %: packed, context; all weights over packed",
+        "{} B, {} B; {} times",
+        (
+            ("synthetic dense 1%, packed", "size"),
+            ("synthetic dense 1%, context", "size"),
+            ("synthetic dense 1%, packed", "ratio", "dense bf16"),
+        ),
+    ),
+    Claim(
+        "scaling",
+        "Comparing and encoding a model of a billion elements, of which 1 % changed, on one thread",
+        "{} s",
+        (("1 B dense 1%, packed", "encode"),),
+    ),
+    Claim(
+        "breakeven",
+        "A delta of 1 % is sooner there than whole weights sent directly over links slower than",
+        "{} Gbit/s; projected to 16 cores {}",
+        (
+            ("dense 1%", "delta beats direct below"),
+            ("dense 1%, projected to 16 cores", "delta beats direct below"),
+        ),
+    ),
+    Claim(
+        "catchup",
+        "Catching up over 1,000 versions by merged deltas; by each delta",
+        "{} objects, {} s; {} objects, {} s",
+        (
+            ("1000 versions, folded ranges", "objects"),
+            ("1000 versions, folded ranges", "time"),
+            ("1000 versions, each delta", "objects"),
+            ("1000 versions, each delta", "time"),
+        ),
+    ),
+    Claim(
+        "publish",
+        "`publish` blocks training of 0.5 B parameters; a plain comparison of the same bytes takes; saving them takes",
+        "{} ms; {} ms; {} ms",
+        tuple(("0.5 B, 1 process, 1 thread: call", name) for name in ("publish", "array_equal", "save_pretrained")),
+    ),
+    Claim(
+        "publish",
+        "A step of 0.1 B parameters takes longer by, with a version at each step (2 threads on 2 cores)",
+        "{} ± {} ms of {} ms",
+        tuple(("0.1 B, 1 process, 2 threads: loop", name) for name in ("added", "added ±", "step without")),
+    ),
+    Claim(
+        "serving",
+        "A busy server loses, at a version every 10 s (3.2 M parameters; 0.3 B)",
+        "{} ± {} %; {} ± {} % of its tokens",
+        tuple((f"{size}, every 10 s", f"lost, by syncs{half}") for size in ("demo", "0.3B") for half in ("", " ±")),
+    ),
+    Claim(
+        "layout",
+        "Plain weights on CPUs, over packed ones: prefill, decoding 1, decoding 16 sequences (dense 0.6 B)",
+        "{}, {}, {} of the speed",
+        tuple(
+            (f"dense 0.6B {work}", "ratio", "vLLM packed weights")
+            for work in ("prefill", "decode batch 1", "decode batch 16")
+        ),
+    ),
+    Claim(
+        "notice",
+        "A notice arrives after, on one machine: plain; by broker, encrypted and signed",
+        "{} ms; {} ms",
+        (("direct", "p50"), ("broker, CURVE, signed", "p50")),
+    ),
+    Claim(
+        "stores",
+        "Speed of uploads and downloads over that of the store's own client: S3 (boto3), Hub (huggingface_hub)",
+        "{} and {}; {} and {}",
+        (
+            ("s3 up", "ratio", "boto3"),
+            ("s3 down", "ratio", "boto3"),
+            ("hub up", "ratio", "huggingface_hub"),
+            ("hub down", "ratio", "huggingface_hub"),
+        ),
+    ),
+)

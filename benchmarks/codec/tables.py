@@ -1,0 +1,53 @@
+"""The rows of the codec benchmark as tables: sizes (others' own figures beside them), speeds, folding."""
+
+import re
+
+from benchmarks.common.rows import Row
+from benchmarks.common.tables import Place, pivot
+
+PASSES = (
+    *("memcpy", "compare_and_copy", "compare_and_copy, numpy"),
+    *("detect changes, bfloat16", "detect changes, float32"),
+)
+
+
+def tables(rows: list[Row]) -> list[str]:
+    """Markdown lines."""
+    lines = [*pivot("B/changed", rows, _size), ""]
+    lines += [*pivot("synthetic weights", rows, _speed, lambda column: column.startswith("decode")), ""]
+    lines += [*pivot("deltas folded into one (real weights, 1 %)", rows, _folded), ""]
+    return [*lines, *pivot("shape of Qwen3-0.6B", rows, _qwen)]
+
+
+def _size(item: Row) -> Place:
+    if item["case"].startswith("published, "):
+        name, _, share = item["case"].removeprefix("published, ").rpartition(" at ")
+        return name, f"published, {share}"
+    match = re.fullmatch(r"(real|synthetic) dense ([\d.]+%)(?:, (.+))?", item["case"])
+    if match is None or item["unit"] != "B/changed" or ": " in item["metric"]:
+        return None
+    return match[3] or item["metric"], f"{match[1]}, {match[2]}"
+
+
+def _speed(item: Row) -> Place:
+    match = re.fullmatch(r"synthetic dense ([\d.]+%)(?:, (.+))?", item["case"])
+    if match is None or "peer" in item or item["metric"] not in ("encode", "decode", *PASSES):
+        return None
+    metric = "decode" if item["metric"] == "decode" else "encode"
+    return match[2] or item["metric"], f"{metric}, {match[1]} [{item['unit']}]"
+
+
+def _folded(item: Row) -> Place:
+    match = re.fullmatch(r"real dense 1%, (\d+) folded(?:, (.+))?", item["case"])
+    if match is None:
+        return None
+    metric = f"/ {item['peer']}" if "peer" in item else item["metric"]
+    return match[1], f"{match[2] + ': ' if match[2] else ''}{metric} [{item['unit']}]"
+
+
+def _qwen(item: Row) -> Place:
+    match = re.fullmatch(r"Qwen3-0.6B(?: dense ([\d.]+%))?, (.+)", item["case"])
+    if match is None:
+        return None
+    metric = f"/ {item['peer']}" if "peer" in item else item["metric"]
+    return match[2], f"{match[1] + ': ' if match[1] else ''}{metric} [{item['unit']}]"

@@ -1,0 +1,242 @@
+"""What a delta can be written as: ours, through the public functions of ``wire``, and what everybody has at hand.
+
+A format turns two versions of a model into bytes, comparison included, and back into what changed. Formats of other
+projects are in ``peer_formats``.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from benchmarks.common.training_data import Bits, Weights
+from vllm_delta_sync.wire import delta
+from vllm_delta_sync.wire.bits import apply_distances, diff
+from vllm_delta_sync.wire.changes import Changes, Sparse
+from vllm_delta_sync.wire.compression import Compression
+from vllm_delta_sync.wire.delta import DeltaContext
+from vllm_delta_sync.wire.old import Old, OldTensor
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+CONTEXT = DeltaContext("0" * 32, 1, 0)
+DTYPE = "BF16"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What happens to one tensor: ``bits`` replace those at flat ``positions``, or are xored into them.
+
+    Attributes:
+        positions: (n,) int64 ascending, None for all elements.
+    """
+
+    positions: npt.NDArray[np.int64] | None
+    bits: Bits
+    is_xor: bool = False
+
+
+Patch = dict[str, Update]
+
+
+class Format(ABC):
+    """One way to write a delta."""
+
+    name: str
+
+    def begin(self, old: Weights) -> None:  # noqa: B027
+        """Make ready what ``encode`` needs and is no part of it; most need nothing."""
+
+    @abstractmethod
+    def encode(self, old: Weights, new: Weights) -> bytes:
+        """Compare and write."""
+
+    @abstractmethod
+    def decode(self, data: bytes, old: Weights) -> Any:
+        """Read what changed: positions and values, or whole tensors."""
+
+    def restore(self, decoded: Any, old: Weights) -> Weights:
+        """The new version, from the old one and what was decoded."""
+        return restored(decoded, old)
+
+
+def restored(patch: Patch, old: Weights) -> Weights:
+    """A copy of ``old`` with the updates of ``patch``."""
+    new = {name: bits.copy() for name, bits in old.items()}
+    for name, update in patch.items():
+        flat = new[name].reshape(-1)
+        where = slice(None) if update.positions is None else update.positions
+        flat[where] = flat[where] ^ update.bits if update.is_xor else update.bits
+    return new
+
+
+def join(parts: list[np.ndarray]) -> bytes:
+    """Arrays one after the other, behind a list of their lengths."""
+    sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<u4")
+    return b"".join([sizes.tobytes(), *(np.ascontiguousarray(part).tobytes() for part in parts)])
+
+
+def split(data: bytes) -> list[bytes]:
+    """Inverse of ``join``, as bytes."""
+    view = memoryview(data)
+    count = int(np.frombuffer(view[:4], "<u4")[0])
+    sizes = np.frombuffer(view[4 : 4 * (count + 1)], "<u4").astype(np.int64)
+    ends = 4 * (count + 1) + np.cumsum(sizes)
+    return [bytes(view[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
+
+
+def table_of(weights: Weights) -> TensorTable:
+    """The tensor table of a model whose names ascend."""
+    return TensorTable([TensorSpec(name, DTYPE, bits.shape) for name, bits in weights.items()])
+
+
+def find_changes(baseline: list[Bits], new: list[Bits], table: TensorTable, relative: bool = True) -> Changes:
+    """Compare flat tensors and bring ``baseline`` up to ``new``, as a publisher does."""
+    ids, positions, data, fingerprints = [], [], [], {}
+    for tensor, spec in enumerate(table):
+        where, distances, change = diff(spec.name, spec.element, baseline[tensor], new[tensor])
+        if where.size:
+            ids.append(tensor)
+            positions.append(where)
+            data.append(distances if relative else new[tensor][where])
+            fingerprints[tensor] = change
+    if not ids:
+        return Changes()
+    counts = np.array([where.size for where in positions], np.int64)
+    group = Sparse(
+        DTYPE, np.array(ids, np.uint32), counts, np.concatenate(positions), np.concatenate(data), relative=relative
+    )
+    return Changes([group], [], fingerprints)
+
+
+def flats(weights: Weights) -> list[Bits]:
+    """Flat views of all tensors, in order of their ids."""
+    return [bits.reshape(-1) for bits in weights.values()]
+
+
+class Own(Format):
+    """A codec of this project. What needs the old bits gets them."""
+
+    def __init__(self, codec: str, compression: Compression = "zstd") -> None:
+        self.name = codec if compression == "zstd" or codec == "raw" else f"{codec}, {compression}"
+        self._codec, self._compression = codec, compression
+        self._baseline: list[Bits] = []
+
+    def begin(self, old: Weights) -> None:
+        if not self._baseline:
+            self._baseline = [bits.copy() for bits in flats(old)]
+        for held, bits in zip(self._baseline, flats(old), strict=True):
+            np.copyto(held, bits)
+
+    def compare(self, new: Weights, table: TensorTable) -> Changes:
+        """The first half of ``encode``."""
+        return find_changes(self._baseline, flats(new), table, relative=self._codec != "raw")
+
+    def write(self, changes: Changes, table: TensorTable, old: Weights) -> bytes:
+        """The second half of ``encode``."""
+        compression: Compression = "none" if self._codec == "raw" else self._compression
+        codec = cast(delta.Codec, self._codec)
+        return delta.encode(changes, table, codec, compression, CONTEXT, self._old(old))
+
+    def encode(self, old: Weights, new: Weights) -> bytes:
+        table = table_of(old)
+        return self.write(self.compare(new, table), table, old)
+
+    def decode(self, data: bytes, old: Weights) -> Changes:
+        return delta.decode(data, table_of(old), CONTEXT, self._old(old))
+
+    def restore(self, decoded: Changes, old: Weights) -> Weights:
+        new = {name: bits.copy() for name, bits in old.items()}
+        bits = flats(new)
+        for group in decoded.sparse:
+            for tensor, positions, data in group.tensors():
+                if group.relative:
+                    apply_distances(group.element, bits[tensor], positions, data)
+                else:
+                    bits[tensor][positions] = data
+        for full in decoded.full:
+            np.copyto(bits[full.id], full.bits)
+        return new
+
+    def _old(self, old: Weights) -> Old:
+        bits = flats(old)
+        return lambda tensor: OldTensor(bits[tensor])
+
+
+class RawZstd(Own):
+    """The raw object, compressed as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__("raw")
+        self.name = "raw + zstd -3"
+
+    def encode(self, old: Weights, new: Weights) -> bytes:
+        return zstandard.ZstdCompressor(3).compress(super().encode(old, new))
+
+    def decode(self, data: bytes, old: Weights) -> Changes:
+        return super().decode(zstandard.ZstdDecompressor().decompress(data), old)
+
+
+class XorZstd(Format):
+    """All tensors xored with the old ones, laid end to end, compressed as a whole."""
+
+    name = "xor + zstd -3"
+
+    def encode(self, old: Weights, new: Weights) -> bytes:
+        planes = np.concatenate([(new[name] ^ old[name]).reshape(-1) for name in old])
+        return zstandard.ZstdCompressor(3).compress(planes.data)
+
+    def decode(self, data: bytes, old: Weights) -> Patch:
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint16)
+        return _cut(planes, old, is_xor=True)
+
+
+class PatchFrom(Format):
+    """``zstd -3 --patch-from``: the new model compressed with the old one as a dictionary.
+
+    In pieces of 8 MB, each with the same piece of the old model, because zstd's fast strategies see no more than 16 MB
+    of a dictionary; and with tables that hold all of it. As the command line sets them, they find a small part.
+    """
+
+    name = "zstd --patch-from"
+    _PIECE, _TABLES = 1 << 22, 22
+
+    def encode(self, old: Weights, new: Weights) -> bytes:
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            3, window_log=25, hash_log=self._TABLES, chain_log=self._TABLES
+        )
+        frames = []
+        for base, target in zip(self._pieces(old), self._pieces(new), strict=True):
+            compressor = zstandard.ZstdCompressor(compression_params=parameters, dict_data=_dictionary(base))
+            frames.append(np.frombuffer(compressor.compress(target.data), np.uint8))
+        return join(frames)
+
+    def decode(self, data: bytes, old: Weights) -> Patch:
+        pieces = [
+            zstandard.ZstdDecompressor(dict_data=_dictionary(base)).decompress(frame)
+            for base, frame in zip(self._pieces(old), split(data), strict=True)
+        ]
+        return _cut(np.frombuffer(b"".join(pieces), np.uint16), old, is_xor=False)
+
+    def _pieces(self, weights: Weights) -> list[Bits]:
+        joined = np.concatenate(flats(weights))
+        return [joined[start : start + self._PIECE] for start in range(0, joined.size, self._PIECE)]
+
+
+def _dictionary(base: Bits) -> Any:
+    return zstandard.ZstdCompressionDict(base.tobytes(), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+
+
+def _cut(joined: Bits, old: Weights, is_xor: bool) -> Patch:
+    ends = np.cumsum([bits.size for bits in old.values()])
+    return {
+        name: Update(None, joined[end - bits.size : end], is_xor)
+        for (name, bits), end in zip(old.items(), ends.tolist(), strict=True)
+    }
+
+
+def own_codecs() -> list[Own]:
+    """Every codec that this project has, ``raw`` last."""
+    return [Own(codec) for codec in sorted(delta.CODECS, key=lambda codec: (codec == "raw", codec != "packed"))]

@@ -1,0 +1,91 @@
+"""What a version costs where machines are far apart, beside sending full weights over the same links.
+
+One trainer and real ``delta-sync serve`` machines, each behind a link of its own of 100 Mbit/s each way and 50 ms to an
+S3 store, all on one machine (``tests/support/links.py``, in userspace). A Qwen3 of 100.7 M parameters (201 MB of bf16)
+takes true steps of Adam on noise, at the rate that changes about 1 % of the bf16 weights. Versions are published one by
+one; then a server is killed, misses versions, and starts again from the checkpoint that it once started from; then one
+joins from the bucket alone. At the end the full checkpoint is stored through the trainer's link and fetched through a
+replica's, all weights are rescanned, and greedy answers compared. The exit status is 0 only if all fingerprints are
+that of the checkpoint that the trainer wrote, all answers are equal, and in full size a version was there 20 times
+sooner than full weights.
+
+``seconds to fresh`` is from the call of ``publish()`` until a replica answers that the version is served, which is
+asked past the link. ``bytes down`` is all that came down a replica's link until all served the version: changes,
+manifests, HEAD, heartbeats, polling, headers of HTTP. Versions that went out while a server was starting are shown and
+not counted: on one machine it takes the others' processors. Full weights count from the trainer's memory (writing the
+checkpoint included) until the file is complete on the replica's disk; loading it is not counted, which favours the
+peer. Ratios are peer / ours, so *higher is better*. With ``--slow-start`` connections begin with ten packets and double
+with each round trip, as TCP does, and again after a second without traffic; without it each has the whole link at once.
+Loss and TLS are not imitated.
+"""
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from benchmarks.common.rows import Row, parser, write
+from benchmarks.common.tables import grid
+from benchmarks.fleet.noise import SIZES
+from benchmarks.fleet.record import BENCH, FULL
+from benchmarks.fleet.replica import ReplicaError
+from benchmarks.fleet.run import Fleet, Options
+from vllm_delta_sync.errors import DeltaSyncError
+
+
+def main(arguments: list[str]) -> int:
+    """Run it; 0 only if everything holds."""
+    known = parser(BENCH, "Servers that follow a trainer over slow links, beside sending full weights.")
+    known.add_argument("--replicas", type=int, help="servers at the start, of some 3 GB each; one joins (default 3)")
+    known.add_argument("--versions", type=int, help="versions before the first server is killed (default 8)")
+    known.add_argument("--mbit", type=float, default=100.0, help="Mbit/s of each link, each way (default 100)")
+    known.add_argument("--round-trip-ms", type=float, default=50.0, help="ms from a machine to the store (default 50)")
+    known.add_argument("--slow-start", action="store_true", help="new and idle connections start slowly, as TCP's do")
+    given = known.parse_args(arguments)
+    size = SIZES["small" if given.quick else "full"]
+    replicas, versions = given.replicas or (1 if given.quick else 3), given.versions or (2 if given.quick else 8)
+    if min(replicas, versions, given.mbit, given.round_trip_ms) <= 0:
+        known.error("give numbers above 0")
+    options = Options(size, replicas, versions, 1e6 * given.mbit, given.round_trip_ms / 1e3, given.slow_start)
+    # Whoever ends this process from outside ends its servers too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder, began = Path(tempfile.mkdtemp(prefix="delta-sync-fleet-")), time.monotonic()
+    fleet = Fleet(options, folder, lambda text: print(f"[{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr))
+    try:
+        fleet.run()
+    except KeyboardInterrupt:
+        return 130
+    except (ReplicaError, DeltaSyncError, httpx.HTTPError, OSError, RuntimeError) as error:
+        print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    write(given.json, fleet.record.rows(size.ratio))
+    return 0 if all(fleet.record.claims(size.ratio).values()) else 1
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Rows as Markdown: the comparison first."""
+    names = sorted({row["metric"].split()[0] for row in rows if row["metric"].endswith(" fresh")})
+    replicas = [f"{name} {what}" for name in names for what in ("fresh", "down")]
+    versions = [row for row in rows if row["case"].partition(",")[0].isdecimal()]
+    others = [row for row in rows if row not in versions]
+    phases = list(dict.fromkeys(row["metric"] for row in others if row["case"] == "way of a version"))
+    return [
+        *grid("over one replica's link", others, ["bytes down", "seconds to fresh"]),
+        *["", *grid("full weights / a version, median", others, [f"/ {FULL}"])],
+        *["", *grid("version", versions, ["changed", "payload", "trainer up", *replicas])],
+        *["", *grid("server", others, ["version", "from start", "came down"])],
+        *["", *grid("median", [row for row in others if row["case"] == "way of a version"], phases)],
+        *["", *grid("link", others, ["round trip", "up", "down"])],
+        *["", *grid("1: it holds", others, [row["metric"] for row in others if row["case"] == "verdict"])],
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""One inference machine: a real ``delta-sync serve`` behind its own link, with a cache directory of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sysconfig
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.fleet.noise import CONTEXT, IDS
+
+MODEL = "policy"
+SERVE_ARGUMENTS = (
+    *("--host", "127.0.0.1", "--served-model-name", MODEL, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)),
+    *("--max-num-seqs", "16", "--generation-config", "vllm", "--uvicorn-log-level", "warning", "--enforce-eager"),
+)
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+START_SECONDS, FRESH_SECONDS, END_SECONDS = 600.0, 120.0, 20.0
+PROMPTS = ("DELTA>", "A FLEET OF FOUR", "0123", "TRAINER")
+ANSWER_TOKENS = 24
+
+
+class ReplicaError(Exception):
+    """A server ended, refused the run, or fell behind; the message has the end of its log."""
+
+
+@dataclass
+class Replica:
+    """A machine that serves, or did.
+
+    Attributes:
+        name: of the machine and of its link. bucket: the run's URL. endpoint: of the store, through its link.
+        notice: address of the trainer's notices, through its link. folder: its disk: cache and log.
+    """
+
+    name: str
+    bucket: str
+    endpoint: str
+    notice: str
+    core: int
+    folder: Path
+    process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+    started: float = field(default=0.0, init=False)
+    http: httpx.Client = field(init=False)
+
+    def start(self, model: Path | None) -> None:
+        """Start the server from a checkpoint, or from the bucket alone; returns at once."""
+        self.folder.mkdir(exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [str(Path(sysconfig.get_path("scripts")) / "delta-sync"), "serve"]
+        command += ["--load-format", "delta_sync"] if model is None else [str(model)]
+        command += ["--bucket", self.bucket, "--notice", self.notice, "--receiver-id", self.name]
+        command += ["--cache-dir", str(self.folder / "cache"), "--port", str(port), *SERVE_ARGUMENTS]
+        cores = {"VLLM_CPU_OMP_THREADS_BIND": str(self.core)}
+        environment = {**os.environ, **ENVIRONMENT, **cores, "AWS_ENDPOINT_URL": self.endpoint}
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=FRESH_SECONDS + 10)
+        self.started = time.monotonic()
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "server.log"
+
+    def kill(self) -> None:
+        """End every process of the server with SIGKILL, as a machine that fails does."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.http.close()
+            self.process = None
+
+    def ask_to_end(self) -> None:
+        """Returns at once."""
+        if self.process is not None:
+            self.process.terminate()
+
+    def close(self) -> None:
+        """End the server in order, if it runs."""
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            self.kill()
+        except ProcessLookupError:
+            self.process = None
+
+    def check(self) -> None:
+        """Raises ReplicaError: it has ended by itself."""
+        if self.process is not None and self.process.poll() is not None:
+            raise self._error(f"ended with status {self.process.returncode}")
+
+    def _error(self, what: str) -> ReplicaError:
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
+        return ReplicaError(f"{self.name} {what}; the end of its log:\n{tail}")
+
+    def await_served(self, version: int) -> float:
+        """Wait for a server that is starting to serve a version; seconds since its start. Raises ReplicaError."""
+        state = "does not answer"
+        while time.monotonic() - self.started < START_SECONDS:
+            self.check()
+            try:
+                status = self.status()
+            except httpx.TransportError:
+                time.sleep(0.2)
+                continue
+            if status["served"] is not None and status["served"]["version"] >= version:
+                return time.monotonic() - self.started
+            state = f"is {status['state']}"
+            if status["state"] == "refused":
+                break
+            time.sleep(0.2)
+        raise self._error(f"does not serve version {version}, it {state}")
+
+    def fresh(self, version: int) -> float:
+        """When the version was served, by the monotonic clock; waits for it. Raises ReplicaError."""
+        answer = self.http.get("/delta_sync/wait", params={"version": version, "timeout": FRESH_SECONDS})
+        if not answer.is_success:
+            raise self._error(f"did not come to serve version {version}: {answer.text[:300]}")
+        return time.monotonic()
+
+    def status(self) -> dict[str, Any]:
+        """``GET /delta_sync/status``."""
+        answer: dict[str, Any] = self.http.get("/delta_sync/status").raise_for_status().json()
+        return answer
+
+    def commit_timings(self, version: int) -> dict[str, float]:
+        """Milliseconds per phase of the commit that ended at a version, if it is the one served."""
+        status = self.status()
+        timings: dict[str, float] = status["timings_ms"]
+        return timings if status["served"]["version"] == version else {}
+
+    def verify(self) -> dict[str, Any]:
+        """A rescan of all its weights: ``POST /delta_sync/verify``."""
+        answer: dict[str, Any] = self.http.post("/delta_sync/verify").raise_for_status().json()
+        return answer
+
+    def answers(self) -> list[Any]:
+        """Tokens and log-probs of greedy answers, one request at a time: kernels round by the shape of a batch."""
+        body = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+        found = []
+        for text in PROMPTS:
+            prompt = [IDS[character] for character in text]
+            asked = body | {"return_token_ids": True, "prompt": prompt}
+            choice = self.http.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]
+            found.append([choice["token_ids"], choice["logprobs"]["token_logprobs"]])
+        return found

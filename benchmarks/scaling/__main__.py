@@ -1,0 +1,162 @@
+"""What an element costs as models grow: comparing and encoding, and decoding, from 10 million to a billion elements.
+
+Synthetic bfloat16 weights in matrices of 4096 × 4096, and one with fewer rows, about 1 % changed by one step of Adam.
+One thread; processor caches are overwritten before each run, so that small models have no advantage. ``encode`` is per
+element of the model and includes the comparison; ``decode`` is per changed element. Their ratios against the smallest
+model say whether cost grows faster than the model: 1 means not at all.
+
+Cases that begin with *projection* are not measurements: the largest measured size's cost per element, and its bytes,
+times the number of elements, on one thread. Tensors are independent of each other, so threads and ranks divide it.
+"""
+
+import gc
+import re
+from collections.abc import Callable
+
+from benchmarks.common import synthetic
+from benchmarks.common.copying import compare_and_copy, memcpy, one_thread
+from benchmarks.common.formats import Own, flats, own_codecs
+from benchmarks.common.rows import Row, parse, row, write
+from benchmarks.common.tables import Place, pivot, value_of
+from benchmarks.common.timing import Method, peak_extra_bytes, time_all
+from benchmarks.common.training_data import Pair, elements
+from benchmarks.scaling import chart
+
+BENCH = "scaling"
+CHARTS = {"scaling.png": ("Cost per element over the size of the model", chart.scaling)}
+SHARE = 0.01
+SIDE = 4096
+SIZES = (10_000_000, 30_000_000, 100_000_000, 300_000_000, 1_000_000_000)
+QUICK_SIZES = (1_000_000, 4_000_000, 10_000_000)
+PROJECTED = {"7 B": 7e9, "32 B": 32e9, "70 B": 70e9, "235 B": 235e9, "1 T": 1e12}
+COSTS = (("encode", "ns/element"), ("decode", "ns/changed"))
+
+
+def shapes_of(total: int) -> synthetic.Shapes:
+    """Square matrices of ``SIDE``, and one with the rest of the rows."""
+    whole, rest = divmod(total, SIDE * SIDE)
+    shapes: synthetic.Shapes = {f"layers.{layer:03}.weight": (SIDE, SIDE) for layer in range(whole)}
+    if rest:
+        shapes["rest.weight"] = (max(1, rest // SIDE), SIDE)
+    return shapes
+
+
+def name_of(total: float) -> str:
+    """Such as ``10 M``."""
+    return f"{total / 1e6:g} M" if total < 1e9 else f"{total / 1e9:g} B"
+
+
+def measure(case: str, pair: Pair, codec: Own, repeats: int) -> list[Row]:
+    """Rows of one size and codec."""
+    total, changed = elements(pair)
+    data = b""
+
+    def encode() -> None:
+        nonlocal data
+        data = codec.encode(pair.old, pair.new)
+
+    codec.begin(pair.old)
+    encode()
+    encoding = Method("encode", encode, 2 * total, lambda: codec.begin(pair.old))
+    decoding = Method("decode", lambda: codec.decode(data, pair.old), len(data))
+    time_all([encoding, decoding], lambda: None, repeats, 2 * repeats)
+    found = [
+        row(BENCH, case, "encode", 1e9 * encoding.seconds / total, "ns/element"),
+        row(BENCH, case, "decode", 1e9 * decoding.seconds / changed, "ns/changed"),
+        row(BENCH, case, "size", len(data) / changed, "B/changed"),
+        row(BENCH, case, "encode: disturbance", encoding.disturbance, "x"),
+    ]
+    encoding.prepare()
+    found.append(row(BENCH, case, "encode: extra memory", peak_extra_bytes(encode) / 1e6, "MB"))
+    found.append(row(BENCH, case, "decode: extra memory", peak_extra_bytes(decoding.run) / 1e6, "MB"))
+    return found
+
+
+def plain_passes(case: str, pair: Pair, repeats: int) -> list[Row]:
+    """Copying, and comparing and copying, the same buffers."""
+    total, _ = elements(pair)
+    target, source = [bits.copy() for bits in flats(pair.old)], flats(pair.new)
+    methods = [
+        Method("memcpy", lambda: memcpy(target, source), 2 * total, lambda: memcpy(target, flats(pair.old))),
+        Method("compare_and_copy", lambda: compare_and_copy(target, source), 2 * total),
+    ]
+    methods[1].prepare = methods[0].prepare
+    time_all(methods, lambda: None, repeats, 2 * repeats)
+    return [row(BENCH, case, method.name, 1e9 * method.seconds / total, "ns/element") for method in methods]
+
+
+def flatness(rows: list[Row], names: list[str], smallest: str, size: str) -> list[Row]:
+    """Cost per element at ``size`` over that at the smallest model."""
+    peer = f"{smallest} elements"
+    return [
+        row(BENCH, f"{size} dense 1%, {name}, {cost}", "ratio", there / here, "x", peer)
+        for name in names
+        for cost, _ in COSTS
+        for here, there in [[value_of(rows, f"{one} dense 1%, {name}", cost) for one in (smallest, size)]]
+    ]
+
+
+def projection(rows: list[Row], names: list[str], largest: str) -> list[Row]:
+    """Seconds and bytes for models that do not fit here."""
+    found = []
+    for size, total in PROJECTED.items():
+        for name in names:
+            case = f"projection: {size} dense 1%, {name}"
+            encode, decode, bytes_ = (
+                value_of(rows, f"{largest} dense 1%, {name}", metric) for metric in ("encode", "decode", "size")
+            )
+            found += [
+                row(BENCH, case, "encode", 1e-9 * encode * total, "s"),
+                row(BENCH, case, "decode", 1e-9 * decode * SHARE * total, "s"),
+                row(BENCH, case, "object", 1e-9 * bytes_ * SHARE * total, "GB"),
+            ]
+    return found
+
+
+def tables(rows: list[Row]) -> list[str]:
+    """Markdown: measured costs, then the projection."""
+
+    def place(start: str, metrics: tuple[str, ...]) -> Callable[[Row], Place]:
+        def of(item: Row) -> Place:
+            match = re.fullmatch(start + r"([\d.]+ [A-Z]) dense 1%(?:, (\w+))?", item["case"])
+            if match is None or item["metric"] not in metrics:
+                return None
+            return match[1], f"{match[2] + ' ' if match[2] else ''}{item['metric']} [{item['unit']}]"
+
+        return of
+
+    measured = pivot("elements", rows, place("", ("encode", "decode", "size", "memcpy", "compare_and_copy")))
+    projected = pivot("projected, not measured", rows, place("projection: ", ("encode", "decode", "object")))
+    return [*measured, "", *projected]
+
+
+def measure_size(total: int, names: list[str], repeats: int) -> list[Row]:
+    """Rows of one size of model."""
+    [pair] = synthetic.pairs(shapes_of(total), (SHARE,))
+    case = f"{name_of(total)} dense 1%"
+    print(case, flush=True)
+    found = [row(BENCH, case, "changed share", 100 * pair.share, "%"), *plain_passes(case, pair, repeats)]
+    for name in names:
+        gc.collect()
+        found += measure(f"{case}, {name}", pair, Own(name), repeats)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(BENCH, __doc__ or "", arguments)
+    one_thread()
+    sizes, least = (QUICK_SIZES, 2) if options.quick else (SIZES, 3)
+    names = [codec.name for codec in own_codecs() if codec.name != "raw"]
+    # Once for nothing: so that no figure contains a compiler.
+    measure_size(QUICK_SIZES[0], names, 1)
+    rows: list[Row] = []
+    for total in sizes:
+        # What is over in milliseconds is more easily disturbed.
+        rows += measure_size(total, names, max(least, min(5 * least, 300_000_000 // total)))
+    for total in sizes[1:]:
+        rows += flatness(rows, names, name_of(sizes[0]), name_of(total))
+    write(options.json, rows + projection(rows, names, name_of(sizes[-1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The clients of ``benchmarks.serving``: ``python -m benchmarks.serving.load URL STREAMS TOKENS FILE``.
+
+So many streams at a time, each one request after the other: greedy, of fixed length, whatever token comes. Ends with a
+line on standard input, and then writes FILE: an array of (seconds by the monotonic clock, request, tokens) for each
+piece of an answer that arrived.
+"""
+
+import asyncio
+import json
+import random
+import sys
+from array import array
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from benchmarks.common.policy import VOCABULARY
+from benchmarks.common.processes import MODEL_NAME
+
+PROMPT_TOKENS = 8
+DATA, DONE = b"data: ", b"data: [DONE]"
+
+
+class Arrivals:
+    """What arrived when."""
+
+    def __init__(self) -> None:
+        self._times, self._requests, self._tokens = array("d"), array("d"), array("d")
+        self._asked = 0
+
+    def new_request(self) -> int:
+        """A number for one more request."""
+        self._asked += 1
+        return self._asked
+
+    def add(self, now: float, request: int, tokens: int) -> None:
+        self._times.append(now)
+        self._requests.append(request)
+        self._tokens.append(tokens)
+
+    def save(self, path: Path) -> None:
+        np.save(path, np.stack([np.frombuffer(part) for part in (self._times, self._requests, self._tokens)], axis=1))
+
+
+async def ask(session: aiohttp.ClientSession, prompt: list[int], tokens: int, arrivals: Arrivals) -> None:
+    """One request, to the end of its answer."""
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    clock = asyncio.get_running_loop().time
+    request, arrived, left = arrivals.new_request(), 0, b""
+    async with session.post("/v1/completions", json=body) as response:
+        response.raise_for_status()
+        # Whatever is read at once is one arrival: its parts have no gaps between them that the server made.
+        while data := await response.content.readany():
+            *lines, left = (left + data).split(b"\n")
+            got = sum(map(tokens_in, lines))
+            if got:
+                arrived += got
+                arrivals.add(clock(), request, got)
+    if arrived != tokens:
+        raise SystemExit(f"a request for {tokens} tokens was answered with {arrived}")
+
+
+def tokens_in(line: bytes) -> int:
+    """How many tokens a line of the stream brings."""
+    if not line.startswith(DATA) or line.startswith(DONE):
+        return 0
+    return sum(len(choice["token_ids"] or ()) for choice in json.loads(line[len(DATA) :])["choices"])
+
+
+async def stream(session: aiohttp.ClientSession, tokens: int, arrivals: Arrivals, seed: int) -> None:
+    """Requests without end. Prompts differ, so that no answer comes from another's cache."""
+    chance = random.Random(seed)
+    while True:
+        prompt = [chance.randrange(4, len(VOCABULARY)) for _ in range(PROMPT_TOKENS)]
+        await ask(session, prompt, tokens, arrivals)
+
+
+async def load(url: str, streams: int, tokens: int, arrivals: Arrivals) -> None:
+    """Keep the streams going until a line comes; the first that fails ends them all."""
+    connector = aiohttp.TCPConnector(limit=0)
+    patience = aiohttp.ClientTimeout(total=None, sock_read=120)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=patience) as session:
+        running = [asyncio.create_task(stream(session, tokens, arrivals, seed)) for seed in range(streams)]
+        told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+        done, _ = await asyncio.wait([told, *running], return_when=asyncio.FIRST_COMPLETED)
+        for task in running:
+            task.cancel()
+        for task in done - {told}:
+            task.result()
+            raise SystemExit("a stream ended by itself")
+
+
+def main(url: str, streams: str, tokens: str, file: str) -> None:
+    arrivals = Arrivals()
+    asyncio.run(load(url, int(streams), int(tokens), arrivals))
+    arrivals.save(Path(file))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:5])

@@ -1,0 +1,260 @@
+"""The fleet benchmark without vLLM: links in userspace, the S3 server behind them, the noisy trainer, claims, rows."""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from benchmarks.common.tables import value_of
+from benchmarks.fleet.__main__ import main, tables
+from benchmarks.fleet.noise import SHARE, SIZES, NoisyAdam
+from benchmarks.fleet.probe import Measured, exchange, far_end, measure
+from benchmarks.fleet.record import Arrival, Change, Full, Record
+from tests.support.links import FIRST_WINDOW_BYTES, IDLE_SECONDS, Links, Window, difference
+from tests.support.s3_store import serving
+from vllm_delta_sync.bucket import StoreOptions, open_bucket
+
+RATE = 40e6
+ROUND_TRIP = 0.04
+SECONDS = 60
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    with Links(RATE, ROUND_TRIP) as links:
+        yield links
+
+
+@contextmanager
+def echo() -> Iterator[tuple[int, list[socket.socket]]]:
+    """Port of a server that sends back what it gets, connection by connection, and the connections so far."""
+    connections: list[socket.socket] = []
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            connections.append(connection)
+            with connection:
+                while data := connection.recv(1 << 16):
+                    connection.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1], connections
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), SECONDS)
+
+
+def send_all(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while piece := connection.recv(1 << 16):
+        data += piece
+    return data
+
+
+def download(port: int, size: int) -> float:
+    """Seconds that so many bytes, and one more, take to come."""
+    with connect(port) as connection:
+        return exchange(connection, 0, size)
+
+
+def test_a_link_has_the_round_trip_and_no_more_than_the_rate(links: Links) -> None:
+    with far_end() as port:
+        found = measure(links.forward("a", port), RATE)
+    # A busy machine makes a link slower, and never faster.
+    assert found.round_trip_ms >= 1e3 * ROUND_TRIP
+    assert RATE / 20 < 1e6 * found.up_mbit_s < 1.1 * RATE
+    assert RATE / 20 < 1e6 * found.down_mbit_s < 1.1 * RATE
+
+
+def test_connections_share_a_link_and_each_link_has_its_own_rate(links: Links) -> None:
+    size = int(RATE / 8 / 4)
+    with far_end() as port:
+        one, other = links.forward("a", port), links.forward("b", port)
+        began = time.monotonic()
+        threads = [threading.Thread(target=download, args=(entry, size)) for entry in (one, one, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+    assert time.monotonic() - began > 2 * size / (RATE / 8)
+    passed = links.passed()
+    assert passed["a"]["down"] == 2 * passed["b"]["down"] == 2 * (size + 1)
+    assert difference(passed, {"a": passed["a"]}) == {"a": {"up": 0, "down": 0}, "b": passed["b"]}
+
+
+def test_bytes_come_whole_in_order_and_a_new_connection_pays_a_round_trip(links: Links) -> None:
+    sent = os.urandom(1_000_003)
+    with echo() as (port, _), connect(links.forward("a", port)) as connection:
+        began = time.monotonic()
+        connection.sendall(sent[:1])
+        assert connection.recv(1) == sent[:1]
+        assert time.monotonic() - began >= 2 * ROUND_TRIP
+        sending = threading.Thread(target=send_all, args=(connection, sent[1:]))
+        sending.start()
+        assert read_all(connection) == sent[1:]
+        sending.join(SECONDS)
+    assert links.passed() == {"a": {"up": len(sent), "down": len(sent)}}
+
+
+def test_with_slow_start_a_connection_takes_a_round_trip_for_each_doubling() -> None:
+    with Links(1e9, ROUND_TRIP, slow_start=True) as links, far_end() as port:
+        took = [download(links.forward("a", port), size) for size in (FIRST_WINDOW_BYTES, 31 * FIRST_WINDOW_BYTES)]
+    # 1 + 2 + 4 + 8 + 16 windows, and one byte more that the far end adds.
+    assert took[0] >= 2 * ROUND_TRIP
+    assert took[1] >= 6 * ROUND_TRIP
+
+
+def test_slow_start_begins_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("tests.support.links.time.monotonic", lambda: now)
+    window = Window()
+    window.send(FIRST_WINDOW_BYTES, 0.0)
+    assert asyncio.run(window.room()) == 2 * FIRST_WINDOW_BYTES
+    window.send(1, now + SECONDS)
+    assert asyncio.run(window.room()) == 2 * FIRST_WINDOW_BYTES - 1
+    rested = Window()
+    rested.send(FIRST_WINDOW_BYTES, 0.0)
+    now += IDLE_SECONDS + 0.1
+    rested.send(1, now + SECONDS)
+    assert asyncio.run(rested.room()) == FIRST_WINDOW_BYTES - 1
+
+
+def test_inward_traffic_comes_down_the_link_of_who_is_reached_and_who_is_away_ends_it(links: Links) -> None:
+    with echo() as (port, _):
+        trainer = links.forward("trainer", port, inward=True)
+        with connect(links.forward("replica", trainer)) as connection:
+            send_all(connection, b"abc")
+            assert read_all(connection) == b"abc"
+    assert links.passed() == {"trainer": {"up": 3, "down": 3}, "replica": {"up": 3, "down": 3}}
+    with connect(links.forward("replica", port)) as connection:
+        assert connection.recv(1) == b""
+    links.process.kill()
+    links.process.wait(SECONDS)
+    with pytest.raises(RuntimeError, match="the process of the links is gone"):
+        links.passed()
+
+
+def test_the_store_behind_a_link_keeps_connections(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that follow each other at once leave the connection in order."""
+    with serving("runs", keep_alive=True) as server:
+        endpoint = f"http://127.0.0.1:{links.forward('a', server.port)}"
+        for name, value in (server.environment | {"AWS_ENDPOINT_URL": endpoint}).items():
+            monkeypatch.setenv(name, value)
+        with open_bucket("s3://runs/run", StoreOptions(store_connections=1)) as bucket:
+            bucket.put("k", b"")
+            began = time.monotonic()
+            for number in range(10):
+                bucket.put(f"k{number % 3}", bytes([number]) * 1000)
+                assert bucket.get(f"k{number % 3}") == bytes([number]) * 1000
+            elsewhere = _ports_of(server.pid, server.port)
+    assert time.monotonic() - began >= 20 * ROUND_TRIP
+    assert elsewhere < 10
+
+
+def _ports_of(pid: int, port: int) -> int:
+    """Connections that the server's port has had lately."""
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] != "0A" for row in rows)
+
+
+def test_about_one_percent_changes_with_every_step() -> None:
+    adam = NoisyAdam(SIZES["small"], 3)
+    parameters = list(adam.model.parameters())
+    for _ in range(3):
+        before = [parameter.detach().view(torch.int16).clone() for parameter in parameters]
+        adam.step()
+        pairs = zip(parameters, before, strict=True)
+        changed = sum(int((parameter.detach().view(torch.int16) != old).sum()) for parameter, old in pairs)
+        assert 0.7 * SHARE < changed / sum(parameter.numel() for parameter in parameters) < 1.4 * SHARE
+
+
+def test_the_full_model_has_a_hundred_million_parameters() -> None:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(SIZES["full"].config())
+    assert sum(parameter.numel() for parameter in model.parameters()) > 100_000_000
+
+
+def record(full_seconds: float = 30.0) -> Record:
+    """Two versions on two replicas, fresh after 1, 1, 1 and 2 s; then one while a server started."""
+    made = Record(links={"trainer": Measured(50.0, 99.0, 98.0)})
+    passed = {"trainer": {"up": 100, "down": 0}, "a": {"up": 1, "down": 200}, "b": {"up": 1, "down": 200}}
+    for version, scene, late in ((1, "follow", 1.0), (2, "follow", 2.0), (3, "restart", 9.0)):
+        fresh = {"a": 1.0, "b": late}
+        seconds = {"diff": 0.125, "encode": 0.25, "upload": 9.0, "total": 9.375}
+        timings = {
+            name: {"fetch": 125.0, "verify": 0.0, "decode": 62.5, "pause": 31.25, "commit": 9.0} for name in fresh
+        }
+        made.changes.append(Change(scene, version, 10, 1000, 90, seconds, fresh, passed, timings))
+    made.arrivals.append(Arrival("b", "killed, started again", 3, 12.0, 400))
+    made.full = Full(full_seconds / 2, full_seconds / 2, 2200)
+    made.fingerprints = {"the run's head": "f", "a": "f", "b": "f"}
+    made.served = {"a": 3, "b": 3}
+    made.answers = {"a": [[[1, 2], [-0.5, -0.25]]], "b": [[[1, 2], [-0.5, -0.25]]]}
+    return made
+
+
+def test_each_claim_can_fail() -> None:
+    names = ("weights exact", "all fresh", "answers equal", "ratio reached")
+    assert record().claims(20.0) == dict.fromkeys(names, True)
+    assert "ratio reached" not in record(full_seconds=2.0).claims(None)
+    other = record()
+    other.fingerprints["b"] = "g"
+    other.served["a"] = 2
+    other.answers["b"] = [[[1, 2], [-0.5, -0.125]]]
+    assert other.claims(31.0) == dict.fromkeys(names, False)
+    assert Record().claims(None) == dict.fromkeys(names[:3], False)
+    alone = record()
+    alone.fingerprints = {"a": "f", "b": "f"}  # that nobody else has proves nothing
+    assert not alone.claims(None)["weights exact"]
+
+
+def test_rows_leave_out_what_was_disturbed_and_phases_add_up() -> None:
+    made = record()
+    rows = made.rows(20.0)
+    assert value_of(rows, "a version, median", "seconds to fresh") == 1.0
+    assert value_of(rows, "a version, slowest", "seconds to fresh") == 2.0
+    full = "full weights, stored and fetched"
+    ratios = [value_of(rows, case, "ratio", full) for case in ("seconds to fresh", "bytes down")]
+    assert (*ratios, value_of(rows, "seconds, both ways overlapped", "ratio", full)) == (30.0, 11.0, 15.0)
+    assert value_of(rows, "1, follow", "changed") == 1.0
+    made.changes[1].fresh["b"] = 1.0
+    phases = made.phases()
+    assert sum(phases.values()) == 1.0
+    assert phases["between"] == 1.0 - 0.125 - 0.25 - 0.125 - 0.0625 - 0.03125
+
+
+def test_tables_show_every_version_and_who_did_not_follow() -> None:
+    made = record()
+    del made.changes[1].fresh["b"]
+    text = "\n".join(tables(made.rows(20.0)))
+    assert "| 2, follow | 1 | 0 | 0.0001 | 1 | 0.0002 |  |  |" in text
+    assert "| b: killed, started again | 3 | 12 | 0.0004 |" in text
+    assert "| full weights, stored and fetched | 0.0022 | 30 |" in text
+    assert "| link of trainer | 50 | 99 | 98 |" in text
+
+
+@pytest.mark.parametrize("arguments", [["--replicas", "-1"], ["--mbit", "x"], ["--versions", "1.5"]])
+def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--json", "x", *arguments])
+    assert ended.value.code == 2

@@ -1,0 +1,172 @@
+"""``delta-sync gc``, ``tag`` and ``branch``."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.collecting import TABLE
+from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.written import Written
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.upkeep import retention
+from vllm_delta_sync.wire.documents import Lease, lease_key
+from vllm_delta_sync.wire.manifest import timestamp
+
+VERSIONS = 20
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A run of twenty versions that were published a day ago."""
+    written = Written(tmp_path / "run", table=TABLE)
+    for _ in range(VERSIONS):
+        written.publish(0.2)
+    written.writer.fold(0, 4)
+    written.writer.fold(0, 16)
+    age(written.folder, 24 * 3600)
+    return str(written.folder)
+
+
+def age(folder: Path, seconds: float) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            found = file.stat()
+            os.utime(file, (found.st_atime, found.st_mtime - seconds))
+
+
+def test_gc(url: str) -> None:
+    planned = answer("gc", "--bucket", url, "--keep-last", "2", "--dry-run")
+    assert planned["dry_run"]
+    assert len(planned["removed"]["objects"]) == 17
+    assert planned["removed"]["folds"] == [{"first": 0, "last": 4}]
+    assert not open_run(url).retention()
+    done = answer("gc", "--bucket", url, "--keep-last", "2")
+    assert done["removed"] == planned["removed"]
+    assert done["kept"] == [{"version": 19, "because": ["last"]}, {"version": 20, "because": ["head"]}]
+    assert (done["head"], done["lost"], done["gone"], done["notes"]) == (20, [], [[1, 16]], [])
+    assert done["bytes"] > 0
+    assert open_run(url).snapshot(19).fingerprint == open_run(url).manifest(19).model_fingerprint
+    assert answer("gc", "--bucket", url, "--keep-last", "2")["bytes"] == 0
+
+
+def test_gc_for_people(url: str) -> None:
+    answer("tag", "best", "--bucket", url, "--version", "7")
+    out = shown("gc", "--bucket", url, "--keep-last", "1", "--dry-run")
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
+    assert lines["head"] == "version 20"
+    assert lines["kept"] == "2 versions: 7, 20"
+    assert re.fullmatch(r"\d+ objects, 0 anchors, \d folded ranges, [\d.]+ k?B", lines["would remove"])
+    assert re.search(r"^ +7  tag best$", out, re.MULTILINE)
+    open_bucket(url).delete(open_run(url).manifest(6).objects[0].key)
+    out = shown("gc", "--bucket", url, "--keep-last", "1", code=1)
+    assert "versions 7 should be kept and cannot be rebuilt; see delta-sync repair" in out
+    assert re.search(r"^removed +\d+ objects", out, re.MULTILINE)
+
+
+def test_gc_takes_its_policy_from_the_command_line(url: str) -> None:
+    chosen: list[retention.Policy] = []
+    collect = retention.collect
+
+    def spy(run: Any, policy: retention.Policy, *rest: Any) -> retention.Report:
+        chosen.append(policy)
+        return collect(run, policy, *rest)
+
+    with mock.patch.object(retention, "collect", spy):
+        answer("gc", "--bucket", url, "--yes")
+        answer("gc", "--bucket", url, "--dry-run")
+        flags = "--keep-last 5 --keep-every 3 --keep-for 7d --no-tagged --min-age 15m --longest-pin 2h --dry-run"
+        answer("gc", "--bucket", url, *flags.split())
+        answer("gc", "--bucket", url, "--keep-for", "90s", "--min-age", "0s", "--dry-run")
+    assert chosen == [
+        retention.Policy(),
+        retention.Policy(),
+        retention.Policy(5, 3, False, 7 * 86400.0, 900.0, 7200.0),
+        retention.Policy(keep_seconds=90.0, min_age=0.0),
+    ]
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-tagged",), ("--min-age", "0s", "--longest-pin", "1d")])
+def test_gc_without_a_policy_asks_for_one(url: str, flags: tuple[str, ...]) -> None:
+    before = {file: file.read_bytes() for file in Path(url).rglob("*.*")}
+    done = delta_sync("gc", "--bucket", url, *flags)
+    assert (done.code, done.out) == (2, "")
+    for word in ("--keep-last", "--keep-every", "--keep-for", "--yes", "--dry-run", "newest 100"):
+        assert word in done.err
+    assert {file: file.read_bytes() for file in Path(url).rglob("*.*")} == before
+    assert answer("gc", "--bucket", url, *flags, "--keep-for", "2d")["kept"]
+    assert answer("gc", "--bucket", url, *flags, "--yes")["kept"]
+
+
+def reasons(url: str, *flags: str) -> str:
+    """Why nothing is removed: the same in a dry run, in the document and for people."""
+    planned = answer("gc", "--bucket", url, *flags, "--dry-run")
+    text = shown("gc", "--bucket", url, *flags, "--dry-run")
+    done = answer("gc", "--bucket", url, *flags)
+    assert not any(done["removed"].values())
+    lines = [re.split(r"  +", line, maxsplit=1)[1] for line in text.splitlines() if line.startswith("nothing, because")]
+    said = ["\n".join(lines), *("\n".join(document["nothing_because"]) for document in (planned, done))]
+    # A moment passes between them.
+    assert len({re.sub(r"may go in .*", "", one) for one in said}) == 1
+    return said[0]
+
+
+def test_gc_says_why_nothing_goes(url: str) -> None:
+    assert reasons(url, "--yes").splitlines() == [
+        "23 objects are needed by the newest 100 versions (--keep-last), and the run has 21"
+    ]
+    young = reasons(url, "--keep-last", "1", "--min-age", "30h")
+    assert re.search(r"objects were put less than 1d 6h ago \(--min-age\); the first may go in (5h 59m|6h)$", young)
+    assert "are needed by the head, version 20" in young
+    # Deltas that folded ranges replace are removed first.
+    assert len(answer("gc", "--bucket", url, "--keep-last", "1", "--keep-for", "7d")["removed"]["objects"]) == 2
+    assert "versions published in the last 7d (--keep-for)" in reasons(url, "--keep-last", "1", "--keep-for", "7d")
+    for version in range(1, 20):
+        answer("tag", f"t{version}", "--bucket", url, "--version", str(version))
+    assert "tags t1, t2, t3, t5, t6, … 14 more" in reasons(url, "--keep-last", "1", "--min-age", "2h")
+    # No explanation where something is removed; afterwards it names what earlier collections removed.
+    gone = answer("gc", "--bucket", url, "--keep-last", "1", "--no-tagged")
+    assert any(gone["removed"].values())
+    assert gone["nothing_because"] == []
+    assert "earlier collections removed the deltas of versions" in reasons(url, "--keep-last", "1", "--no-tagged")
+
+
+def test_gc_says_who_holds_what_would_go(url: str) -> None:
+    run = open_run(url)
+    lease = Lease(
+        run=run.info.run, receiver="east-1", served=7, target=7, pins=[], seconds=3600, created_at=timestamp()
+    )
+    open_bucket(url).put(lease_key("east-1"), lease.to_bytes())
+    answer("gc", "--bucket", url, "--keep-last", "1")
+    assert "by receivers east-1" in reasons(url, "--keep-last", "1")
+
+
+def test_tag(url: str) -> None:
+    made = answer("tag", "best", "--bucket", url, "--version", "7", "--milestone")
+    assert (made["tag"], made["version"], made["milestone"], made["branch"]) == ("best", 7, True, None)
+    assert shown("tag", "newest", "--bucket", url) == "version 20 is newest\n"
+    rows = answer("tag", "--bucket", url)["tags"]
+    assert [(row["tag"], row["version"]) for row in rows] == [("best", 7), ("newest", 20)]
+    assert re.search(r"^best +7  yes ", shown("tag", "--bucket", url), re.MULTILINE)
+    assert answer("tag", "moved", "--bucket", url, "--version", "tag:best")["version"] == 7
+    assert shown("tag", "best", "--bucket", url, "--delete") == "tag best is deleted\n"
+    assert kind(3, "tag", "best", "--bucket", url, "--delete") == "not_found"
+    assert kind(3, "tag", "best", "--bucket", url, "--version", "21") == "not_found"
+
+
+def test_branch(url: str, tmp_path: Path) -> None:
+    new = str(tmp_path / "new")
+    made = answer("branch", new, "--bucket", url, "--version", "7")
+    assert made["source"] == {"run": open_run(url).info.run, "url": open_run(url).bucket.url, "version": 7}
+    run = open_run(new)
+    assert (made["run"], made["url"]) == (run.info.run, run.bucket.url)
+    assert run.snapshot().fingerprint.hex() == made["fingerprint"] == open_run(url).manifest(7).fingerprint
+    assert kind(5, "branch", new, "--bucket", url) == "conflict"
+    assert kind(2, "branch", url, "--bucket", url) == "usage"
+    tag = answer("tag", "--bucket", url)["tags"][0]["tag"]
+    out = shown("branch", tmp_path / "third", "--bucket", url, "--version", f"tag:{tag}")
+    assert "begins at    version 7 of file://" in out

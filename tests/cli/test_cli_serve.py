@@ -1,0 +1,197 @@
+"""``delta-sync serve``: whose arguments are whose, what it sets, runs and writes, and what it refuses."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.golden.regenerate import DIRECTORY
+from tests.support.commands import answer, delta_sync, shown
+from trainer_side import Publisher
+from vllm_delta_sync import cli, open_run
+from vllm_delta_sync.cli import split_serve
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.trust import keys
+
+GOLDEN = str(DIRECTORY)
+FILES = {"config.json": '{"model_type": "qwen3"}', "tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}"}
+
+
+def publish(url: str, folder: Path, names: tuple[str, ...] = tuple(FILES), **options: Any) -> str:
+    """Begin a run that keeps some files; its id."""
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(FILES[name])
+    with Publisher([("a", torch.zeros(4))], url, files=folder, **options):
+        pass
+    with open_run(url) as run:
+        return run.info.run
+
+
+class Command:
+    """``delta-sync serve --dry-run`` in this process, with a cache folder for it alone."""
+
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+        self.home, self._capsys, self._caplog = home, capsys, caplog
+
+    def __call__(self, *arguments: str) -> list[str]:
+        """The command that it would become."""
+        self._caplog.clear()
+        code = cli.run(["serve", *arguments, "--dry-run", "--json"])
+        said = json.loads(self._capsys.readouterr().out)
+        assert code == 0, said
+        command: list[str] = said["command"]
+        return command[command.index("serve") + 1 :]
+
+    def refused(self, code: int, *arguments: str) -> str:
+        """What it says instead."""
+        assert cli.run(["serve", *arguments, "--dry-run"]) == code
+        return self._capsys.readouterr().err
+
+    @property
+    def warned(self) -> str:
+        return self._caplog.text
+
+
+@pytest.fixture
+def serve(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Command:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Command(tmp_path / "cache", capsys, caplog)
+
+
+def test_every_setting_is_a_flag() -> None:
+    assert {field for field, _, _ in cli.SERVE_FLAGS} == set(Settings.model_fields)
+
+
+def test_our_arguments_are_parted_from_those_of_vllm() -> None:
+    behind = "--policy=strict --mirror --json -h -- --bucket v"
+    for line, ours, rest in (
+        (
+            "model --port 8000 --bucket u --policy=manual --enforce-eager --notice n -tp 2",
+            "--bucket u --policy=manual --notice n model",
+            "--port 8000 --enforce-eager -tp 2",
+        ),
+        ("--bucket u model -- x", "--bucket u model", "x"),
+        (f"model -tp 2 --bucket u -- {behind}", "--bucket u model", f"-tp 2 {behind}"),
+        # MODEL is ours, so it is missing here; without it the run's own files are taken.
+        ("--bucket u -- model", "--bucket u", "model"),
+        ("--port 1 --bucket u", "--bucket u", "--port 1"),
+    ):
+        assert split_serve(line.split()) == (ours.split(), rest.split())
+
+
+def test_dry_run() -> None:
+    arguments = ["serve", "base", "--bucket", GOLDEN]
+    flags = ["--poll-seconds", "0.5", "--port", "8000", "--dry-run"]
+    document = answer(*arguments, *flags)
+    assert document["environment"]["DELTA_SYNC_BUCKET"] == GOLDEN
+    assert document["environment"]["DELTA_SYNC_POLL_SECONDS"] == "0.5"
+    assert "delta_sync" in document["environment"]["VLLM_PLUGINS"].split(",")
+    command = document["command"]
+    assert command[command.index("serve") + 1] == "base"
+    assert command[-2:] == ["--port", "8000"]
+    assert f"DELTA_SYNC_BUCKET={GOLDEN} \\\n" in shown(*arguments, *flags)
+    # What stands behind -- is vLLM's, whatever it is called.
+    behind = ["--policy", "strict", "--dry-run", "--json"]
+    text = shown(*arguments, "--dry-run", "--", *behind)
+    assert text.endswith(" " + " ".join(behind) + "\n")
+    assert "DELTA_SYNC_POLICY" not in text
+    document = json.loads(shown(*arguments, "--dry-run", "--json", "--", *behind))
+    assert document["command"][-4:] == behind
+    wrong = delta_sync(*arguments, "--pause-mode", "never", "--dry-run")
+    assert wrong.code == 2
+    assert wrong.err.startswith("delta-sync: settings: setting 'pause_mode' is 'never'")
+
+
+def test_model_name_and_format_come_from_the_run(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "first-run")
+    run = publish(url, tmp_path / "files")
+    command = serve("--bucket", url, "--port", "8000")
+    folder = serve.home / "vllm-delta-sync" / "models" / run
+    assert command[0] == str(folder)
+    assert command[3:] == [
+        *("--load-format", "delta_sync", "--served-model-name", "first-run"),
+        *("--port", "8000"),
+    ]
+    assert {path.name: path.read_text() for path in folder.iterdir()} == FILES
+    # What was damaged meanwhile is written again.
+    (folder / "config.json").write_text("{}")
+    assert serve("--bucket", url, "--port", "8000") == command
+    assert (folder / "config.json").read_text() == FILES["config.json"]
+
+
+@pytest.mark.parametrize("name", ["--served-model-name", "--served_model_name"])
+def test_what_is_given_is_not_given_again(tmp_path: Path, serve: Command, name: str) -> None:
+    url = str(tmp_path / "run")
+    publish(url, tmp_path / "files")
+    given = [name, "policy", "--load_format=delta_sync"]
+    assert serve("--bucket", url, *given)[3:] == given
+    # A cache folder that is set is where everything goes.
+    command = serve("--bucket", url, "--cache-dir", str(tmp_path / "own"))
+    assert Path(command[0]).parent == tmp_path / "own" / "models"
+
+
+def test_a_model_that_is_given_is_used_as_it_is(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    publish(url, tmp_path / "files")
+    command = serve("base", "--bucket", url)
+    assert command[0] == "base"
+    assert "--load-format" not in command
+    assert not serve.home.exists()
+
+
+def test_refusals_name_what_to_give(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    publish(url, tmp_path / "files")
+    said = serve.refused(2, "--bucket", url, "--load-format", "safetensors")
+    assert "--load-format is 'safetensors', and there is no MODEL to load that from: give MODEL" in said
+    said = serve.refused(2, "--bucket", GOLDEN)
+    assert "keeps no config.json, so a server cannot start from it alone: give MODEL" in said
+    assert "no run at" in serve.refused(3, "--bucket", str(tmp_path / "none"))
+    assert not serve.home.exists()
+    blocked = tmp_path / "file"
+    blocked.touch()
+    said = serve.refused(4, "--bucket", url, "--cache-dir", str(blocked))
+    assert "cannot be made: Not a directory; set cache_dir to another one" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    run = publish(url, tmp_path / "files")
+    folder = tmp_path / "cache" / "models" / run
+    folder.mkdir(parents=True)
+    os.chown(folder, 65534, 65534)
+    said = serve.refused(4, "--bucket", url, "--cache-dir", str(tmp_path / "cache"))
+    assert "belongs to user 65534, and this process is user 0; set cache_dir to a folder of its own" in said
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_without_a_tokenizer_is_warned_of(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    publish(url, tmp_path / "files", ("config.json",))
+    serve("--bucket", url)
+    assert "the run keeps no tokenizer, so vLLM may not start: give --tokenizer" in serve.warned
+    for given in (["--skip-tokenizer-init"], ["--tokenizer", "elsewhere"]):
+        serve("--bucket", url, *given)
+        assert "tokenizer" not in serve.warned
+
+
+def test_files_of_a_run_that_is_not_trusted_are_not_written(tmp_path: Path, serve: Command) -> None:
+    url = str(tmp_path / "run")
+    for name in ("signer", "other"):
+        keys.generate(tmp_path / name)
+    publish(url, tmp_path / "files", signing_key=tmp_path / "signer", trusted_keys=[tmp_path / "signer.pub"])
+    state = ("--state-dir", str(tmp_path / "state"), "--cache-dir", str(tmp_path / "cache"))
+    said = serve.refused(1, "--bucket", url, "--trusted-keys", str(tmp_path / "other.pub"), *state)
+    assert said.startswith("delta-sync: signature: ")
+    assert not serve.home.exists()
+    serve("--bucket", url, "--trusted-keys", str(tmp_path / "signer.pub"), *state)

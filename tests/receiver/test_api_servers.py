@@ -1,0 +1,167 @@
+"""Which of several API servers leads, in real processes: one at a time, and another when it is killed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.services import WAIT, wait_until
+from tests.support.world import World
+from vllm_delta_sync.engine import siblings as meeting
+from vllm_delta_sync.errors import EngineError
+
+
+class Process:
+    """One of tests/support/api_server.py. Whatever does not answer in time is killed, and the test fails."""
+
+    def __init__(self, world: World, root: Path, folder: Path, index: int, count: int) -> None:
+        arguments = [str(root / "base"), world.url, str(folder), "launch", str(index), str(count)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.api_server", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+
+    def read(self) -> Any:
+        assert self._process.stdout is not None
+        timer = threading.Timer(WAIT, self._process.kill)
+        timer.start()
+        try:
+            return json.loads(self._process.stdout.readline())
+        finally:
+            timer.cancel()
+
+    def ask(self, action: str, argument: Any = None) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"action": action, "argument": argument}) + "\n")
+        self._process.stdin.flush()
+        return self.read()
+
+    def status(self) -> Any:
+        return self.ask("status")
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+        self._process.wait(WAIT)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: that of a socket."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def processes(world: World, tmp_path: Path, folder: Path) -> Iterator[list[Process]]:
+    found = [Process(world, tmp_path, folder, index, 3) for index in range(3)]
+    try:
+        for process in found:
+            assert "ready" in process.read()
+        yield found
+    finally:
+        for process in found:
+            process.end()
+
+
+def roles(processes: list[Process]) -> list[str]:
+    return [process.status()["role"] for process in processes]
+
+
+def leader_of(processes: list[Process]) -> Process:
+    (leader,) = (process for process in processes if process.status()["role"] == "leader")
+    return leader
+
+
+def test_one_leads_at_a_time_and_each_answers(world: World, processes: list[Process]) -> None:
+    leader = leader_of(processes)
+    others = [process for process in processes if process is not leader]
+    wait_until(lambda: leader.status()["seen"] == 0)
+    # Errors and actions come back whole.
+    for process in (leader, *others):
+        assert process.ask("sync", 7)["error"]["kind"] == "not_found"
+    world.train(1)
+    wait_until(lambda: others[0].status()["seen"] == 1)
+    back = others[0].ask("rollback", 0)
+    assert (back["served"]["version"], back["state"], back["role"]) == (0, "held", "follower")
+    assert [process.status()["seen"] for process in processes] == [0, 0, 0]
+    assert others[1].ask("release")["state"] == "idle"
+    wait_until(lambda: [process.status()["seen"] for process in others] == [1, 1])
+    # One that stands still is not replaced: what it might yet do nobody knows. The others show what it last said.
+    os.kill(leader.pid, signal.SIGSTOP)
+    try:
+        world.train(2)
+        assert [process.status()["role"] for process in others] == ["follower", "follower"]
+        assert [process.status()["seen"] for process in others] == [1, 1]
+    finally:
+        os.kill(leader.pid, signal.SIGCONT)
+    wait_until(lambda: [process.status()["seen"] for process in processes] == [2, 2, 2])
+    # It is killed twice, and each time another takes over and serves what comes next.
+    alive = list(processes)
+    for version in (3, 4, 5):
+        assert sorted(roles(alive)) == ["follower"] * (len(alive) - 1) + ["leader"]
+        leader = leader_of(alive)
+        world.train(version)
+        for process in alive:
+            reached = process.ask("sync")
+            assert reached["served"]["version"] == version, reached
+            status = process.status()
+            assert (status["served"]["version"], status["seen"]) == (version, version)
+            assert [each["pid"] for each in status["servers"] if each["role"] == "leader"] == [leader.pid]
+            assert {each["pid"] for each in status["servers"]} == {process.pid for process in alive}
+            assert process.ask("verify")["verdict"] is True
+        leader.end()
+        alive.remove(leader)
+        if alive:
+            wait_until(lambda: "leader" in [process.status().get("role") for process in alive])
+            wait_until(lambda: all("role" in process.status() for process in alive))
+            wait_until(lambda: len(leader_of(alive).status()["servers"]) == len(alive))
+
+
+def client(index: int, count: int) -> Any:
+    return SimpleNamespace(engine_core=SimpleNamespace(client_index=index, client_count=count))
+
+
+def test_who_is_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert meeting.siblings_of(client(0, 1)) is None
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
+    with pytest.raises(EngineError, match="--api-server-count is 2"):
+        meeting.siblings_of(client(0, 2))
+
+
+def test_children_of_one_process_meet_in_a_private_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getpid()))
+    first, second = (meeting.siblings_of(client(index, 2)) for index in range(2))
+    assert first is not None
+    assert second is not None
+    assert (first.index, second.index) == (0, 1)
+    assert first.socket == second.socket
+    assert first.folder.stat().st_mode & 0o777 == 0o700
+    left = first.folder / "999999999-1.lock"
+    left.touch()
+    os.close(first.open_lock())
+    assert meeting.siblings_of(client(0, 2)) == first
+    assert sorted(path.name for path in first.folder.iterdir()) == [f"{first.launch}.lock"]
+    first.folder.chmod(0o755)
+    with pytest.raises(EngineError, match="only this user can enter"):
+        meeting.siblings_of(client(0, 2))

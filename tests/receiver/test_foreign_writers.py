@@ -1,0 +1,453 @@
+"""Something else writes weights, at awkward moments: never overlooked, and never believed without a look; and which
+thread touches weights when: set-up, commits, sleep, and vLLM's own writers."""
+
+import inspect
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.hooks import hooked, nothing
+from tests.support.modules import FusedModel, ModulePort
+from tests.support.services import WAIT
+from tests.support.world import World
+from vllm_delta_sync.engine import commit as commits
+from vllm_delta_sync.engine import foreign_writers
+from vllm_delta_sync.engine import routes as engine_routes
+from vllm_delta_sync.engine.patch import SparsePatch, StagedPatch, to_device
+from vllm_delta_sync.engine.rank import RankReceiver
+from vllm_delta_sync.engine.routes import Destination
+from vllm_delta_sync.engine.undo_log import Applied, UndoLog
+from vllm_delta_sync.engine.weight_memory import WeightMemory
+from vllm_delta_sync.errors import BusyError, FingerprintError
+from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.wire.fingerprint import Fingerprint
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    world = World(tmp_path, ranks=request.param)
+    # Nothing but the touch itself leads to a look.
+    world.follow(rescan_bytes=0)
+    return world
+
+
+def expect_found(world: World) -> None:
+    with pytest.raises(FingerprintError, match=r"changed from outside \(update_weights\)"):
+        world.receiver.advance()
+    assert world.receiver.status()["served"] is None
+    assert world.port.log[-1] == "label None"
+
+
+@pytest.mark.parametrize("moment", ["scan", "poll", "trust"])
+def test_touch_while_the_one_before_is_checked(tmp_path: Path, moment: str) -> None:
+    """Trust is given for touches that were known before the look; who comes later is looked at again."""
+    world = World(tmp_path)
+    port = hooked(world)
+    world.follow(rescan_bytes=0)
+    world.follow_each(1)
+    port.ranks[0].touch("start_weight_update")
+    seen: list[str] = []
+
+    def interfere(method: str, arguments: dict[str, Any]) -> None:
+        name = arguments["operation"] if method == "start" else method
+        if name == moment and not seen:
+            seen.append(name)
+            if moment == "trust":
+                # Every tensor was looked at by now.
+                world.model.norm.data.view(torch.int16)[0] ^= 1
+            port.ranks[0].touch("update_weights")
+
+    port.before = interfere
+    world.receiver.check()
+    port.before = nothing
+    assert seen == [moment]
+    assert [rank.touched for rank in port.ranks] == ["update_weights"]
+    world.train(2)
+    if moment == "trust":
+        expect_found(world)
+    else:
+        world.receiver.advance()
+        assert port.ranks[0].touched is None
+        world.expect_exact()
+
+
+def test_touch_while_weights_are_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are hashed one after another: what is written behind the hashing must not count as proven."""
+    world = World(tmp_path)
+    world.follow(rescan_bytes=0)
+    warm_up = commits.warm_up
+
+    def after_hashing(elements: Any) -> None:
+        world.model.norm.data.view(torch.int16)[0] ^= 1
+        world.port.ranks[0].touch("update_weights")
+        monkeypatch.setattr(commits, "warm_up", warm_up)
+        warm_up(elements)
+
+    monkeypatch.setattr(commits, "warm_up", after_hashing)
+    world.receiver.advance()
+    world.train(1)
+    expect_found(world)
+
+
+def test_touched_weights_are_checked_before_a_rollback(world: World) -> None:
+    world.follow_each(2)
+    world.models[-1].norm.data.view(torch.int16)[0] ^= 1
+    world.port.ranks[-1].touch("update_weights")
+    before = world.bits()
+    pauses = world.port.log.count("pause")
+    with pytest.raises(FingerprintError, match=r"changed from outside \(update_weights\)"):
+        world.receiver.rollback(1)
+    status = world.receiver.status()
+    assert (status["served"], status["state"], status["holding"]) == (None, "refused", False)
+    assert world.port.log.count("pause") == pauses
+    world.expect_bits(before)
+
+
+def test_touch_that_changed_nothing_does_not_stop_a_rollback(world: World) -> None:
+    seen = world.follow_each(2)
+    world.port.ranks[-1].touch("reload_weights")
+    world.receiver.rollback(1)
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.expect_bits(seen[1])
+
+
+def test_held_server_is_looked_after(world: World) -> None:
+    world.follow_each(2)
+    world.receiver.hold()
+    world.receiver.check()
+    assert world.receiver.status()["state"] == "held"
+    world.models[0].norm.data.mul_(2.0)
+    world.port.ranks[0].touch("update_weights")
+    with pytest.raises(FingerprintError):
+        world.receiver.check()
+    assert (world.receiver.status()["served"], world.receiver.status()["state"]) == (None, "refused")
+    world.receiver.mend()
+    assert (world.receiver.served_version, world.receiver.status()["state"]) == (2, "held")
+    world.expect_exact()
+
+
+def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> None:
+    world.follow_each(1)
+    world.receiver.hold()
+    for rank in world.port.ranks:
+        rank.memory.asleep = True
+    world.receiver.check()
+    assert (world.receiver.status()["state"], world.receiver.status()["last_error"]) == ("held", None)
+    with pytest.raises(BusyError):
+        world.receiver.rollback(0)
+    world.receiver.release()
+    world.train(2)
+    world.expect_fails("busy")
+    world.receiver.hold()
+    for rank in world.port.ranks:
+        rank.memory.asleep = False
+        rank.touch("wake_up")
+    world.receiver.check()
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.receiver.release()
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_whoever_touched_the_weights_is_checked(world: World) -> None:
+    world.follow_each(1)
+    for rank in world.port.ranks:
+        rank.touch("update_weights")
+    world.train_and_follow(2)
+    assert all(rank.touched is None for rank in world.port.ranks)
+    world.models[0].norm.data.view(torch.int16)[0] ^= 1
+    world.port.ranks[0].touch("update_weights")
+    expect_found(world)
+
+
+def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> None:
+    port = hooked(world)
+    world.receiver.advance()
+    world.train(1)
+
+    def touch(method: str, arguments: dict[str, Any]) -> None:
+        if method == "pause":
+            port.ranks[-1].touch("update_weights")
+
+    port.after = touch
+    world.expect_fails("engine")
+    port.after = nothing
+    world.receiver.advance()
+    world.expect_exact()
+
+
+# Which thread touches weights when. There is no device here: what would be asked of one is recorded, with the thread
+
+
+MAIN, BACKGROUND = "MainThread", "delta-sync-stage"
+
+
+class Recorded:
+    """An accelerator that only writes down what it is asked, by thread."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def _write(self, what: str) -> None:
+        self.asked.append((threading.current_thread().name, what))
+
+    def set_device(self) -> None:
+        assert torch.is_inference_mode_enabled()
+        self._write("set_device")
+
+    def set_new_stream(self) -> None:
+        self._write("set_new_stream")
+
+    def synchronize_stream(self) -> None:
+        self._write("synchronize_stream")
+
+    def synchronize(self) -> None:
+        self._write("synchronize")
+
+    def of(self, thread: str) -> list[str]:
+        return [what for name, what in self.asked if name == thread]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> tuple[World, Recorded]:
+    """A world whose one rank asks a recording accelerator."""
+    world, accelerator = World(tmp_path), Recorded()
+    port = ModulePort(world.model)
+    port.ranks = [RankReceiver(world.model, 0, memory=WeightMemory(accelerator))]
+    world.use(port)
+    return world, accelerator
+
+
+def test_the_background_thread_sets_its_device_and_stream_first(recorded: tuple[World, Recorded]) -> None:
+    world, accelerator = recorded
+    world.receiver.advance()
+    asked = accelerator.of(BACKGROUND)
+    assert asked[:2] == ["set_device", "set_new_stream"]
+    # Weights were read piece by piece, and each piece was over before the lock was.
+    assert asked.count("synchronize_stream") > len(list(world.model.parameters()))
+    assert asked[-1] == "synchronize_stream"
+    assert "synchronize" not in asked
+    assert accelerator.of(MAIN) == []
+
+
+def test_a_commit_waits_for_the_device_before_and_after(
+    recorded: tuple[World, Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, accelerator = recorded
+    world.follow_each(1)
+    accelerator.asked.clear()
+    original = commits.apply_sparse
+
+    def applied(*arguments: Any) -> Fingerprint:
+        assert torch.is_inference_mode_enabled()
+        accelerator.asked.append((threading.current_thread().name, "write"))
+        return original(*arguments)
+
+    monkeypatch.setattr(commits, "apply_sparse", applied)
+    world.train(2)
+    world.receiver.advance()
+    asked = accelerator.of(MAIN)
+    assert asked[:3] == ["set_device", "synchronize", "write"]
+    assert asked[-2:] == ["write", "synchronize"]
+    assert "write" not in accelerator.of(BACKGROUND)
+    world.expect_exact()
+    accelerator.asked.clear()
+    world.receiver.rollback(1)
+    asked = accelerator.of(MAIN)
+    assert asked[:3] == ["set_device", "synchronize", "write"]
+    assert asked[-2:] == ["write", "synchronize"]
+
+
+def test_an_error_that_a_device_reports_late_reverts_the_commit(recorded: tuple[World, Recorded]) -> None:
+    world, accelerator = recorded
+    world.receiver.advance()
+    world.train(1)
+    before, asked = world.bits(), accelerator.synchronize
+
+    def failing() -> None:
+        asked()
+        if accelerator.of(MAIN).count("synchronize") == 2:
+            raise RuntimeError("the device reports an error")
+
+    accelerator.synchronize = failing  # type: ignore[method-assign]
+    accelerator.asked.clear()
+    with pytest.raises(Exception, match="the device reports an error"):
+        world.receiver.advance()
+    world.expect_bits(before)
+    world.receiver.advance()
+    world.expect_exact()
+
+
+def test_weights_that_were_made_in_inference_mode_are_patched(tmp_path: Path) -> None:
+    """As those are that an engine makes during its first forward pass."""
+    world = World(tmp_path)
+    for parameter in world.model.parameters():
+        with torch.inference_mode():
+            parameter.data = parameter.data.clone()
+    world.receiver.advance()
+    world.train_and_follow(1)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_patch_stays_on_the_device_until_its_commit_is_confirmed(relative: bool) -> None:
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 1 << 16, 64, dtype=np.uint64).astype(np.uint16)
+    positions = np.sort(random.choice(64, 20, replace=False)).astype(np.int32)
+    data = random.integers(0, 1 << 16, 20, dtype=np.uint64).astype(np.uint16)
+    premix = random.integers(0, 2**64, 20, dtype=np.uint64)
+    sparse = SparsePatch(0, 0, DTYPES["BF16"], relative, positions, data, premix)
+    sparse.uploaded = to_device(sparse, slice(None), torch.device("cpu"))
+    destination = Destination("weight", torch.bfloat16, torch.from_numpy(bits.copy().view(np.int16)))
+    staged = StagedPatch(1, [sparse], Fingerprint(), [], [Fingerprint()])
+    change = commits.apply_torch(sparse, destination, False)
+    log = UndoLog()
+    log.push(Applied(staged, {0: change}, [Fingerprint()], 0))
+    assert not np.array_equal(destination.bits, bits)
+    # A revert within the same pause takes what is on the device, and copies nothing to it.
+    sparse.positions, sparse.premix = np.full(20, -1, np.int32), np.zeros(20, np.uint64)
+    assert commits.apply_torch(sparse, destination, True) == Fingerprint() - change
+    assert np.array_equal(destination.bits, bits)
+    log.confirm()
+    assert sparse.uploaded is None
+
+
+def test_what_is_committed_is_confirmed_once_all_ranks_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it stays on the device."""
+    world, during = World(tmp_path, ranks=2), []
+    confirm = UndoLog.confirm
+
+    def noted(log: UndoLog) -> None:
+        during.append(world.port.log[-1])
+        confirm(log)
+
+    world.receiver.advance()
+    world.train(1)
+    monkeypatch.setattr(UndoLog, "confirm", noted)
+    world.receiver.advance()
+    assert during == ["trim", "trim"]
+
+
+class Worker:
+    """vLLM's worker, as far as its weights are concerned: ``sleep`` takes them away, ``reload_weights`` writes them."""
+
+    def __init__(self, model: FusedModel) -> None:
+        self.model = model
+        self.saved: list[torch.Tensor] = []
+        self.reading = False
+        self.disturbed = False
+
+    def _move(self) -> None:
+        self.disturbed |= self.reading
+
+    def sleep(self, level: int = 1) -> None:
+        self._move()
+        self.saved = [parameter.data.clone() for parameter in self.model.parameters()]
+        for parameter in self.model.parameters():
+            parameter.data.view(torch.int16).fill_(-1)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._move()
+        for parameter, saved in zip(self.model.parameters(), self.saved, strict=True):
+            parameter.data.copy_(saved)
+
+    def reload_weights(self) -> None:
+        self._move()
+        self.model.load_weights([])
+
+
+class SlowRead:
+    """Holds the background thread in the middle of its next read of weights."""
+
+    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        original = engine_routes.fingerprint_held
+
+        def slow(*arguments: Any) -> Fingerprint:
+            worker.reading = True
+            self.begun.set()
+            assert self.let_go.wait(WAIT)
+            found = original(*arguments)
+            worker.reading = False
+            return found
+
+        monkeypatch.setattr(engine_routes, "fingerprint_held", slow)
+
+
+def wait_until_moving(thread: threading.Thread) -> None:
+    """Return once a thread is on its way into ``WeightMemory.moving``, and waits there if it has to."""
+    deadline = time.monotonic() + WAIT
+    while time.monotonic() < deadline:
+        frame = sys._current_frames().get(thread.ident or 0)
+        if frame is not None and frame.f_code is inspect.unwrap(WeightMemory.moving).__code__:
+            return
+        time.sleep(0.001)
+    raise AssertionError("the thread does not wait for the weights")
+
+
+@pytest.mark.parametrize("call", ["sleep", "reload_weights"])
+def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    world = World(tmp_path)
+    world.receiver.advance()
+    rank, worker = world.port.ranks[0], Worker(world.model)
+    foreign_writers.watch(worker, world.model, rank)
+    slow = SlowRead(worker, monkeypatch)
+    rank.start("scan", {"tensors": list(range(len(world.tensors)))})
+    assert slow.begun.wait(WAIT)
+    mover = threading.Thread(target=getattr(worker, call))
+    mover.start()
+    wait_until_moving(mover)
+    # It may not come to its end while the read is on; a thread that did not wait would have ended at once.
+    mover.join(0.2)
+    assert mover.is_alive()
+    slow.let_go.set()
+    mover.join(WAIT)
+    assert not mover.is_alive()
+    assert not worker.disturbed
+    while rank.poll()["running"]:
+        pass
+    outcome = rank.outcome()
+    if call == "sleep":
+        assert rank.describe()["asleep"]
+        assert outcome["error"]["kind"] == BusyError.kind
+        with pytest.raises(BusyError, match="wake_up"):
+            rank.scan([0])
+        worker.wake_up()
+        assert not rank.describe()["asleep"]
+    assert rank.describe()["touched"] in ("wake_up", "reload_weights")
+    world.receiver.check()
+    assert rank.describe()["touched"] is None
+    assert world.receiver.verify()["verdict"]
+
+
+def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
+    """Whatever it was to do, it is refused before it touches memory that may be unmapped."""
+    world = World(tmp_path)
+    world.follow_each(1)
+    rank, worker = world.port.ranks[0], Worker(world.model)
+    foreign_writers.watch(worker, world.model, rank)
+    worker.sleep()
+    assert rank.routes is not None
+    for read in (lambda: rank.routes.fingerprints(0), lambda: list(rank.routes.measured([0, 1]))):  # type: ignore[union-attr]
+        with pytest.raises(BusyError, match="asleep"):
+            read()
+    with pytest.raises(BusyError, match="asleep"):
+        rank.prove(world.url)
+    worker.wake_up()
+    world.receiver.check()
+    assert world.receiver.verify()["verdict"]
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Module(), torch.nn.Linear(2, 2, device="meta")])
+def test_host_memory_asks_no_accelerator(model: torch.nn.Module) -> None:
+    memory = WeightMemory.of(model)
+    with memory.background(), memory.reading(), memory.moving(), memory.committing():
+        memory.synchronize()
+    assert not memory.asleep

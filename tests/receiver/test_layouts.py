@@ -1,0 +1,385 @@
+"""Which layouts are followed; and several engines behind one client: patched together or not at all, whichever of them
+fails, sleeps or goes on alone.
+
+Everything is real but vLLM: the receiver, its port and event loop, the guards, and ranks that are torch modules.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.modules import ModulePort
+from tests.support.world import World
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine import engines
+from vllm_delta_sync.engine.layout import check_layout
+from vllm_delta_sync.engine.lease import Guard
+from vllm_delta_sync.engine.plain_moe import plain_experts
+from vllm_delta_sync.engine.ports import ServerPort
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.errors import DeltaSyncError, EngineError
+
+ENGINES, RANKS = 2, 2
+
+
+class PauseState(Enum):
+    UNPAUSED = 0
+    PAUSED_ALL = 1
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.pause_state = PauseState.UNPAUSED
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+
+class Core:
+    """What a guard needs of an engine core, and the utilities that one has; its ranks are those of a ModulePort."""
+
+    def __init__(self, port: ModulePort) -> None:
+        self.guard = Guard(self)
+        self.scheduler = Scheduler()
+        self.model_executor = self
+        self.is_sleeping = False
+        self.labels: list[str] = []
+        self.log: list[str] = []
+        self.hook: Callable[[str, str], None] = lambda utility, method: None
+        self._idle_state_callbacks: list[Any] = []
+        self.port = port
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+    def resume_scheduler(self) -> None:
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def set_weight_version(self, label: str) -> None:
+        self.labels.append(label)
+
+    def collective_rpc(self, name: str, timeout: float | None, args: tuple[str, Any, int]) -> list[Any]:
+        method, arguments, number = args
+        return [{**self.port.call_rank(rank, method, arguments), "call": number} for rank in self.port.ranks]
+
+    def utility(self, name: str, *args: Any) -> Any:
+        method = args[0] if args else ""
+        self.log.append(f"{name} {method}")
+        self.hook(name, method)
+        if name == "is_sleeping":
+            return self.is_sleeping
+        calls: dict[str, Callable[..., Any]] = {
+            "delta_sync_pause": self.guard.pause,
+            "delta_sync_resume": self.guard.resume,
+            "delta_sync_renew": self.guard.renew,
+            "delta_sync_ask": self.guard.ask,
+            "delta_sync_paused_call": self.guard.call,
+            "delta_sync_paused_label": self.guard.label,
+            "set_weight_version": self.set_weight_version,
+        }
+        return calls[name](*args)
+
+
+class Client:
+    """The client of several engine cores."""
+
+    def __init__(self, cores: list[Core]) -> None:
+        self.cores = cores
+        self.core_engines = [bytes([index]) for index in range(len(cores))]
+        self.engine_core = self
+        self.renderer = self
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=RANKS))
+
+    async def clear_mm_cache_async(self) -> None: ...
+
+    async def set_weight_version_async(self, label: str) -> None:
+        for core in self.cores:
+            core.utility("set_weight_version", label)
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        return self.cores[engine[0]].utility(method, *args)
+
+
+class Site:
+    """A world whose ranks are there twice: two engines, each with all of the model."""
+
+    def __init__(self, root: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.world = World(root, ranks=RANKS)
+        self.models = [self.world.models, self.world.fresh()]
+        self.cores = [Core(ModulePort(*models)) for models in self.models]
+        settings = Settings(bucket=self.world.url)
+        self.receiver = Receiver(ServerPort(Client(self.cores), loop, settings), settings)
+
+    def expect(self, version: int) -> None:
+        """Every rank of every engine holds the version, is labelled with it, and generates."""
+        assert self.receiver.served_version == version
+        assert [core.labels[-1] for core in self.cores] == [str(version)] * ENGINES
+        assert [core.scheduler.pause_state.name for core in self.cores] == ["UNPAUSED"] * ENGINES
+        held = [rank.describe() for core in self.cores for rank in core.port.ranks]
+        assert [rank["version"] for rank in held] == [version] * ENGINES * RANKS
+        assert all(rank["intact"] for rank in held)
+
+    def expect_exact(self) -> None:
+        for models in self.models:
+            self.world.models = models
+            self.world.expect_exact()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    # Both would load vLLM: what its engine core lacks, and how its loop is woken up when a lease runs out.
+    monkeypatch.setattr(engines, "missing_names", list)
+    monkeypatch.setattr(Guard, "_watch", lambda guard, lease: None)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield Site(tmp_path, loop)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_every_rank_of_every_engine_follows(site: Site) -> None:
+    for step in range(1, 5):
+        site.receiver.advance()
+        site.expect(step - 1)
+        site.expect_exact()
+        assert site.receiver.verify()["verdict"]
+        site.world.train(step)
+    assert [rank["rank"] for rank in site.receiver.status()["ranks"]] == list(range(ENGINES * RANKS))
+    site.receiver.rollback(2)
+    site.expect(2)
+
+
+def test_touch_of_one_engine_is_looked_into(site: Site) -> None:
+    """Each engine's ranks are told of their own touches, not of those of the first."""
+    site.receiver.advance()
+    site.cores[1].port.ranks[1].touch("somebody")
+    site.receiver.check()
+    assert [rank.touched for core in site.cores for rank in core.port.ranks] == [None] * ENGINES * RANKS
+    site.world.train(1)
+    site.receiver.advance()
+    site.expect(1)
+
+
+def test_drift_of_one_engine_is_found(site: Site) -> None:
+    site.receiver.advance()
+    site.models[1][0].norm.data.mul_(2.0)
+    assert site.receiver.verify()["mismatched"] == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize("engine", range(ENGINES))
+def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
+    site.receiver.advance()
+    site.world.train(1)
+    site.cores[engine].is_sleeping = True
+    with pytest.raises(EngineError, match="sleeps"):
+        site.receiver.advance()
+    assert not any(line.startswith("delta_sync_pause ") for core in site.cores for line in core.log)
+    site.cores[engine].is_sleeping = False
+    site.receiver.advance()
+    site.expect(1)
+    site.expect_exact()
+
+
+def expire(core: Core) -> None:
+    """As if the pause had lasted too long: the watchdog settles the engine, which goes on."""
+    lease = core.guard._lease
+    assert lease is not None
+    lease.deadline = 0.0
+    core.guard.check()
+
+
+def fail(core: Core) -> None:
+    raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("engine", range(ENGINES))
+@pytest.mark.parametrize(
+    ("at", "fault", "commits"),
+    [
+        pytest.param("delta_sync_pause ", fail, 0, id="one cannot be paused"),
+        pytest.param("delta_sync_paused_label ", fail, 2, id="one cannot be labelled"),
+        pytest.param("delta_sync_renew ", expire, 0, id="the pause of one runs out before the commit"),
+        pytest.param("delta_sync_paused_call commit", expire, 1, id="the pause of one runs out at the commit"),
+    ],
+)
+def test_one_engine_that_fails_or_goes_on_is_followed_back_by_all(
+    site: Site, engine: int, at: str, fault: Callable[[Core], None], commits: int
+) -> None:
+    """No engine commits where one has gone on; if it went on just then, the other goes back to where it is."""
+    site.receiver.advance()
+    site.world.train(1)
+    core = site.cores[engine]
+    core.hook = lambda utility, method: fault(core) if f"{utility} {method}".startswith(at) else None
+    with pytest.raises(DeltaSyncError, match="injected" if fault is fail else "expired"):
+        site.receiver.advance()
+    other = site.cores[1 - engine].log
+    assert ("delta_sync_paused_call commit" in other) == (commits > 0)
+    site.expect(0)
+    core.hook = lambda utility, method: None
+    site.receiver.advance()
+    site.expect(1)
+    site.expect_exact()
+
+
+class InStep(Core):
+    """An engine that has stopped only when all that run in step with it were asked to, as vLLM's are."""
+
+    pending_pause = False
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Any:
+        super().pause_scheduler(mode, clear_cache)
+        self.pending_pause = True
+        self._idle_state_callbacks.append(lambda core: None)
+        return Future()
+
+    def resume_scheduler(self) -> None:
+        if self.pending_pause:
+            raise RuntimeError("pause is still in flight")
+        super().resume_scheduler()
+
+
+def test_pause_that_the_others_never_join_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guard, "_watch", lambda guard, lease: None)
+    core = InStep(ModulePort())
+    pending = core.guard.pause("keep", True, 60.0)
+    assert pending is not None
+    assert core.guard.resume() == {"expired": False, "outcome": None}
+    assert (core.pending_pause, core.scheduler.pause_state) == (False, PauseState.UNPAUSED)
+    assert core._idle_state_callbacks == []
+    assert isinstance(pending.exception(0), RuntimeError)
+
+
+# Which layouts are followed
+
+
+def config(moe: bool = False, **parallel: Any) -> Any:
+    settings = {
+        "data_parallel_size": 1,
+        "enable_eplb": False,
+        "enable_elastic_ep": False,
+        "local_engines_only": False,
+        **parallel,
+    }
+    return SimpleNamespace(parallel_config=SimpleNamespace(**settings), model_config=SimpleNamespace(is_moe=moe))
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "says"),
+    [
+        pytest.param(config(), {}, None, id="one engine"),
+        pytest.param(config(data_parallel_size=2), {}, None, id="engines that know nothing of each other"),
+        pytest.param(config(data_parallel_size=4, local_engines_only=True), {}, None, id="dense, others have the rest"),
+        pytest.param(config(enable_eplb=True), {}, "--enable-eplb is on", id="experts that move"),
+        pytest.param(config(enable_elastic_ep=True), {}, "--enable-elastic-ep is on", id="ranks that come and go"),
+        pytest.param(config(data_parallel_size=2), {"offline": True}, "data_parallel_size is 2", id="LLM object"),
+        pytest.param(
+            config(data_parallel_size=2), {"missing": ["run_busy_loop"]}, r"no run_busy_loop\)", id="no guard"
+        ),
+        pytest.param(
+            config(moe=True, data_parallel_size=2, local_engines_only=True),
+            {},
+            "external or hybrid load balancing",
+            id="engines in step, out of reach",
+        ),
+    ],
+)
+def test_layouts_are_followed_or_refused(found: Any, given: dict[str, Any], says: str | None) -> None:
+    if says is None:
+        check_layout(found)
+        return
+    with pytest.raises(EngineError, match=says):
+        check_layout(found, **given)
+
+
+def test_engines_in_step_are_refused_where_vllm_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    in_step = config(moe=True, data_parallel_size=2)
+    with pytest.raises(EngineError, match="exchange tokens"):
+        check_layout(in_step)
+    monkeypatch.setattr(CpuCommunicator, "all_gatherv", lambda *args: None)
+    check_layout(in_step)
+
+
+# The plain experts of a rank that has some of a model's experts
+
+
+EXPERTS, TOKENS, CHOSEN, HIDDEN, INNER = 8, 40, 2, 32, 16
+
+
+class Layer:
+    """Random experts, and tokens that chose among them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.x = random(TOKENS, HIDDEN)
+        self.w13, self.bias13 = random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, 2 * INNER)
+        self.w2, self.bias2 = random(EXPERTS, HIDDEN, INNER), random(EXPERTS, HIDDEN)
+        self.ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(TOKENS)]).int()
+        self.weights = torch.rand(TOKENS, CHOSEN, generator=generator)
+
+    def computed(self, here: list[int] | None = None) -> torch.Tensor:
+        """What a rank makes of it that has those experts (None: one rank that has all)."""
+        rows = slice(None) if here is None else torch.tensor(here)
+        expert_map = None
+        if here is not None:
+            expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+            expert_map[rows] = torch.arange(len(here), dtype=torch.int32)
+        out = torch.full_like(self.x, torch.nan)
+        plain_experts(
+            out,
+            self.x,
+            self.w13[rows],
+            self.w2[rows],
+            self.bias13[rows],
+            self.bias2[rows],
+            self.weights,
+            self.ids,
+            expert_map,
+            "swigluoai",
+            True,
+        )
+        return out
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[6, 1], [0, 2, 3, 4, 5, 7]], [list(range(8)), [3]]])
+def test_ranks_together_are_one_rank(parts: list[list[int]]) -> None:
+    layer = Layer(torch.float32)
+    if len(parts[1]) == 1:
+        # A rank that nobody chose an expert of has nothing to add.
+        layer.ids[layer.ids == parts[1][0]] = 5
+    summed = sum((layer.computed(part) for part in parts), torch.zeros_like(layer.x))
+    torch.testing.assert_close(summed, layer.computed())
+    if len(parts[1]) == 1:
+        assert not layer.computed(parts[1]).any()
+
+
+def test_tokens_of_one_rank_are_exact() -> None:
+    """Where all that a token chose is on one rank, that rank's bits are those of a rank that has every expert."""
+    layer = Layer(torch.bfloat16)
+    here = [1, 3, 4, 6]
+    mine = torch.isin(layer.ids, torch.tensor(here)).all(1)
+    assert mine.any()
+    assert not mine.all()
+    assert torch.equal(layer.computed(here)[mine].view(torch.int16), layer.computed()[mine].view(torch.int16))
+
+
+def test_input_that_is_not_finite_stays_with_its_own_rank() -> None:
+    layer = Layer(torch.float32)
+    layer.x[0] = torch.inf
+    elsewhere = [expert for expert in range(EXPERTS) if expert not in layer.ids[0].tolist()]
+    assert not layer.computed(elsewhere)[0].any()

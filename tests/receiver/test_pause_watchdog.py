@@ -1,0 +1,48 @@
+"""On which version ranks agree after a pause that nobody ended."""
+
+from typing import Any
+
+import pytest
+
+from vllm_delta_sync.engine.lease import common_version, is_settled
+from vllm_delta_sync.errors import WeightsLostError
+
+LOST = -1
+
+
+def rank(version: int | None, *undo: int | None, **more: Any) -> dict[str, Any]:
+    return {"version": version, "intact": True, "undo": list(undo), **more}
+
+
+@pytest.mark.parametrize(
+    ("answers", "version"),
+    [
+        pytest.param([rank(5, 4), rank(5, 4)], 5, id="all committed"),
+        pytest.param([rank(4, 3), rank(4, 3)], 4, id="none committed"),
+        pytest.param([rank(5, 4, confirmed=False), rank(5, 4, confirmed=False)], 4, id="all committed, unconfirmed"),
+        pytest.param([rank(4, 5), rank(4, 5)], 4, id="together, though a newer one is in reach"),
+        pytest.param([rank(5, 4, 3), rank(4, 3)], 4, id="one committed"),
+        pytest.param([rank(5, 4, 3), rank(5, 3), rank(4, 3)], 3, id="the newest that all can reach"),
+        pytest.param([rank(5, 4, confirmed=False), rank(5, 4)], 4, id="one committed, nobody knows whether rightly"),
+        pytest.param([rank(None), rank(None)], None, id="nothing proven yet"),
+        pytest.param([rank(0, None), rank(None)], None, id="back to nothing proven"),
+        pytest.param([rank(5), rank(4)], LOST, id="no way back"),
+        pytest.param([rank(5, 4), {"version": 4, "intact": False, "undo": [3]}], LOST, id="half written"),
+        pytest.param([rank(5, 4), {"error": {"kind": "engine", "message": "boom"}}], LOST, id="failed"),
+        pytest.param([rank(5, 4), {"matched": True, "ms": 1.0}], LOST, id="the answer to another question"),
+        pytest.param([rank(5, confirmed=False)], LOST, id="nothing but unconfirmed weights"),
+    ],
+)
+def test_on_which_version_ranks_agree(answers: list[dict[str, Any]], version: int | None) -> None:
+    if version != LOST:
+        assert common_version(answers) == version
+        return
+    with pytest.raises(WeightsLostError):
+        common_version(answers)
+
+
+def test_settled_means_every_rank_whole_and_confirmed() -> None:
+    assert is_settled([rank(5), rank(5)], 5)
+    assert not is_settled([rank(5), rank(4)], 5)
+    assert not is_settled([rank(5), rank(5, confirmed=False)], 5)
+    assert not is_settled([rank(5), rank(5, intact=False)], 5)

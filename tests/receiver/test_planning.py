@@ -1,0 +1,596 @@
+"""The way that a receiver takes to a version: folded ranges, over breaks, around what is lost, by anchors. Nothing on
+the way is ever served."""
+
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.chains import Chain, Server, models_of
+from tests.support.hooks import Hook, HookedPort, failing
+from tests.support.samples import changes_between
+from tests.support.seeds import seeds
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.chain.plan import FOLD_WIDTH
+from vllm_delta_sync.chain.read import restore
+from vllm_delta_sync.engine.lineage import across, line
+from vllm_delta_sync.engine.loader import Loaded
+from vllm_delta_sync.engine.rebuild import newest, rebuild
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, EngineError, FormatError, NotFoundError
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.documents import Anchor, FoldedRange
+from vllm_delta_sync.wire.manifest import Manifest
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(tmp_path)
+
+
+def spoil(how: str) -> Callable[[Chain], None]:
+    """The newer of two anchors is bad, and versions before both are lost."""
+
+    def change(chain: Chain) -> None:
+        chain.beside_it(6)
+        newest = chain.beside_it(9)
+        if how == "document":
+            chain.spoil_anchor(9)
+        elif how == "object":
+            chain.damage(newest)
+        else:
+            other = newest.model_copy(update={"manifest": "0" * 64})
+            (chain.folder / side.anchor_key(9)).write_bytes(other.to_bytes())
+        chain.lose(3, 4, 5)
+
+    return change
+
+
+def anchor_behind_damage(chain: Chain) -> None:
+    chain.inside(chain.bits[5])
+    chain.grow(2)
+    chain.lose(4)
+    chain.spoil_manifest(5)
+
+
+def repair_by_a_range_of_one(chain: Chain) -> None:
+    chain.fold(1, 2)
+    chain.lose(2)
+
+
+def range_around_a_hole(chain: Chain) -> None:
+    chain.fold(4, 8)
+    chain.lose(7)
+
+
+def no_way_back_from_a_hole(chain: Chain) -> None:
+    chain.fold(0, 4)
+    chain.fold(4, 8)
+    chain.lose(5, 7)
+
+
+def only_an_anchor(chain: Chain) -> None:
+    chain.beside_it(6)
+    chain.lose(0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("versions", "held", "change", "commits"),
+    [
+        pytest.param(5, 0, lambda chain: chain.damage(chain.fold(0, 4)), 1, id="bad folded range is avoided"),
+        pytest.param(3, 0, repair_by_a_range_of_one, 1, id="lost version is crossed by its repair"),
+        pytest.param(9, 5, range_around_a_hole, 1, id="around a hole by a range that begins before it"),
+        pytest.param(9, 5, no_way_back_from_a_hole, 1, id="rebuilt where the way back is lost too"),
+        pytest.param(12, 2, spoil("document"), 2, id="bad document of an anchor leaves the one before"),
+        pytest.param(12, 2, spoil("object"), 2, id="bad object of an anchor leaves the one before"),
+        pytest.param(12, 2, spoil("other version"), 2, id="anchor of another manifest leaves the one before"),
+        pytest.param(5, 3, anchor_behind_damage, 2, id="anchor in the chain is reached over damaged manifests"),
+        pytest.param(8, None, only_an_anchor, 2, id="server that holds nothing takes the newest anchor"),
+    ],
+)
+def test_head_is_reached_around_what_is_lost(
+    chain: Chain, versions: int, held: int | None, change: Callable[[Chain], None], commits: int
+) -> None:
+    """Args: held: what is served before the change (None: other weights). commits: how many it may take at most."""
+    # Not compressed, or a folded range of one version would be the same object.
+    chain.grow(versions, compression="none")
+    server = Server(chain, [bits ^ np.uint16(1) for bits in chain.bits[0]] if held is None else chain.bits[0])
+    if held is not None:
+        server.receiver.advance(held)
+    change(chain)
+    server.reaches(len(chain.manifests) - 1, commits)
+    assert server.receiver.status()["last_error"] is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_folded_ranges_spare_what_is_below_them(chain: Chain, ranks: int) -> None:
+    chain.grow(21)
+    for first, last in ((0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 20)):
+        chain.fold(first, last)
+    server = Server(chain, chain.bits[0], ranks)
+    server.receiver.advance(0)
+    chain.lose(*range(1, 21))
+    server.reaches(21, commits=1)
+    assert server.receiver.status()["recent"][-1]["versions"] == 21
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_break_is_crossed_backwards_in_one_commit(chain: Chain, ranks: int) -> None:
+    """Nothing on the way back is ever served."""
+    chain.grow(9)
+    server = Server(chain, chain.bits[0], ranks, stage_bytes=0)
+    server.receiver.advance(9)
+    before = server.commits
+    chain.grow(1, base=4)
+    chain.grow(2)
+    served: list[int] = []
+    original = server.port.label
+
+    def label(version: int | None) -> None:
+        served.append(-1 if version is None else version)
+        original(version)
+
+    server.port.label = label  # type: ignore[method-assign]
+    server.receiver.advance()
+    server.serves(12)
+    assert served == [10, 11, 12]
+    assert server.commits - before == 3
+
+
+@pytest.mark.parametrize("codec", ["raw", "packed"])
+def test_break_that_cannot_be_crossed_backwards_is_rebuilt(tmp_path: Path, codec: str) -> None:
+    """Versions that replace bits cannot be taken back; there is the base, and no anchor further on."""
+    chain = Chain(tmp_path, base=True)
+    chain.grow(3)
+    chain.grow(4, codec=codec, full=[0] if codec == "packed" else [])
+    server = Server(chain, chain.bits[0])
+    server.reaches(7, commits=1)
+    chain.grow(1, base=2)
+    chain.grow(2)
+    server.reaches(10, commits=1)
+    server.receiver.rollback(7)
+    server.holds(chain.bits[7])
+
+
+def test_rebuild_that_lacks_its_base_leaves_what_is_served(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, base=True)
+    chain.grow(4, codec="raw")
+    server = Server(chain, chain.bits[0])
+    server.reaches(4, commits=1)
+    chain.grow(2, base=2)
+    hidden = (tmp_path / "base").rename(tmp_path / "hidden")
+    with pytest.raises(ChainError, match="cannot be taken back"):
+        server.receiver.advance()
+    server.serves(4)
+    hidden.rename(tmp_path / "base")
+    server.reaches(6, commits=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_behind_retention_the_newest_anchor_is_taken(chain: Chain, ranks: int) -> None:
+    chain.grow(20)
+    server = Server(chain, chain.bits[0], ranks)
+    server.receiver.advance(3)
+    chain.beside_it(8)
+    chain.beside_it(16)
+    chain.lose(*range(1, 16))
+    retention = side.Retention(run=chain.run, gone=[[1, 15]], created_at="2026-01-01T00:00:00Z")
+    chain.bucket.put(side.RETENTION_KEY, retention.to_bytes())
+    server.reaches(20, commits=2)
+    assert server.receiver.status()["last_error"] is None
+    server.receiver.rollback(16)
+    server.holds(chain.bits[16])
+    server.receiver.rollback(3)
+    server.holds(chain.bits[3])
+
+
+def test_anchor_is_taken_where_it_is_less_to_read(chain: Chain) -> None:
+    chain.grow(40, share=0.4, codec="raw")
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance(0)
+    chain.beside_it(38)
+    server.reaches(40, commits=2)
+    assert [entry["version"] for entry in server.receiver.status()["recent"]] == [38, 40]
+
+
+def test_versions_before_a_hole_are_served_and_the_rest_when_it_heals(chain: Chain, tmp_path: Path) -> None:
+    chain.grow(9)
+    path = chain.folder / chain.manifests[6].objects[0].key
+    hidden = path.rename(tmp_path / "hidden")
+    server = Server(chain, chain.bits[0])
+    with pytest.raises(NotFoundError):
+        server.receiver.advance()
+    server.serves(5)
+    assert server.receiver.status()["last_error"]["kind"] == "not_found"
+    hidden.rename(path)
+    server.reaches(9, commits=1)
+    assert server.receiver.status()["last_error"] is None
+
+
+def test_hole_behind_an_anchor_behind_a_hole(chain: Chain) -> None:
+    """As far as anything leads, and no further."""
+    chain.grow(20)
+    chain.beside_it(10)
+    chain.lose(5)
+    chain.damage(chain.manifests[15])
+    server = Server(chain, chain.bits[0])
+    with pytest.raises(DigestError):
+        server.receiver.advance()
+    server.serves(14)
+
+
+def test_damaged_manifest_in_the_middle_is_named(chain: Chain) -> None:
+    chain.grow(6)
+    chain.spoil_manifest(4)
+    server = Server(chain, chain.bits[0])
+    with pytest.raises(FormatError, match=r"0000000004\.json"):
+        server.receiver.advance()
+    server.serves(3)
+    chain.fold(0, 4)
+    chain.fold(3, 4)
+    server.reaches(6, commits=1)
+
+
+def test_range_whose_distances_are_wrong_is_taken_back_and_avoided(chain: Chain) -> None:
+    """It declares the right sums, so that only the commit finds out; and it is not tried twice."""
+    chain.grow(6)
+    folded = chain.fold(0, 4)
+    changes = changes_between(chain.table, chain.bits[0], chain.bits[4])
+    changes.sparse[0].data[3] += 1
+    data = encode(changes, chain.table, "packed", "zstd", DeltaContext(chain.run, 4, 0))
+    forged = folded.model_copy(update={"objects": [chain._put(data)], "payload_bytes": len(data)})
+    chain.bucket.put(side.fold_key(0, 4), forged.to_bytes())
+    server = Server(chain, chain.bits[0])
+    server.reaches(6, commits=4)
+    assert "revert" in server.port.log
+    for rank in server.port.ranks:
+        assert rank.version == 6
+
+
+def test_rewritten_history_is_not_followed_by_an_anchor(chain: Chain, tmp_path: Path) -> None:
+    chain.grow(4)
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance()
+    info, table = ((chain.folder / key).read_bytes() for key in (keys.RUN_KEY, keys.TABLE_KEY))
+    shutil.rmtree(chain.folder)
+    other = Chain(tmp_path, seed=0)
+    other.random = np.random.default_rng(99)
+    other.grow(8)
+    other.beside_it(7)
+    assert (info, table) == tuple((chain.folder / key).read_bytes() for key in (keys.RUN_KEY, keys.TABLE_KEY))
+    with pytest.raises(ChainError, match="rewritten"):
+        server.receiver.advance()
+    server.serves(4)
+
+
+def test_publisher_that_had_lost_the_run_is_not_followed(chain: Chain) -> None:
+    chain.epoch = 2
+    chain.grow(2)
+    chain.epoch = 1
+    chain.grow(1)
+    chain.epoch = 2
+    chain.grow(1)
+    server = Server(chain, chain.bits[0])
+    with pytest.raises(ChainError, match="epoch"):
+        server.receiver.advance()
+    assert server.receiver.served_version in (None, 0, 2)
+
+
+def test_changed_weights_become_the_head_where_their_version_is_kept_no_more(chain: Chain) -> None:
+    chain.grow(10)
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance(3)
+    chain.beside_it(8)
+    chain.lose(*range(1, 8))
+    server.models[0].norm.data[0] += 1
+    assert not server.receiver.verify()["verdict"]
+    server.reaches(10, commits=2)
+
+
+def test_hold_that_comes_first_keeps_the_first_version_served(chain: Chain) -> None:
+    chain.grow(5)
+    chain.beside_it(3)
+    server = Server(chain, [bits ^ np.uint16(1) for bits in chain.bits[0]])
+    server.receiver.hold()
+    server.receiver.advance()
+    server.serves(3)
+    assert server.receiver.status()["state"] == "held"
+    server.receiver.release()
+    server.reaches(5, commits=1)
+
+
+def test_anchor_writes_only_what_differs(chain: Chain) -> None:
+    """What the undo log keeps of it is no more."""
+    chain.grow(3, share=0.0)
+    chain.lose(1)
+    chain.beside_it(2)
+    server = Server(chain, chain.bits[0])
+    server.reaches(3, commits=2)
+    assert all(answer["undo_bytes"] < chain.table.full_bytes / 4 for answer in server.port.call("describe", {}))
+
+
+# Runs of random shape with random losses
+
+
+COMMITS = 4
+"""An anchor, what follows it, and twice around something that was found to be bad at the commit only."""
+
+
+class Story:
+    """A chain made by chance."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.chain = Chain(root, seed=seed, base=self.chance.random() < 0.3)
+        self.folds: list[tuple[int, int]] = []
+        self.anchors: list[int] = []
+        for _ in range(self.chance.randint(6, 30)):
+            self.publish()
+        self.compact()
+
+    @property
+    def head(self) -> int:
+        return len(self.chain.manifests) - 1
+
+    def publish(self) -> None:
+        kind = self.chance.choices(["plain", "raw", "full", "break", "anchor"], [20, 1, 1, 2, 1])[0]
+        if kind == "break" and self.head > 1:
+            self.chain.grow(1, base=self.chance.randrange(self.head))
+        elif kind == "anchor":
+            self.chain.inside(self.chain.bits[-1])
+        elif kind == "raw":
+            self.chain.grow(1, codec="raw")
+        else:
+            self.chain.grow(1, full=[2] if kind == "full" else [])
+
+    def compact(self) -> None:
+        breaks = {item.version for item in self.chain.breaks}
+        size = FOLD_WIDTH
+        while size <= self.head:
+            for first in range(0, self.head + 1 - size, size):
+                if not breaks.intersection(range(first + 1, first + size + 1)) and self.chance.random() < 0.6:
+                    self.chain.fold(first, first + size)
+                    self.folds.append((first, first + size))
+            size *= FOLD_WIDTH
+        for version in self.chance.sample(range(1, self.head + 1), k=self.chance.randint(0, 2)):
+            self.chain.beside_it(version)
+            self.anchors.append(version)
+
+    def lose(self) -> None:
+        """Objects are removed or damaged, manifests and documents are spoilt; the head's manifest stays."""
+        chain, chance = self.chain, self.chance
+        share = chance.choice([0.0, 0.1, 0.3, 0.8])
+        run = open_run(chain.url)
+        documents: list[Manifest | FoldedRange | Anchor] = [*chain.manifests[1:]]
+        documents += [run.folded(*pair) for pair in self.folds]
+        documents += [run.anchor(version) for version in self.anchors]
+        for document in documents:
+            if chance.random() < share and all((chain.folder / ref.key).exists() for ref in document.objects):
+                (chain.remove if chance.random() < 0.7 else chain.damage)(document)
+        for version in range(1, self.head):
+            if chance.random() < share / 10:
+                chain.spoil_manifest(version)
+
+    def leads_there(self) -> bool:
+        """Whether the head can be made from what the bucket and the base hold."""
+        run = open_run(self.chain.url)
+        try:
+            restore(run, run.manifest(self.head))
+        except DeltaSyncError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("seed", seeds(12, 60))
+def test_head_is_reached_wherever_anything_leads_there(tmp_path: Path, seed: int) -> None:
+    """By a server, and by a cold start: that loads the head or a version before it, bit for bit."""
+    story = Story(tmp_path, seed)
+    chain, chance = story.chain, story.chance
+    ranks = chance.choice([1, 2])
+    server = Server(chain, chain.bits[0], ranks, stage_bytes=chance.choice([10**9, 10**9, 200_000]))
+    start = chance.randrange(story.head + 1)
+    server.receiver.advance(start)
+    server.serves(start)
+    many = server.receiver.settings.stage_bytes < 10**9
+    story.lose()
+    commits = server.commits
+    labels = len(server.port.log)
+    with suppress(DeltaSyncError):
+        server.receiver.advance()
+    reached = server.receiver.served_version
+    assert reached is not None
+    assert reached == story.head or (start <= reached and not story.leads_there())
+    server.serves(reached)
+    assert many or server.commits - commits <= COMMITS
+    # Never back, not even on the way.
+    shown = [int(entry[6:]) for entry in server.port.log[labels:] if entry.startswith("label ")]
+    assert shown == sorted(shown)
+    assert all(version > start for version in shown)
+    run = open_run(chain.url)
+    manifest, state = rebuild(run, newest(run), "/nowhere")
+    assert manifest.version == story.head or not story.leads_there()
+    for found, right in zip(state.bits, chain.bits[manifest.version], strict=True):
+        assert np.array_equal(found, right)
+
+
+# Branches: from a run to one that begins with a version of it, without a full reload
+
+
+@pytest.fixture(params=[False, True], ids=["source begins with an anchor", "source begins with a base"])
+def source(tmp_path: Path, request: pytest.FixtureRequest) -> Chain:
+    chain = Chain(tmp_path, base=request.param)
+    chain.grow(10)
+    return chain
+
+
+def no_whole_reads(chain: Chain) -> None:
+    """Nothing but steps is left: what holds a version whole is gone."""
+    for document in chain.manifests:
+        if document.kind == "anchor":
+            chain.remove(document)
+    shutil.rmtree(chain.root / "base", ignore_errors=True)
+
+
+@pytest.mark.parametrize(("held", "ranks"), [(3, 1), (6, 2), (9, 2)])
+def test_branch_is_followed_from_a_version_of_its_source(source: Chain, held: int, ranks: int) -> None:
+    """Before, at, and behind the version that the branch begins with."""
+    branch = source.branch("branch", 6, seed=1)
+    branch.grow(5)
+    server = Server(source, source.bits[0], ranks)
+    server.receiver.advance(held)
+    no_whole_reads(source)
+    server.follow(branch)
+    server.reaches(5, commits=1)
+    branch.grow(1)
+    server.reaches(6, commits=1)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_run_replaced_by_its_own_branch(source: Chain, found: bool) -> None:
+    """The URL is the same; what is held is proven to be the source's by the weights."""
+    server = Server(source, source.bits[0])
+    server.receiver.advance(7)
+    here, moved = source.folder, source.root / "moved"
+    here.rename(moved)
+    source.url, source.folder = str(moved), moved
+    branch = source.branch("branch", 4, seed=1)
+    branch.grow(3)
+    no_whole_reads(source)
+    branch.folder.rename(here)
+    server.chain = branch
+    if found:
+        server.reaches(3, commits=1)
+        assert server.receiver.status()["undo"] == []
+        return
+    moved.rename(source.root / "elsewhere")
+    with pytest.raises(NotFoundError, match="branches from is not at"):
+        server.receiver.advance()
+    assert server.receiver.status()["served"] is None
+    server.holds(source.bits[7])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_server_with_the_sources_base_follows_the_branch(source: Chain, ranks: int) -> None:
+    branch = source.branch("branch", 6, seed=1)
+    branch.grow(2)
+    second = branch.branch("second", 1, seed=2)
+    second.grow(3)
+    no_whole_reads(source)
+    server = Server(second, source.bits[0], ranks)
+    server.reaches(3, commits=1)
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_way_across_that_is_lost_is_gone_around(source: Chain, anchored: bool) -> None:
+    branch = source.branch("branch", 6, seed=1)
+    branch.grow(5)
+    server = Server(source, source.bits[0])
+    server.receiver.advance(9)
+    source.lose(8)
+    if anchored:
+        no_whole_reads(source)
+        branch.beside_it(3)
+    server.follow(branch)
+    server.reaches(5, commits=2 if anchored else 1)
+
+
+@pytest.mark.parametrize(("held", "commits"), [(6, 0), (9, 1)], ids=["recognized", "reached through the source"])
+def test_version_0_of_a_branch_needs_a_commit_only_if_the_weights_differ(
+    source: Chain, held: int, commits: int
+) -> None:
+    branch = source.branch("branch", 6, seed=1)
+    server = Server(source, source.bits[0])
+    server.receiver.advance(held)
+    server.follow(branch)
+    server.reaches(0, commits)
+    assert server.commits == 1 + commits
+
+
+def test_failures_on_the_way_across_lose_nothing(source: Chain) -> None:
+    branch = source.branch("branch", 6, seed=1)
+    branch.grow(3)
+    no_whole_reads(source)
+    server = Server(source, source.bits[0], port=HookedPort)
+    server.receiver.advance(8)
+    server.follow(branch)
+    faults: list[tuple[str, Hook]] = [("before", failing(method)) for method in ("start", "commit", "adopt")]
+    for when, fault in [*faults, ("after", failing("commit"))]:
+        setattr(server.port, when, fault)
+        with pytest.raises(EngineError):
+            server.receiver.advance()
+        server.holds(source.bits[8])
+        assert server.receiver.status()["served"] is None
+        # A controller that starts over hears the same from the ranks.
+        server.follow(branch)
+    server.reaches(3, commits=1)
+
+
+def test_weights_that_are_not_what_the_ranks_believe_are_refused(tmp_path: Path) -> None:
+    source = Chain(tmp_path, base=True)
+    source.grow(5)
+    branch = source.branch("branch", 3, seed=1)
+    branch.grow(2)
+    server = Server(source, source.bits[0])
+    server.receiver.advance(5)
+    server.models[0].norm.data[0] += 1
+    server.follow(branch)
+    with pytest.raises(ChainError, match="not the run's base"):
+        server.receiver.advance()
+    assert server.receiver.status()["state"] == "refused"
+
+
+def test_other_weights_are_replaced_where_the_source_begins_with_an_anchor(tmp_path: Path) -> None:
+    source = Chain(tmp_path)
+    source.grow(5)
+    branch = source.branch("branch", 3, seed=1)
+    branch.grow(2)
+    server = Server(branch, [bits ^ np.uint16(1) for bits in source.bits[0]])
+    server.reaches(2, commits=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) -> None:
+    branch = source.branch("branch", 6, seed=1)
+    branch.grow(3)
+    run = open_run(branch.url)
+    manifest, state = rebuild(run, newest(run), "/nowhere")
+    assert manifest.version == 3
+    for found, right in zip(state.bits, branch.bits[3], strict=True):
+        assert np.array_equal(found, right)
+    models = models_of(branch.bits[3], ranks)
+    for model in models:
+        fingerprints = tuple(value.hex() for value in state.fingerprints)
+        model.delta_sync_loaded = Loaded(branch.run, branch.url, 3, manifest.digest, fingerprints)
+    server = Server(branch, branch.bits[3], ranks)
+    for model, loaded in zip(server.models, models, strict=True):
+        model.delta_sync_loaded = loaded.delta_sync_loaded
+    server.receiver.advance()
+    assert (server.receiver.served_version, server.commits) == (3, 0)
+    branch.grow(1)
+    server.reaches(4, commits=1)
+
+
+def test_source_that_is_gone_is_named_and_waited_for(tmp_path: Path) -> None:
+    source = Chain(tmp_path, base=True)
+    source.grow(5)
+    branch = source.branch("branch", 3, seed=1)
+    hidden = source.folder.rename(tmp_path / "hidden")
+    server = Server(branch, source.bits[0])
+    with pytest.raises(NotFoundError, match=f"branches from is not at '{source.url}'"):
+        server.receiver.advance()
+    hidden.rename(source.folder)
+    branch.grow(1)
+    server.reaches(1, commits=1)
+
+
+def test_lines_end_where_a_run_comes_round_again(source: Chain) -> None:
+    branch = source.branch("branch", 3, seed=1)
+    run = open_run(branch.url)
+    found = line(run, 0)
+    assert [(point.run.info.run, point.version) for point in found] == [(branch.run, 0), (source.run, 3)]
+    assert across(found[:1], found[1:]) is None

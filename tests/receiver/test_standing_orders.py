@@ -1,0 +1,299 @@
+"""Standing orders outlive a server: a target chosen at run time, a hold, a rollback."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chains import Chain, models_of
+from tests.support.modules import ModulePort
+from tests.support.seeds import seeds
+from tests.support.services import WAIT, wait_until
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.loader import Loaded
+from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.engine.standing import Order, OrderFile
+from vllm_delta_sync.upkeep.tagging import set_tag
+from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
+
+
+class Life:
+    """A server that is started again and again, from its checkpoint or from a version of the bucket."""
+
+    def __init__(self, chain: Chain, **settings: Any) -> None:
+        self.chain = chain
+        self.settings = {"bucket": chain.url, "state_dir": chain.root / "state", "poll_seconds": 0.02, **settings}
+        self.services: list[ReceiverService] = []
+        self.runs = {chain.run: chain}
+
+    def start(self, loaded: int = 0, **settings: Any) -> ReceiverService:
+        """Args: loaded: what ``--load-format delta_sync`` found; 0: the checkpoint."""
+        self.end()
+        self.port = ModulePort(*models_of(self.chain.bits[loaded]))
+        if loaded:
+            bits = self.chain.bits[loaded]
+            sums = tuple(fingerprint_tensor(spec.name, bits[at]).hex() for at, spec in enumerate(self.chain.table))
+            digest = self.chain.manifests[loaded].digest
+            for rank in self.port.ranks:
+                rank.model.delta_sync_loaded = Loaded(self.chain.run, self.chain.url, loaded, digest, sums)  # type: ignore[attr-defined]
+        service = ReceiverService(self.port, Settings(**{**self.settings, **settings}))
+        self.services.append(service)
+        service.start()
+        return service
+
+    def end(self) -> None:
+        for service in self.services:
+            service.stop()
+            service.join(WAIT)
+        self.services.clear()
+
+    def serves(self, version: int) -> None:
+        """It comes to that, proven bit for bit; and nothing newer was named on the way."""
+        (service,) = self.services
+        wait_until(lambda: service.receiver.served_version == version)
+        assert service.request("verify").result(WAIT)["verdict"]
+        chain = self.runs[str(service.receiver.served_run)]
+        for rank, right in zip(self.port.ranks, models_of(chain.bits[version]), strict=True):
+            for mine, other in zip(rank.model.parameters(), right.parameters(), strict=True):  # type: ignore[attr-defined]
+                assert mine.equal(other)
+
+    def labels(self) -> list[int]:
+        return [int(entry[6:]) for entry in self.port.log if entry.startswith("label ") and entry != "label None"]
+
+    @property
+    def file(self) -> Path | None:
+        found = list((self.chain.root / "state").glob("*.order"))
+        return found[0] if found else None
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Iterator[Life]:
+    chain = Chain(tmp_path)
+    chain.grow(7)
+    life = Life(chain)
+    yield life
+    life.end()
+
+
+@pytest.mark.parametrize(("loaded", "policy"), [(0, "follow"), (3, "manual"), (5, "manual"), (7, "follow")])
+def test_rollback_outlives_a_restart(life: Life, loaded: int, policy: str) -> None:
+    service = life.start(policy=policy)
+    service.request("sync").result(WAIT)
+    life.serves(7)
+    service.request("rollback", 5).result(WAIT)
+    assert life.file is not None
+    assert life.file.stat().st_mode & 0o777 == 0o600
+    life.chain.grow(1)
+    service = life.start(loaded, policy=policy)
+    life.serves(5)
+    wait_until(lambda: service.receiver.status()["state"] == "held")
+    assert set(life.labels()) == {5}
+    service.request("release").result(WAIT)
+    service.request("sync").result(WAIT)
+    life.serves(8)
+    assert not list((life.chain.root / "state").glob("*.order"))
+    life.start(policy=policy).request("sync").result(WAIT)
+    life.serves(8)
+
+
+def test_hold_before_anything_is_served_outlives_a_restart_too(life: Life) -> None:
+    service = life.start(policy="manual")
+    service.request("hold").result(WAIT)
+    life.start()
+    life.serves(0)
+    wait_until(lambda: json.loads(life.file.read_bytes())["version"] == 0 if life.file else False)
+
+
+@pytest.mark.parametrize("loaded", [0, 7])
+def test_target_outlives_a_restart(life: Life, loaded: int) -> None:
+    set_tag(open_run(life.chain.url), "best", 3)
+    service = life.start()
+    life.serves(7)
+    for named, version in (("4", 4), ("tag:best", 3)):
+        service.request("target", (named, None)).result(WAIT)
+        service = life.start(loaded)
+        life.serves(version)
+        assert (service.receiver.status()["target"], max(life.labels())) == (named, version)
+    set_tag(open_run(life.chain.url), "best", 6)
+    life.serves(6)
+    service.request("target", ("head", None)).result(WAIT)
+    assert life.file is None
+
+
+def test_setting_that_was_changed_wins(life: Life, caplog: pytest.LogCaptureFixture) -> None:
+    service = life.start()
+    life.serves(7)
+    service.request("rollback", 5).result(WAIT)
+    life.start(target="6")
+    life.serves(6)
+    assert "the setting target is 6, and was head when the standing order (hold at version 5) was given" in caplog.text
+    # It is not in force again when the setting is as it was.
+    life.start()
+    life.serves(7)
+
+
+def test_answer_comes_after_the_order_is_kept(life: Life) -> None:
+    service = life.start()
+    life.serves(7)
+    for action, argument in (("rollback", 5), ("target", ("3", None)), ("hold", None)):
+        future = service.request(action, argument)
+        future.result(WAIT)
+        kept = json.loads(life.file.read_bytes()) if life.file else {}
+        assert (kept["holding"], kept["target"]) == (action != "target", None if action == "rollback" else "3")
+
+
+DAMAGED = ["", "{", "{}", '{"setting":"head","holding":1}', '{"setting":"head","bucket":"/elsewhere/run"}', "x" * 20000]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
+def test_damaged_order_holds_what_the_server_starts_with(
+    life: Life, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    path = OrderFile(Settings(**life.settings)).path
+    assert path is not None
+    path.parent.mkdir()
+    path.write_text(text)
+    path.chmod(0o600)
+    service = life.start()
+    life.serves(0)
+    wait_until(lambda: service.receiver.status()["state"] == "held")
+    assert sum("cannot be read" in record.getMessage() for record in caplog.records) == 1
+    service.request("release").result(WAIT)
+    life.serves(7)
+
+
+@pytest.mark.parametrize("how", ["link", "others"])
+def test_order_that_another_may_have_written_is_not_believed(life: Life, how: str) -> None:
+    path = OrderFile(Settings(**life.settings)).path
+    assert path is not None
+    path.parent.mkdir()
+    written = path if how == "others" else life.chain.root / "order.json"
+    written.write_text(Order(setting="head", target="3").model_dump_json())
+    written.chmod(0o666 if how == "others" else 0o600)
+    if how == "link":
+        path.symlink_to(written)
+    service = life.start()
+    life.serves(0)
+    assert service.receiver.status()["target"] == "head"
+
+
+def test_order_that_cannot_be_kept_is_in_force(life: Life, caplog: pytest.LogCaptureFixture) -> None:
+    (life.chain.root / "state").write_text("in the way")
+    service = life.start()
+    life.serves(7)
+    assert service.request("rollback", 5).result(WAIT)["state"] == "held"
+    assert sum("ends with this process" in record.getMessage() for record in caplog.records) == 1
+    life.start()
+    life.serves(7)
+
+
+def test_version_that_was_held_and_is_gone_is_said(life: Life) -> None:
+    service = life.start()
+    life.serves(7)
+    service.request("rollback", 5).result(WAIT)
+    life.end()
+    life.chain.lose(*range(1, 8))
+    service = life.start(7)
+    wait_until(lambda: service.receiver.status()["last_error"] is not None)
+    assert service.receiver.served_version is None
+    assert life.labels() == []
+    service.request("release").result(WAIT)
+    life.serves(7)
+
+
+def test_another_server_of_this_user_has_orders_of_its_own(life: Life, tmp_path: Path) -> None:
+    """Another process holds the file's lock."""
+    path = OrderFile(Settings(**life.settings)).path
+    assert path is not None
+    path.parent.mkdir()
+    path.write_text(Order(setting="head", target="3").model_dump_json())
+    path.chmod(0o600)
+    script = (
+        "import fcntl, sys\n"
+        "lock = open(sys.argv[1], 'a')\n"
+        "fcntl.lockf(lock, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, f"{path}.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        service = life.start()
+        life.serves(7)
+        service.request("hold").result(WAIT)
+        assert json.loads(path.read_bytes())["target"] == "3"
+        named = OrderFile(Settings(**life.settings, receiver_id="two"))
+        named.save(Order(setting="head", holding=True))
+        assert named.path is not None
+        assert named.path.exists()
+    finally:
+        holder.communicate()
+    life.start()
+    life.serves(3)
+
+
+def test_nothing_is_written_without_an_order_or_a_place_for_it(life: Life) -> None:
+    Receiver(ModulePort(*models_of(life.chain.bits[0])), Settings(**life.settings)).advance()
+    assert not (life.chain.root / "state").exists()
+    life.start()
+    life.serves(7)
+    assert not (life.chain.root / "state").exists() or not os.listdir(life.chain.root / "state")
+
+
+@pytest.mark.parametrize("seed", seeds(3, 8))
+def test_random_orders_and_restarts(tmp_path: Path, seed: int) -> None:
+    """Whatever was asked for and answered last is what is served, also after a restart; every version bit for bit."""
+    chance = random.Random(seed)
+    chain = Chain(tmp_path)
+    chain.grow(6)
+    other = chain.branch("other", 3, seed=1)
+    other.grow(4)
+    life = Life(chain, undo_bytes=chance.choice([0, 10**9]), stage_bytes=chance.choice([100_000, 10**9]))
+    life.runs[other.run] = other
+    service = life.start()
+    at, version, holding, head = chain, 6, False, True
+    life.serves(6)
+    try:
+        for _ in range(14):
+            newest = len(at.manifests) - 1
+            asked = chance.choice(["target", "head", "switch", "rollback", "hold", "release", "grow", "restart"])
+            if asked == "target":
+                version, holding, head = chance.randint(0, newest), False, False
+                service.request("target", (str(version), None)).result(WAIT)
+            elif asked in ("head", "switch"):
+                at = at if asked == "head" else other if at is chain else chain
+                version, holding, head = len(at.manifests) - 1, False, True
+                service.request("target", ("head", at.url)).result(WAIT)
+            elif asked == "rollback":
+                version, holding = chance.randint(0, version), True
+                service.request("rollback", version).result(WAIT)
+            elif asked == "hold":
+                holding = True
+                service.request("hold").result(WAIT)
+            elif asked == "release":
+                if not head and holding:
+                    continue
+                holding = False
+                service.request("release").result(WAIT)
+            elif asked == "grow":
+                at.grow(chance.randint(1, 3))
+            else:
+                service = life.start(chance.choice([0, len(chain.manifests) - 1]))
+            if head and not holding:
+                version = len(at.manifests) - 1
+            life.serves(version)
+            assert service.receiver.served_run == at.run
+            assert service.receiver.status()["holding"] == holding
+    finally:
+        life.end()

@@ -1,0 +1,302 @@
+"""Garbage collection beside others: tags, publishers, other collections, each at every moment of one."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
+from vllm_delta_sync.bucket import creation
+from vllm_delta_sync.errors import ConflictError, NotFoundError
+from vllm_delta_sync.upkeep import retention
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.upkeep.retention_lock import CLAIM_SECONDS, KEPT
+from vllm_delta_sync.upkeep.tagging import set_tag
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire.documents import Collection
+
+FEW = Policy(keep_last=3)
+Meanwhile = Callable[[Grown], object]
+
+
+def interleaved(folder: Path, make: Callable[[Path], Grown], policy: Policy, meanwhile: Meanwhile) -> list[Grown]:
+    """Collect once for each change that a collection makes, and let something happen right before that change.
+
+    Where another collection took over, or began at the same moment, the first one is refused.
+    """
+    done: list[Grown] = []
+    at = 0
+    while True:
+        grown = make(folder)
+        count = 0
+
+        def hook(action: str, key: str, grown: Grown = grown, at: int = at) -> None:
+            nonlocal count
+            count += 1
+            if count == at + 1:
+                grown.memory.before = lambda action, key: None
+                meanwhile(grown)
+                grown.memory.before = lambda action, key: None
+
+        grown.memory.before = hook
+        with suppress(ConflictError):
+            collect(grown.run_, policy, monotonic=grown.seconds)
+        if count <= at:
+            return done
+        done.append(grown)
+        at += 1
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["alone", "beside another"])
+def test_a_tag_set_meanwhile_holds_or_is_refused(tmp_path: Path, second: bool) -> None:
+    """Also where a second collection, which keeps more, begins right before it."""
+    outcomes: list[bool] = []
+
+    def tag(grown: Grown) -> None:
+        if second:
+            with suppress(ConflictError):
+                collect(grown.run_, Policy(keep_last=3, keep_every=6))
+        try:
+            set_tag(grown.run_, "late", 18)
+            outcomes.append(True)
+        except NotFoundError:
+            outcomes.append(False)
+
+    runs = interleaved(tmp_path, lambda folder: long_run(folder, 24), FEW, tag)
+    assert len(runs) == len(outcomes) > 20
+    for grown, held in zip(runs, outcomes, strict=True):
+        assert (side.tag_key("late") in grown.memory.held) == held
+        assert not held or grown.equals(18)
+    assert {True, False} == set(outcomes)
+
+
+def test_a_tag_that_was_checked_before_the_collection_holds(tmp_path: Path) -> None:
+    grown = long_run(tmp_path)
+
+    def hook(action: str, key: str) -> None:
+        # The collection has looked at the tags once.
+        if key == side.RETENTION_KEY:
+            grown.memory.after = lambda action, key: None
+            grown.tag("late", 21)
+
+    grown.memory.after = hook
+    report = collect(grown.run_, FEW)
+    assert report.kept[21] == ["tag late"]
+    assert grown.equals(21)
+    record = grown.run_.retention()
+    assert record is not None
+    assert not record.is_gone(21)
+    set_tag(grown.run_, "again", 21)
+
+
+def test_publishing_meanwhile(tmp_path: Path) -> None:
+    for grown in interleaved(tmp_path, lambda folder: long_run(folder, 24), FEW, Grown.grow):
+        assert all(grown.equals(version) for version in (22, 24, 25))
+
+
+def test_of_two_collections_one_is_refused(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def meanwhile(grown: Grown) -> None:
+        before = dict(grown.memory.held)
+        try:
+            collect(grown.run_, Policy(keep_last=1))
+            refused.append("")
+        except ConflictError as error:
+            refused.append(str(error))
+            assert {key for key in before if before[key] != grown.memory.held[key]} <= {side.COLLECTIONS_CLOCK}
+
+    runs = interleaved(tmp_path, lambda folder: long_run(folder, 16, LARGE), FEW, meanwhile)
+    assert len(runs) == len(refused) > 10
+    for grown, error in zip(runs[1:-1], refused[1:-1], strict=True):
+        assert side.collection_key(1) in error
+        assert all(grown.equals(version) for version in (14, 15, 16))
+    # Before the claim of the first one, and for the end of it.
+    assert refused[0] == ""
+    assert runs[0].equals(16)
+
+
+def test_a_collection_that_stood_still_for_too_long_is_taken_over_from_and_stops(tmp_path: Path) -> None:
+    """The second one knows of an anchor that makes another way to the head cheaper, and the first removes that way."""
+    stopped: list[int] = []
+
+    def meanwhile(grown: Grown) -> None:
+        grown.beside(12, grown.folder)
+        grown.memory.clock += CLAIM_SECONDS + 2
+        removed = collect(grown.run_, Policy(keep_last=1)).objects
+        held = objects(grown.memory)
+
+        def hook(action: str, key: str) -> None:
+            # Nothing more, but for a key that is no object.
+            assert action == "put" or key not in held, (len(stopped), key)
+
+        grown.memory.after = hook
+        stopped.append(len(removed))
+
+    runs = interleaved(tmp_path, lambda folder: long_run(folder, 16, LARGE), FEW, meanwhile)
+    assert len(runs) == len(stopped) > 10
+    for grown in runs:
+        grown.memory.after = lambda action, key: None
+        assert grown.equals(16)
+        # And the next one finds the run free.
+        assert collect(grown.run_, Policy(keep_last=1)).head == 16
+
+
+def test_a_collection_that_was_killed_delays_the_next_one_for_as_long_as_its_claim_holds(tmp_path: Path) -> None:
+    grown = long_run(tmp_path, 16)
+
+    def crash(action: str, key: str) -> None:
+        if action == "delete" or key.endswith(".end"):
+            raise Crash
+
+    grown.memory.before = crash
+    with pytest.raises(Crash):
+        collect(grown.run_, FEW)
+    grown.memory.before = lambda action, key: None
+    with pytest.raises(ConflictError, match=side.collection_key(1)):
+        collect(grown.run_, FEW)
+    grown.memory.clock += CLAIM_SECONDS
+    assert collect(grown.run_, FEW).objects
+    assert grown.equals(14)
+
+
+@pytest.mark.parametrize("data", [b"{", b"x" * 200_000])
+def test_a_claim_that_cannot_be_read_holds_as_long_as_any(tmp_path: Path, data: bytes) -> None:
+    grown = long_run(tmp_path, 8)
+    grown.bucket.put(side.collection_key(7), data)
+    with pytest.raises(ConflictError, match="under way"):
+        collect(grown.run_, FEW)
+    grown.memory.clock += CLAIM_SECONDS + 2
+    assert collect(grown.run_, FEW).objects
+    assert side.collection_end_key(8) in grown.memory.held
+
+
+def test_a_long_collection_renews_its_claim_and_old_claims_are_removed(tmp_path: Path) -> None:
+    grown = long_run(tmp_path, 24)
+    refused: list[str] = []
+
+    def hook(action: str, key: str) -> None:
+        # Each removal takes a quarter of what the claim holds.
+        if action == "delete" and not key.startswith(side.COLLECTIONS_PREFIX):
+            grown.memory.clock += CLAIM_SECONDS / 4
+            try:
+                collect(grown.run_, FEW)
+            except ConflictError as error:
+                refused.append(str(error))
+
+    grown.memory.before = hook
+    report = collect(grown.run_, FEW, monotonic=grown.seconds)
+    assert len(report.objects) + len(report.folds) == len(refused) > 10
+    claims = [key for key in grown.memory.held if side.collection_of_key(key) is not None]
+    newest = max(key for key in claims if key.endswith(".json"))
+    assert int(newest[-15:-5]) >= len(refused) // 3
+    assert len(claims) <= KEPT + 1
+    assert newest.replace(".json", ".end") in claims
+
+
+def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.0)
+    grown = long_run(tmp_path, 16)
+    grown.memory.exclusive = False
+    held = dict(grown.memory.held)
+
+    def late(action: str, key: str) -> None:
+        if key == side.collection_key(1):
+            grown.memory.after = lambda action, key: None
+            ours = Collection.from_bytes(grown.memory.get(key))
+            theirs = Collection.model_validate({**ours.model_dump(), "holder": "f" * 32})
+            grown.memory.put(key, theirs.to_bytes())
+
+    grown.memory.after = late
+    with pytest.raises(ConflictError, match="began at the same moment"):
+        collect(grown.run_, FEW)
+    assert grown.memory.held.keys() - held.keys() == {side.collection_key(1)}
+
+
+def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by one of a release that claims nothing; where create-if-absent holds, it is looked for every few seconds."""
+    monkeypatch.setattr(retention, "CHECK_SECONDS", 0.0)
+    grown = long_run(tmp_path, 24)
+    other = Policy(keep_last=3, keep_every=6)
+
+    def second(action: str, key: str) -> None:
+        if action == "delete" and key.startswith("objects/"):
+            grown.memory.after = lambda action, key: None
+            plain = long_run(grown.folder, 24)
+            collect(plain.run_, other)
+            grown.memory.put(side.RETENTION_KEY, plain.memory.get(side.RETENTION_KEY))
+
+    grown.memory.after = second
+    before = objects(grown.memory)
+    with pytest.raises(ConflictError, match=r"retention\.json of memory is not the one that this collection wrote"):
+        collect(grown.run_, FEW)
+    assert len(objects(grown.memory)) == len(before) - 1
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.lists(STEPS, min_size=3, max_size=12),
+    policies=st.tuples(POLICIES, POLICIES),
+    at=st.integers(0, 12),
+    meanwhile=st.lists(STEPS, max_size=3),
+    stalled=st.booleans(),
+)
+def test_collectors_that_do_not_know_of_each_other(
+    tmp_path: Path,
+    seed: int,
+    steps: list[tuple[str, int]],
+    policies: tuple[Policy, Policy],
+    at: int,
+    meanwhile: list[tuple[str, int]],
+    stalled: bool,
+) -> None:
+    """A second collection, and what happens before it, at a random moment of a first."""
+    grown = Grown(MemoryBucket(), tmp_path, seed)
+    play(grown, steps)
+    grown.memory.clock += 2 * HOUR
+    kept: list[set[int]] = []
+    left = at
+
+    def hook(action: str, key: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            grown.memory.before = lambda action, key: None
+            play(grown, [step for step in meanwhile if step[0] not in ("age", "tag", "milestone", "branch", "rebase")])
+            grown.memory.clock += stalled * (CLAIM_SECONDS + 2)
+            with suppress(ConflictError):
+                kept.append(set(collect(grown.run_, policies[1]).kept))
+
+    grown.memory.before = hook
+    with suppress(ConflictError):
+        kept.append(set(collect(grown.run_, policies[0], monotonic=grown.seconds).kept))
+    assert kept
+    for version in set.intersection(*kept):
+        assert grown.equals(version), version
+
+
+def test_an_object_that_is_put_again_meanwhile_stays(tmp_path: Path) -> None:
+    grown = long_run(tmp_path)
+    orphan = grown._put(b"left by a writer that crashed")
+    grown.memory.clock += 2 * HOUR
+
+    def hook(action: str, key: str) -> None:
+        if action == "delete":
+            grown.memory.before = lambda action, key: None
+            grown._put(b"left by a writer that crashed")
+
+    grown.memory.before = hook
+    report = collect(grown.run_, FEW)
+    assert orphan.key in objects(grown.memory)
+    assert orphan.key not in report.objects
+    assert report.objects
+    grown.memory.clock += 2 * HOUR
+    assert orphan.key in collect(grown.run_, FEW).objects

@@ -1,0 +1,557 @@
+"""What reading a run costs: prefetching, each manifest once, many at a time, and bounds on what strangers put there."""
+
+import json
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.chains import Chain
+from tests.support.commands import answer
+from tests.support.publishers import Hooked
+from tests.support.signed_runs import PUBLISHER, ROOT, Signed, name_of
+from tests.support.trusted import keyring_at
+from tests.support.written import Written
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket.calls import PARALLEL, in_parallel
+from vllm_delta_sync.bucket.local import LocalBucket
+from vllm_delta_sync.bucket.metered import MeteredBucket, Metrics
+from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.chain import Run, ahead, open_run
+from vllm_delta_sync.chain.documents import RunDocuments
+from vllm_delta_sync.chain.glance import GLANCE_BYTES, check_glance
+from vllm_delta_sync.chain.newest import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
+from vllm_delta_sync.chain.verify import verify_run
+from vllm_delta_sync.cli.views import log_document
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    FormatError,
+    LimitError,
+    NotFoundError,
+    SignatureError,
+    StoreError,
+)
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.upkeep.compaction_anchor import make_anchor
+from vllm_delta_sync.upkeep.compaction_fold import make_fold
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
+from vllm_delta_sync.wire.documents import KeyEntry
+from vllm_delta_sync.wire.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest, Signature, version_key
+
+VERSIONS = 40
+PATIENCE_SECONDS = 60.0
+"""Passes only where reads that should be under way together are not."""
+HEAD = 3
+"""Of a run that strangers put documents into."""
+
+# Prefetching
+
+
+class Far(WrappedBucket):
+    """A store that answers the first ``together`` reads only once all of them have been asked for."""
+
+    def __init__(self, inner: Bucket) -> None:
+        super().__init__(inner)
+        self.url = "s3://far/run"
+        self.asked: list[str] = []
+        self._barrier: threading.Barrier | None = None
+        self._left = 0
+        self._lock = threading.Lock()
+
+    def answer_together(self, reads: int) -> None:
+        self._barrier, self._left = threading.Barrier(reads), reads
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        with self._lock:
+            self.asked.append(key)
+            waits, self._left = self._left > 0, self._left - 1
+        if waits and self._barrier is not None:
+            self._barrier.wait(PATIENCE_SECONDS)
+        return super().get(key, max_bytes=max_bytes)
+
+
+def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    chain.grow()
+    bucket = Far(chain.bucket)
+    run = RunDocuments(bucket)
+    bucket.asked.clear()
+    bucket.answer_together(4)
+    with run.looking(0, expected=1):
+        assert run.is_current()
+        assert run.head().version == 1
+    # The probe for the version after it comes last: only what lies beyond what was found tells that nothing does.
+    assert sorted(bucket.asked) == sorted(["run.json", "HEAD.json", version_key(0), version_key(1), version_key(2)])
+
+
+def test_what_was_missing_is_asked_for_again_and_nothing_outlives_the_poll(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    bucket = Far(chain.bucket)
+    run = RunDocuments(bucket)
+    asked = threading.Event()
+    with run.looking(0, expected=1):
+        while version_key(1) not in bucket.asked:
+            asked.wait(0.01)
+        with pytest.raises(NotFoundError):
+            run.manifest(1)
+        chain.grow()
+        assert run.head().version == 1
+    with run.looking(0):
+        assert run.is_current()
+    chain.grow()
+    assert run.head().version == 2
+
+
+# A long run
+
+
+class Slow:
+    """A directory whose first reads of manifests are answered only when so many of them are under way.
+
+    Attributes:
+        run: opened over it. metrics: of its requests. reads: of manifests, by key. most: of them at one time.
+    """
+
+    def __init__(self, folder: Path, together: int, keyring: Keyring | None = None) -> None:
+        self.metrics = Metrics()
+        bucket = Hooked(folder)
+        self.run = Run(MeteredBucket(bucket, self.metrics), keyring)
+        self.reads: Counter[str] = Counter()
+        self.most = 0
+        self._now = 0
+        self._together = together
+        self._changed = threading.Condition()
+        bucket.reading = self._read
+        self._before = self.metrics.snapshot()
+
+    def _read(self, key: str) -> None:
+        if not key.startswith(VERSIONS_PREFIX):
+            return
+        with self._changed:
+            self.reads[key] += 1
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self._changed.notify_all()
+            # The head is read first, by itself: so many are awaited from the second read on.
+            if sum(self.reads.values()) > 2:
+                assert self._changed.wait_for(lambda: self.most >= self._together, PATIENCE_SECONDS), self.reads
+            self._now -= 1
+
+    @property
+    def calls(self) -> float:
+        """Requests of any kind since it was opened."""
+        return self.metrics.since(self._before)["calls"]
+
+
+def once(versions: range) -> dict[str, int]:
+    return {version_key(version): 1 for version in versions}
+
+
+def without_probe(reads: Counter[str], head: int = VERSIONS) -> dict[str, int]:
+    """Without the read of the version after the head, which says that there is none."""
+    return {key: count for key, count in reads.items() if key != version_key(head + 1)}
+
+
+def numbers(document: dict[str, Any]) -> list[int]:
+    return [row["version"] for row in document["versions"]]
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Written(tmp_path_factory.mktemp("long") / "run", VERSIONS).folder
+
+
+@pytest.fixture
+def folder(long_run: Path, tmp_path: Path) -> Path:
+    """A run of one's own."""
+    return shutil.copytree(long_run, tmp_path / "run")
+
+
+def test_log_reads_what_it_shows_once_and_many_at_a_time(long_run: Path) -> None:
+    slow = Slow(long_run, PARALLEL)
+    whole, failure = log_document(slow.run, None)
+    assert (failure, numbers(whole)) == (None, list(range(VERSIONS + 1)))
+    assert without_probe(slow.reads) == once(range(VERSIONS + 1))
+    assert (slow.most, slow.calls <= VERSIONS + 1 + 4) == (PARALLEL, True)
+    # Of the last ones those, and the one before.
+    slow = Slow(long_run, 5)
+    document, failure = log_document(slow.run, 5)
+    assert (failure, document["versions"]) == (None, whole["versions"][-5:])
+    assert without_probe(slow.reads) == once(range(VERSIONS - 5, VERSIONS + 1))
+    assert slow.calls <= 6 + 4
+    assert log_document(open_run(str(long_run)), 1000) == (whole, None)
+
+
+def rewrite(folder: Path, version: int) -> None:
+    """Replace a manifest by another valid one, as an attacker with write access can."""
+    file = folder / version_key(version)
+    value = json.loads(file.read_bytes())
+    file.write_bytes(dump_canonical({**value, "step": value["step"] + 1}))
+
+
+@pytest.mark.parametrize(
+    ("version", "last", "shown"),
+    [
+        *((VERSIONS, 5, range(35, 40)), (VERSIONS - 1, 5, range(36, 40)), (VERSIONS - 4, 5, range(36, 37))),
+        *((VERSIONS - 5, 5, range(0)), (0, None, range(1)), (VERSIONS - 6, None, range(VERSIONS - 5))),
+    ],
+)
+def test_log_finds_one_that_was_rewritten(folder: Path, version: int, last: int | None, shown: range) -> None:
+    """Each version that is shown follows the one before it, and the newest is the one that HEAD.json names."""
+    rewrite(folder, version)
+    document, failure = log_document(open_run(str(folder)), last)
+    assert isinstance(failure, ChainError)
+    assert numbers(document) == list(shown)
+
+
+def test_verify_reads_each_manifest_once_and_many_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(folder, PARALLEL)
+    report = verify_run(slow.run)
+    assert (report.head, report.versions, report.replayed) == (VERSIONS, VERSIONS + 1, True)
+    assert slow.reads == once(range(VERSIONS + 1))
+    assert slow.most == PARALLEL
+    # What does not fit into memory is read again: once for the documents, and once for the weights.
+    sizes = [(folder / version_key(version)).stat().st_size for version in range(VERSIONS + 1)]
+    monkeypatch.setattr(ahead, "KEPT_BYTES", sum(sizes) // 4)
+    again = Slow(folder, PARALLEL)
+    assert verify_run(again.run).head == VERSIONS
+    assert max(again.reads.values()) == 2
+    kept = [sizes[version] for version in range(VERSIONS + 1) if again.reads[version_key(version)] == 1]
+    assert 0 < sum(kept) <= sum(sizes) // 4
+    # What a check has read does not outlive it.
+    rewrite(folder, 7)
+    with pytest.raises(ChainError):
+        verify_run(slow.run)
+    (folder / version_key(20)).unlink()
+    (folder / version_key(30)).write_bytes(b"{")
+    report = verify_run(open_run(str(folder)), findings=True)
+    assert [finding.version for finding in report.findings if finding.key.startswith(VERSIONS_PREFIX)] == [7, 20, 30]
+
+
+def test_a_long_signed_run_is_read_once(tmp_path: Path) -> None:
+    """That what a retired key signed holds is shown by the manifests up to its last word, which are read anyway."""
+    signed = Signed(ROOT, open_bucket(tmp_path / "run"))
+    signed.writer.keyring = PUBLISHER
+    signed.deltas(*["packed"] * 25)
+    signed.list_keys(1, KeyEntry(key=name_of(PUBLISHER), last=signed.last_word(25)))
+    signed.writer.keyring = ROOT
+    signed.deltas(*["packed"] * 5)
+    slow = Slow(tmp_path / "run", 2, Keyring(ROOT.trusted))
+    report = verify_run(slow.run)
+    assert (report.head, report.checked, report.findings) == (30, True, [])
+    assert slow.reads == once(range(31))
+    slow = Slow(tmp_path / "run", 2, Keyring(ROOT.trusted))
+    with slow.run.keeping():
+        document, failure = log_document(slow.run, None)
+    assert (failure, len(document["versions"])) == (None, 31)
+    assert without_probe(slow.reads, 30) == once(range(31))
+
+
+def test_nothing_is_kept_that_could_not_be_read(folder: Path) -> None:
+    file = folder / version_key(7)
+    data = file.read_bytes()
+    run = open_run(str(folder))
+    with run.keeping():
+        file.unlink()
+        with pytest.raises(DeltaSyncError):
+            run.manifest(7)
+        file.write_bytes(data)
+        assert run.manifest(7).version == 7
+        file.unlink()
+        assert run.manifest(7).version == 7
+
+
+def test_the_commands_ask_for_no_more(long_run: Path) -> None:
+    asked: Counter[str] = Counter()
+    get = LocalBucket.get
+
+    def count(bucket: LocalBucket, key: str, *, max_bytes: int | None = None) -> bytes:
+        if key.startswith(VERSIONS_PREFIX):
+            asked[key] += 1
+        return get(bucket, key, max_bytes=max_bytes)
+
+    with mock.patch.object(LocalBucket, "get", count):
+        for command, first in (("log --last 5", VERSIONS - 5), ("log", 0), ("verify", 0)):
+            asked.clear()
+            answer(*command.split(), "--bucket", long_run)
+            assert without_probe(asked) == once(range(first, VERSIONS + 1))
+
+
+def test_a_version_that_a_key_may_not_sign_is_refused_as_before(tmp_path: Path) -> None:
+    signed = Signed(ROOT, open_bucket(tmp_path / "run"))
+    signed.deltas(*["packed"] * 6)
+    signed.writer.keyring = PUBLISHER
+    signed.delta()
+    signed.writer.keyring = ROOT
+    signed.deltas(*["packed"] * 6)
+    run = Run(open_bucket(tmp_path / "run"), Keyring(ROOT.trusted))
+    for last, rows, failure in ((None, 7, SignatureError), (5, 5, None), (6, 0, SignatureError)):
+        document, error = log_document(run, last)
+        assert (len(document["versions"]), None if error is None else type(error)) == (rows, failure)
+
+
+def test_few_answers_wait_to_be_taken() -> None:
+    called: list[int] = []
+
+    def call(item: int) -> int:
+        called.append(item)
+        return item
+
+    for number, found in enumerate(in_parallel(call, range(1000), ahead=20)):
+        assert found == number
+        assert len(called) <= number + 1 + 20
+    assert sorted(called) == list(range(1000))
+    # A generator that is closed early leaves no thread behind.
+    before = threading.active_count()
+    answers = in_parallel(call, range(1000), ahead=20)
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    passing = threading.Event()
+    while threading.active_count() > before:
+        passing.wait(0.01)
+
+
+# Documents that strangers put into a bucket
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Keyring:
+    return keyring_at(tmp_path / "trainer.key")
+
+
+@pytest.fixture
+def chain(tmp_path: Path, ring: Keyring) -> Chain:
+    chain = Chain(tmp_path, keyring=ring)
+    chain.grow(HEAD)
+    return chain
+
+
+def junk(chain: Chain, version: int, size: int, key: str) -> bytes:
+    """A canonical manifest of about so many bytes, with a signature that is none."""
+    fields = chain.manifests[HEAD].model_dump(mode="json")
+    signature = {"key": key, "value": "0" * 128}
+    fields |= {"version": version, "base_version": version - 1, "signature": signature}
+    return dump_canonical({**fields, "zzz": "@@"}).replace(b'"@@"', b"[" + b"0," * (size // 2) + b"0]")
+
+
+def put(chain: Chain, data: bytes, *versions: int) -> None:
+    for version in versions:
+        (chain.folder / version_key(version)).write_bytes(data)
+
+
+@contextmanager
+def reading(run: Run) -> Iterator[list[int]]:
+    """Sizes of what is read from the bucket."""
+    sizes: list[int] = []
+    good: Callable[..., bytes] = run.bucket.get
+
+    def get(key: str, *, max_bytes: int | None = None) -> bytes:
+        sizes.append(0)
+        data = good(key, max_bytes=max_bytes)
+        sizes[-1] = len(data)
+        return data
+
+    with mock.patch.object(run.bucket, "get", get):
+        yield sizes
+
+
+@contextmanager
+def parsing() -> Iterator[list[int]]:
+    """Sizes of the documents that are parsed."""
+    sizes: list[int] = []
+
+    def load(data: bytes, *arguments: Any) -> Any:
+        sizes.append(len(data))
+        return load_canonical(data, *arguments)
+
+    with mock.patch("vllm_delta_sync.wire.manifest.load_canonical", load):
+        yield sizes
+
+
+@pytest.mark.parametrize("whose", ["trainer", "stranger", "nobody"])
+def test_large_junk_behind_the_head_is_not_parsed(whose: str, chain: Chain, ring: Keyring, tmp_path: Path) -> None:
+    key = {"trainer": ring.public, "stranger": keyring_at(tmp_path / "stranger.key").public, "nobody": "x"}[whose]
+    run = open_run(chain.url, ring)
+    for version in range(HEAD + 1, HEAD + 40):
+        put(chain, junk(chain, version, run.document_limit // 2 - 2000, key or ""), version)
+    with reading(run) as read, parsing() as parsed:
+        manifest, error = run.reachable_head()
+    assert (manifest.version, type(error)) == (HEAD, SignatureError)
+    assert 0 < max(parsed) < GLANCE_BYTES
+    assert sum(read) < (BAD_DOCUMENTS + 1) * run.document_limit
+    # Nor is what lies beside the history.
+    for at in (side.anchor_key(2), side.fold_key(0, 2)):
+        (chain.folder / at).parent.mkdir()
+        (chain.folder / at).write_bytes(junk(chain, 2, 20_000, ring.public or ""))
+    with parsing() as parsed:
+        for get in (lambda: run.anchor(2), lambda: run.folded(0, 2)):
+            with pytest.raises(SignatureError):
+                get()
+    assert parsed == []
+
+
+def test_junk_without_keys_is_read_up_to_a_size(chain: Chain) -> None:
+    run = open_run(chain.url)
+    put(chain, b"[" + b" " * (run.document_limit - 10) + b"]", *range(HEAD + 1, HEAD + 20))
+    with reading(run) as read:
+        manifest, error = run.reachable_head()
+    assert (manifest.version, type(error)) == (HEAD, FormatError)
+    assert BAD_DOCUMENTS * run.document_limit < sum(read) < (BAD_DOCUMENTS + 1) * run.document_limit + GLANCE_BYTES
+
+
+def test_more_than_the_limit_is_not_read(chain: Chain, ring: Keyring) -> None:
+    run = open_run(chain.url, ring)
+    put(chain, b" " * (run.document_limit + 1), HEAD + 1)
+    with reading(run) as read:
+        manifest, error = run.reachable_head()
+    assert (manifest.version, type(error)) == (HEAD, LimitError)
+    assert sum(read) < GLANCE_BYTES
+    for key, get in ((side.anchor_key(2), lambda: run.anchor(2)), (side.fold_key(0, 2), lambda: run.folded(0, 2))):
+        (chain.folder / key).parent.mkdir()
+        (chain.folder / key).write_bytes(b" " * (run.document_limit + 1))
+        with pytest.raises(LimitError):
+            get()
+
+
+@pytest.mark.parametrize("count", [1, BAD_IN_A_ROW])
+@pytest.mark.parametrize("far", [0, 2000])
+def test_the_head_is_found_without_head_json(count: int, far: int, chain: Chain, ring: Keyring) -> None:
+    put(chain, b"{}", *range(HEAD + 1, HEAD + 1 + count), *range(9_000_000_000, 9_000_000_000 + far))
+    (chain.folder / HEAD_KEY).write_bytes(b"{}")
+    run = open_run(chain.url, ring)
+    with reading(run) as read:
+        manifest, error = run.reachable_head()
+    assert (manifest.version, type(error)) == (HEAD, FormatError)
+    assert error is not None
+    assert HEAD_KEY in error.message
+    assert len(read) < 4 * BAD_IN_A_ROW
+
+
+def test_more_junk_than_is_passed_over(chain: Chain, ring: Keyring) -> None:
+    put(chain, b"{}", *range(HEAD + 1, HEAD + 2 + BAD_IN_A_ROW))
+    run = open_run(chain.url, ring)
+    manifest, error = run.reachable_head()
+    assert (manifest.version, type(error)) == (HEAD, FormatError)
+    (chain.folder / HEAD_KEY).write_bytes(b"{}")
+    with reading(run) as read, pytest.raises(FormatError, match=HEAD_KEY):
+        run.reachable_head()
+    assert len(read) < 2 * BAD_IN_A_ROW
+
+
+def test_a_lost_manifest_hides_nothing_beyond_it(chain: Chain, ring: Keyring) -> None:
+    (chain.folder / version_key(1)).unlink()
+    (chain.folder / HEAD_KEY).write_bytes(b"{}")
+    assert open_run(chain.url, ring).reachable_head()[0].version == HEAD
+
+
+def test_a_large_version_behind_large_junk(tmp_path: Path) -> None:
+    """Too large to be read after so much, and found from the one before it."""
+    chain = Chain(tmp_path)
+    chain.grow(HEAD)
+    run = open_run(chain.url)
+    last = json.loads((chain.folder / version_key(HEAD)).read_bytes())
+    put(chain, dump_canonical({**last, "zzz": "x" * (run.document_limit // 2)}), HEAD)
+    put(chain, b"x" * (run.document_limit * 15 // 16), *range(HEAD + 1, HEAD + 1 + BAD_DOCUMENTS))
+    (chain.folder / HEAD_KEY).write_bytes(b"{}")
+    manifest, error = run.reachable_head()
+    assert (manifest.version, type(error)) == (HEAD, FormatError)
+
+
+def test_newest_before_at_its_edges(chain: Chain) -> None:
+    reason = ChainError("why")
+
+    def read(version: int) -> Manifest:
+        return chain.manifests[version]
+
+    def fails(version: int) -> Manifest:
+        raise StoreError("gone")
+
+    def lacks(version: int) -> Manifest:
+        raise NotFoundError("between listing and reading")
+
+    assert newest_before({3: 50, 2: 100}, 100, read, 9, reason).version == 3
+    assert newest_before({3: 101, 2: 100}, 100, read, 9, reason).version == 2
+    for sizes, reader, before, error in (
+        ({}, read, 5, ChainError),
+        ({3: 50}, read, 3, ChainError),
+        ({3: 50}, fails, 9, StoreError),
+        ({3: 50}, lacks, 9, ChainError),
+    ):
+        with pytest.raises(error):
+            newest_before(sizes, 100, reader, before, reason)
+
+
+# The precheck of signatures
+
+
+def signed(ring: Keyring, **fields: Any) -> bytes:
+    """An object with a signature over the rest of it."""
+    signature = ring.sign_bytes("manifest", dump_canonical(fields))
+    assert signature is not None
+    return dump_canonical({**fields, "signature": signature.model_dump()})
+
+
+def check(data: bytes, ring: Keyring, kind: str = "manifest") -> None:
+    check_glance(data, kind, ring, frozenset([ring.public or ""]), "it")
+
+
+def test_a_good_signature_wherever_it_stands(ring: Keyring) -> None:
+    other = Signature(key="0" * 64, value="0" * 128).model_dump()
+    in_an_unknown_member: dict[str, Any] = {"a": {"signature": other}, "z": 1}
+    for fields in ({}, {"a": 1}, {"z": 1}, {"a": 1, "z": 'x"signature":{'}, in_an_unknown_member):
+        check(signed(ring, **fields), ring)
+
+
+BAD: dict[str, tuple[Callable[[bytes], bytes], type[DeltaSyncError]]] = {
+    "changed": (lambda data: data.replace(b'"a":1', b'"a":2'), SignatureError),
+    "signature taken away": (lambda data: b'{"a":1}', SignatureError),
+    "cut off": (lambda data: data[:-2], FormatError),
+    "zeros in it": (lambda data: data.replace(b'"a"', b"\0\0\0"), FormatError),
+    "nothing": (lambda data: b"", FormatError),
+    "many signatures": (lambda data: b"{" + data[7:-1].replace(b"0", b"1") * 50 + b"}", SignatureError),
+}
+
+
+def test_what_the_precheck_refuses(ring: Keyring, tmp_path: Path) -> None:
+    for name, (change, kind) in BAD.items():
+        with pytest.raises(kind, match="it") as caught:
+            check(change(signed(ring, a=1)), ring)
+        assert type(caught.value) is kind, name
+    with pytest.raises(SignatureError, match="changed"):
+        check(signed(ring, a=1), ring, "anchor")
+    with pytest.raises(SignatureError, match="not trusted"):
+        check(signed(keyring_at(tmp_path / "stranger.key"), a=1), ring)
+
+
+def test_large_documents_that_are_good(chain: Chain, ring: Keyring) -> None:
+    fields = chain.manifests[HEAD].model_dump(mode="json")
+    fields |= {"version": HEAD + 1, "parent": chain.manifests[HEAD].digest, "base_version": HEAD}
+    fields |= {"zzz": "x" * 2 * GLANCE_BYTES}
+    del fields["signature"]
+    put(chain, signed(ring, **fields), HEAD + 1)
+    assert open_run(chain.url, ring).head().version == HEAD + 1
+
+
+def test_writers_beside_the_history_keep_to_the_limit(chain: Chain, ring: Keyring) -> None:
+    run = open_run(chain.url, ring)
+    usual = run.document_limit
+
+    def shrink() -> bool:
+        """Once the manifests are read."""
+        run.document_limit = 200
+        return False
+
+    for make in (lambda: make_anchor(run, HEAD, stop=shrink), lambda: make_fold(run, 0, HEAD, stop=shrink)):
+        run.document_limit = usual
+        with pytest.raises(LimitError, match="document_limit"):
+            make()
+    assert not (chain.folder / "folds").exists()
+    assert not (chain.folder / "anchors").exists()

@@ -1,0 +1,191 @@
+"""The steps from version to version: few where there are merged deltas, right whatever is damaged or missing."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.damage import TABLE
+from tests.support.samples import state_of
+from tests.support.written import Written, assert_bits
+from vllm_delta_sync.chain.plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
+from vllm_delta_sync.chain.read import apply_mapped, apply_step
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import manifest as keys
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Written:
+    return Written(tmp_path / "run", table=TABLE)
+
+
+def spans(steps: list[Step]) -> list[tuple[int, int]]:
+    return [(step.start, step.end) for step in steps]
+
+
+def expect(tree: Written, steps: list[Step], held: int, target: int) -> None:
+    """The steps turn the bits of one version into those of the other."""
+    for apply in (apply_step, apply_mapped):
+        state = state_of(TABLE, tree.writer.bits[held])
+        at = held
+        for step in steps:
+            assert step.start == at
+            apply(step, state)
+            at = step.end
+        assert at == target
+        assert_bits(state, tree.writer.bits[target])
+
+
+def grow(tree: Written, count: int) -> None:
+    tree.deltas(*["packed"] * count)
+
+
+def forge(tree: Written, key: str, document: Any, **fields: Any) -> None:
+    """Put a document with other fields."""
+    forged = document.model_copy(update=fields)
+    forged._raw = None
+    tree.bucket.put(key, forged.to_bytes())
+
+
+def test_versions_one_by_one_without_merged_deltas(tree: Written) -> None:
+    grow(tree, 6)
+    steps = path(tree.run, 1, 5)
+    assert spans(steps) == [(1, 2), (2, 3), (3, 4), (4, 5)]
+    expect(tree, steps, 1, 5)
+    assert path(tree.run, 3, 3) == []
+
+
+def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    grow(tree, 75)
+    tree.folds()
+    steps = path(tree.run, 3, 75)
+    assert spans(steps) == [(3, 4), (4, 8), (8, 12), (12, 16), (16, 32), (32, 48), (48, 64), (64, 68), (68, 72), (72, 73), (73, 74), (74, 75)]  # fmt: skip # noqa: E501
+    expect(tree, steps, 3, 75)
+    assert spans(path(tree.run, 0, 64)) == [(0, 64)]
+    for held in range(0, 75, 12):
+        # Three ranges of each length up to the longest that fits, and three on the way down.
+        assert len(path(tree.run, held, 75)) <= 6 * (math.log(75 - held, FOLD_WIDTH) + 1)
+    run, read = tree.run, []
+    get = run.bucket.get
+
+    def counted(key: str, *, max_bytes: int | None = None) -> bytes:
+        read.append(key)
+        return get(key, max_bytes=max_bytes)
+
+    monkeypatch.setattr(run.bucket, "get", counted)
+    assert len(Planner(run).path(1, 69)) == 11
+    assert len(read) <= 16
+
+
+def test_backwards_takes_the_same_versions_back(tree: Written) -> None:
+    grow(tree, 9)
+    tree.folds()
+    steps = path(tree.run, 9, 1)
+    assert spans(steps) == [(9, 8), (8, 4), (4, 3), (3, 2), (2, 1)]
+    expect(tree, steps, 9, 1)
+
+
+def test_version_that_builds_on_an_older_one(tree: Written) -> None:
+    grow(tree, 5)
+    tree.delta(base=2)
+    grow(tree, 2)
+    steps = path(tree.run, 5, 8)
+    assert spans(steps) == [(5, 4), (4, 3), (3, 2), (2, 6), (6, 7), (7, 8)]
+    expect(tree, steps, 5, 8)
+    # From before them, versions that were left behind are not passed.
+    assert spans(path(tree.run, 1, 7)) == [(1, 2), (2, 6), (6, 7)]
+    assert spans(path(tree.run, 7, 4)) == [(7, 6), (6, 2), (2, 3), (3, 4)]
+    # Nothing stands in for such a version.
+    tree.writer.fold(5, 6)
+    with pytest.raises(GapError, match="version 6 is damaged or missing"):
+        path(tree.run, 1, 6, avoid={keys.version_key(6)})
+
+
+def test_version_that_replaces_bits_cannot_be_taken_back(tree: Written) -> None:
+    grow(tree, 3)
+    tree.delta("full")
+    tree.delta(base=2)
+    with pytest.raises(GapError, match="cannot be taken back"):
+        path(tree.run, 4, 5)
+    expect(tree, path(tree.run, 3, 5), 3, 5)
+    # From the root there is a path all the same.
+    assert [step.end for step in plan(tree.run, tree.run.head()).steps] == [1, 2, 5]
+
+
+def test_damaged_merged_delta_is_avoided(tree: Written) -> None:
+    grow(tree, 17)
+    tree.folds()
+    tree.bucket.put(side.fold_key(0, 16), b"{}")
+    assert spans(path(tree.run, 0, 17)) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 17)]
+    forge(tree, side.fold_key(4, 8), tree.run.folded(4, 8), last_manifest="ab" * 32)
+    steps = path(tree.run, 0, 17)
+    assert spans(steps) == [(0, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 12), (12, 16), (16, 17)]
+    expect(tree, steps, 0, 17)
+
+
+@pytest.mark.parametrize("how", ["lost", "rewritten"])
+def test_bad_version_is_crossed_by_a_range_of_one(tree: Written, how: str) -> None:
+    grow(tree, 4)
+    avoid = {keys.version_key(2)} if how == "lost" else set()
+    if how == "rewritten":
+        forge(tree, keys.version_key(2), tree.run.manifest(2), step=7)
+    with pytest.raises(GapError, match=f"version 2 is {'damaged or missing' if how == 'lost' else 'not the one'}"):
+        path(tree.run, 0, 4, avoid)
+    tree.writer.fold(1, 2)
+    expect(tree, path(tree.run, 0, 4, avoid), 0, 4)
+
+
+def test_what_retention_says_is_gone_is_not_planned_once_a_hole_was_met(tree: Written) -> None:
+    grow(tree, 8)
+    tree.folds()
+    gone = side.Retention(run=tree.run.info.run, gone=[[1, 7]], created_at="2026-01-02T03:04:05Z")
+    tree.bucket.put(side.RETENTION_KEY, gone.to_bytes())
+    with pytest.raises(GapError, match="version 6 is no longer kept"):
+        path(tree.run, 5, 8, avoid={"something"})
+    assert spans(path(tree.run, 0, 8, avoid={"something"})) == [(0, 4), (4, 8)]
+
+
+def test_cheapest_root_is_taken(tree: Written) -> None:
+    grow(tree, 12)
+    run, head = tree.run, tree.run.head()
+    assert (plan(run, head).root.version, plan(run, head).beside) == (0, False)
+    for version in (3, 11):
+        tree.beside(version)
+    best = plan(tree.run, head)
+    assert (best.root.version, best.beside, spans(best.steps)) == (11, True, [(11, 12)])
+    assert plan(tree.run, head, avoid={side.anchor_key(11)}).root.version == 3
+    assert plan(tree.run, head, anchors=False).root.version == 0
+    assert plan(tree.run, tree.run.manifest(2)).root.version == 0
+    with pytest.raises(NotFoundError, match="version 0"):
+        plan(tree.run, head, avoid={keys.version_key(0)}, anchors=False)
+
+
+@given(st.data())
+def test_every_path_in_a_random_tree_is_exact(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    tree = Written(tmp_path_factory.mktemp("tree") / "run", 0, data.draw(st.integers(0, 1000)), TABLE)
+    for version in range(1, data.draw(st.integers(1, 24))):
+        base = data.draw(st.none() | st.integers(0, version - 1)) if data.draw(st.integers(0, 5)) == 0 else None
+        full = (1,) if data.draw(st.integers(0, 9)) == 0 else ()
+        tree.publish(0.1, full=full, base=None if base == version - 1 else base)
+    if data.draw(st.booleans()):
+        tree.folds()
+    held, target = data.draw(st.integers(0, tree.head)), data.draw(st.integers(0, tree.head))
+    avoid = {keys.version_key(version) for version in data.draw(st.sets(st.integers(1, max(1, tree.head)), max_size=2))}
+    try:
+        steps = path(tree.run, held, target, avoid)
+    except GapError:
+        # Only what was avoided, or what replaces bits, can be in the way.
+        full_versions = {manifest.version for manifest in tree.writer.manifests if not manifest.reversible}
+        assert avoid or full_versions - {0}
+    else:
+        expect(tree, steps, held, target)
+    try:
+        state = tree.run.snapshot(target)
+    except DeltaSyncError as error:
+        pytest.fail(str(error))
+    assert all(np.array_equal(got, right) for got, right in zip(state.bits, tree.writer.bits[target], strict=True))

@@ -1,0 +1,541 @@
+"""Repairing a run: what can be proven is brought back or rebuilt, what cannot is listed, what is good stays."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.collecting import MemoryBucket
+from tests.support.damage import TABLE, Damage, Whole, random_run
+from tests.support.running import counted
+from tests.support.samples import RunWriter, nudge, random_bits, state_of
+from tests.support.written import reference_run, save_base
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.measure import measure
+from vllm_delta_sync.chain.verify import verify_run
+from vllm_delta_sync.errors import DeltaSyncError, DigestError, NotFoundError
+from vllm_delta_sync.upkeep.repair import RepairReport, repair
+from vllm_delta_sync.upkeep.repair_deltas import difference, lost_object, put_anchor, put_fold, put_lost_shard
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.anchor import shard_tables
+from vllm_delta_sync.wire.delta import Codec
+from vllm_delta_sync.wire.manifest import Head
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+SEEDS = st.integers(0, 2**32)
+DAMAGES = st.lists(st.builds(Damage, *[st.integers(0, 10**6)] * 3), min_size=1, max_size=4)
+
+
+@pytest.fixture
+def whole() -> Whole:
+    """Eight versions that can all be taken back, and folded ranges over them."""
+    made = Whole()
+    made.deltas(*["packed"] * 8)
+    made.folds()
+    made.tag("best", 5)
+    return made
+
+
+def contents(whole: Whole) -> dict[str, bytes]:
+    return {key: data for key, (data, _) in whole.bucket.held.items()}
+
+
+def assert_whole(whole: Whole) -> None:
+    report = verify_run(whole.run)
+    assert (report.replayed, report.unreadable) == (True, [])
+    assert whole.readable() == list(range(len(whole.writer.manifests)))
+
+
+def test_nothing_is_done_to_a_whole_run(whole: Whole) -> None:
+    before = contents(whole)
+    assert repair(whole.run) == RepairReport()
+    assert repair(whole.run, mirror=whole.bucket.copy()) == RepairReport()
+    assert contents(whole) == before
+
+
+def test_head_is_written_again(whole: Whole) -> None:
+    right = whole.bucket.get(keys.HEAD_KEY)
+    for wrong in (b"{", None, b"x" * 10_000):
+        if wrong is None:
+            whole.bucket.delete(keys.HEAD_KEY)
+        else:
+            whole.bucket.put(keys.HEAD_KEY, wrong)
+        report = repair(whole.run)
+        assert report.repaired == ["HEAD.json: points at version 8, the newest that is good"]
+        assert (report.lost, whole.bucket.get(keys.HEAD_KEY)) == ([], right)
+    whole.writer.head(3)
+    assert repair(whole.run).notes == []
+    assert whole.bucket.get(keys.HEAD_KEY) == right
+
+
+def test_head_that_proves_a_lost_version_is_left_alone(whole: Whole) -> None:
+    whole.bucket.delete(keys.version_key(8))
+    before = contents(whole)
+    report = repair(whole.run)
+    assert (report.repaired, report.unreadable) == ([], [8])
+    assert ["a mirror" in line for line in report.lost if "cannot be read" in line] == [True]
+    assert contents(whole) == before
+
+
+@pytest.mark.parametrize(("kind", "shards"), [("packed", 0), ("raw", 1), ("packed", 2), ("context", 2)])
+def test_a_lost_object_is_encoded_again_with_the_same_bytes(kind: str, shards: int) -> None:
+    """From the version before, and from an anchor, or from the one after, taken back."""
+    whole = Whole(seed=5)
+    whole.deltas("packed", "packed", kind, "packed")
+    if kind != "context":
+        whole.folds()
+    if shards:
+        whole.beside(3, shards)
+    key = whole.object_of(3)
+    right = whole.bucket.get(key)
+    whole.bucket.delete(key)
+    report = repair(whole.run)
+    assert report.repaired == [f"{key}: encoded again from the weights on both sides of version 3"]
+    assert (report.lost, whole.bucket.get(key)) == ([], right)
+    assert_whole(whole)
+
+
+def test_a_version_whose_object_cannot_be_made_again_gets_a_folded_range() -> None:
+    """Which tensors are sent in full depends on more than what changed: the same change, other bytes."""
+    whole = Whole(seed=9)
+    whole.deltas("packed", "packed")
+    whole.writer.delta(nudge(whole.writer.bits[-1], whole.random, 0.2), full=(1,))
+    whole.deltas("packed")
+    whole.beside(3)
+    whole.folds()
+    whole.flip(whole.object_of(3))
+    damaged = whole.bucket.get(whole.object_of(3))
+    report = repair(whole.run)
+    assert report.lost == []
+    assert report.repaired == [f"{side.fold_key(2, 3)}: stands in for version 3"]
+    assert ["version 3: its own objects" in note for note in report.notes] == [True]
+    # The manifest cannot list other bytes: what is damaged is left for whoever finds a use for it.
+    assert whole.bucket.get(whole.object_of(3)) == damaged
+    assert_whole(whole)
+    assert repair(whole.run).repaired == []
+
+
+def test_two_lost_objects_leave_what_is_between_them_lost(whole: Whole) -> None:
+    whole.bucket.delete(whole.object_of(2))
+    whole.bucket.delete(whole.object_of(3))
+    report = repair(whole.run)
+    # Version 3 is the one after 2 and 3 taken back once; nothing knows version 2.
+    assert whole.readable() == [0, 1, 3, 4, 5, 6, 7, 8]
+    assert report.unreadable == [2]
+    assert report.repaired == [f"{side.anchor_key(3)}: stands in for version 3"]
+    assert [line.split(" ")[0] for line in report.lost] == [whole.object_of(2), "versions"]
+
+
+def test_a_lost_version_0_is_rebuilt_from_an_anchor_after_it(whole: Whole) -> None:
+    whole.beside(6)
+    right = whole.bucket.get(whole.object_of(0))
+    whole.bucket.put(whole.object_of(0), right[: len(right) // 2])
+    report = repair(whole.run)
+    assert report.repaired == [f"{whole.object_of(0)}: written again from the weights of version 0"]
+    assert whole.bucket.get(whole.object_of(0)) == right
+    assert_whole(whole)
+
+
+def test_versions_that_build_on_an_older_one(whole: Whole) -> None:
+    whole.delta(base=3)
+    whole.deltas("packed", "packed")
+    whole.beside(10)
+    key = whole.object_of(9)
+    right = whole.bucket.get(key)
+    whole.bucket.delete(key)
+    assert repair(whole.run).lost == []
+    assert whole.bucket.get(key) == right
+    assert_whole(whole)
+
+
+def test_objects_of_a_lost_manifest_are_found(whole: Whole) -> None:
+    for kind in ("packed", "raw", "full"):
+        whole.delta(kind)
+    for version in (9, 10):
+        left = whole.bucket.copy()
+        whole.bucket.delete(keys.version_key(version))
+        assert whole.readable() == list(range(version))
+        report = repair(whole.run)
+        assert report.repaired == [
+            f"{side.fold_key(version - 1, version)}: leads across version {version}, whose manifest is lost"
+        ]
+        assert report.unreadable == [version]
+        assert whole.readable() == [v for v in range(12) if v != version]
+        whole.bucket.held = left.held
+
+
+@pytest.mark.parametrize("what", ["document", "object", "both"])
+def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whole) -> None:
+    whole.beside(5)
+    whole.deltas("raw", "raw", "raw", "raw")
+    whole.writer.fold(8, 12)
+    for key in (side.anchor_key(5), side.fold_key(0, 4), side.fold_key(8, 12)):
+        if what != "document":
+            run = whole.run
+            listed = run.anchor(5) if key == side.anchor_key(5) else run.folded(*(side.fold_of_key(key) or (0, 0)))
+            whole.flip(listed.objects[0].key)
+        if what != "object":
+            whole.bucket.put(key, b"{")
+    report = repair(whole.run)
+    assert sorted(report.repaired) == [
+        f"{side.anchor_key(5)}: made again from the chain",
+        f"{side.fold_key(0, 4)}: made again from the chain",
+        f"{side.fold_key(8, 12)}: made again from the chain",
+    ]
+    assert report.lost == []
+    assert (verify_run(whole.run).anchors, verify_run(whole.run).folds) == (1, 3)
+    assert_whole(whole)
+
+
+def test_what_is_lost_is_listed_with_its_tags(whole: Whole) -> None:
+    for key in [key for key in whole.bucket.held if key.startswith("folds/")]:
+        whole.bucket.delete(key)
+    whole.bucket.delete(whole.object_of(4))
+    report = repair(whole.run)
+    assert report.unreadable == [4, 5, 6, 7, 8]
+    assert ["versions that cannot be read: 4 to 8; a mirror" in line for line in report.lost] == [False, True, False]
+    assert report.lost[2] == "tag 'best' is on version 5, which cannot be read"
+
+
+def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
+    whole.beside(3)
+    whole.claim()
+    whole.deltas("raw", "full")
+    mirror = whole.bucket.copy()
+    right = contents(whole)
+    for key in right:
+        if key not in (keys.HEAD_KEY, keys.version_key(5)):
+            whole.bucket.delete(key)
+    report = repair(whole.bucket, mirror=mirror)
+    assert report.lost == []
+    assert all(line.endswith(": from the mirror") for line in report.repaired)
+    # Nothing that is left names the tag, the anchor and the folded ranges: they may have been removed on purpose.
+    missing = {key.split("/")[0] for key in right if key not in whole.bucket.held}
+    assert missing == {"tags", "anchors", "folds", "objects"}
+    assert_whole(whole)
+
+
+def test_a_mirror_is_believed_only_where_digests_prove_it(whole: Whole) -> None:
+    mirror = Whole(seed=77)  # says that it is the same run
+    mirror.deltas(*["packed"] * 8)
+    mirror.folds()
+    mirror.beside(5)
+    mirror.tag("best", 5)
+    whole.beside(5)
+    manifests = {keys.version_key(3), keys.version_key(8)}
+    before = contents(whole)
+    for key in (*manifests, side.fold_key(0, 4), side.anchor_key(5), side.tag_key("best"), whole.object_of(2)):
+        whole.bucket.put(key, b"{")
+        report = repair(whole.run, mirror=mirror.bucket)
+        assert not any("from the mirror" in line for line in report.repaired)
+        if key in manifests or key.startswith("tags/"):
+            assert whole.bucket.get(key) == b"{"
+            assert report.lost
+        for name, data in before.items():
+            whole.bucket.put(name, data)
+
+
+def test_run_json_and_the_table_come_back(whole: Whole) -> None:
+    mirror = whole.bucket.copy()
+    stranger = Whole(seed=8)
+    for keys_lost in (["run.json"], ["tensors.json"], ["run.json", "tensors.json"]):
+        right = {key: whole.bucket.get(key) for key in keys_lost}
+        for key in keys_lost:
+            whole.bucket.put(key, b"{")
+        with pytest.raises(DeltaSyncError):
+            repair(whole.bucket)
+        report = repair(whole.bucket, mirror=mirror)
+        assert report.repaired == [f"{key}: from the mirror" for key in keys_lost]
+        assert {key: whole.bucket.get(key) for key in keys_lost} == right
+    whole.bucket.delete("run.json")
+    other = MemoryBucket()
+    other.held = {**stranger.bucket.held}
+    other.put("run.json", stranger.bucket.get("run.json").replace(b"5eed5eed", b"0eed5eed"))
+    with pytest.raises(NotFoundError):
+        repair(whole.bucket, mirror=other)
+
+
+def test_a_mirror_decides_between_head_and_manifest(whole: Whole) -> None:
+    mirror = whole.bucket.copy()
+    right = contents(whole)
+    newest = whole.writer.manifests[8]
+    head = Head(run=newest.run, version=8, manifest="0" * 64)
+    whole.bucket.put(keys.HEAD_KEY, head.to_bytes())
+    whole.bucket.delete(side.fold_key(4, 8))  # names version 8 too
+    del right[side.fold_key(4, 8)]
+    assert repair(whole.run).unreadable == [8]
+    assert repair(whole.run, mirror=mirror).repaired == ["HEAD.json: from the mirror"]
+    assert contents(whole) == right
+    # Proof and manifest damaged together: the newest follows from the one before it, and the mirror's head names it.
+    whole.bucket.put(keys.HEAD_KEY, head.to_bytes())
+    for damaged in (b"{", right[keys.version_key(8)].replace(b'"step":80', b'"step":81')):
+        whole.bucket.put(keys.version_key(8), damaged)
+        assert repair(whole.run, mirror=mirror).lost == []
+        assert contents(whole) == right
+        whole.bucket.put(keys.HEAD_KEY, b"{")
+
+
+def test_a_dry_run_writes_nothing_and_says_the_same(whole: Whole) -> None:
+    whole.beside(6)
+    mirror = whole.bucket.copy()
+    whole.flip(whole.object_of(2))
+    whole.bucket.delete(keys.version_key(4))
+    whole.bucket.put(keys.HEAD_KEY, b"{")
+    before = contents(whole)
+    dry = repair(whole.run, mirror=mirror, dry_run=True)
+    assert contents(whole) == before
+    assert repair(whole.run, mirror=mirror) == dry
+    assert dry.lost == []
+    assert_whole(whole)
+
+
+def test_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
+    run, bits = reference_run(tmp_path / "run", "/nowhere/base")
+    save_base(tmp_path / "base", bits[0])
+    lost = run.manifest(2).objects[0].key
+    data = run.bucket.get(lost)
+    run.bucket.delete(lost)
+    report = repair(run, base=tmp_path / "base")
+    assert (report.repaired, report.unreadable) == ([], [2])
+    mirror = open_bucket(tmp_path / "mirror")
+    mirror.put(lost, data)
+    assert repair(run, mirror=mirror.url, base=tmp_path / "base").lost == []
+    assert np.array_equal(run.snapshot(base=tmp_path / "base").bits[0], bits[2][0])
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 4, 7, 11])
+def test_a_repair_that_is_ended_in_the_middle_is_harmless(stop: int) -> None:
+    class Killed(BaseException):
+        pass
+
+    def build() -> Whole:
+        whole = random_run(5016)
+        whole.flip(whole.object_of(2))
+        for key in list(whole.bucket.held):
+            if key.startswith("folds/"):
+                whole.bucket.put(key, b"{")
+        whole.bucket.put(keys.HEAD_KEY, b"{")
+        return whole
+
+    whole, other = build(), build()
+    readable = whole.readable()
+    left = [stop]
+
+    def kill(action: str, key: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+
+    whole.bucket.before = kill
+    try:
+        repair(whole.run)
+    except Killed:
+        pass
+    whole.bucket.before = lambda action, key: None
+    assert set(readable) <= set(whole.readable())
+    assert repair(whole.run).unreadable == repair(other.run).unreadable
+    assert whole.readable() == other.readable()
+
+
+@given(seed=SEEDS, damages=DAMAGES)
+def test_any_damage_is_mended_from_a_mirror(seed: int, damages: list[Damage]) -> None:
+    whole = random_run(seed)
+    mirror = whole.bucket.copy()
+    for damage in damages:
+        damage.do(whole)
+    report = repair(whole.run, mirror=mirror)
+    assert report.lost == []
+    assert not verify_run(whole.run).findings
+    assert whole.readable() == list(range(len(whole.writer.manifests)))
+
+
+@given(seed=SEEDS, damages=DAMAGES)
+def test_without_a_mirror_what_is_said_to_be_lost_is_what_cannot_be_read(seed: int, damages: list[Damage]) -> None:
+    whole = random_run(seed)
+    good = contents(whole)
+    hit = {damage.do(whole) for damage in damages}
+    intact = {key for key, data in good.items() if contents(whole).get(key) == data}
+    readable = whole.readable()
+    versions = verify_run(whole.run, findings=True).versions
+    report = repair(whole.run)
+    after = whole.readable()
+    assert set(readable) <= set(after)
+    doubtful = {version for version in range(versions) if not _provable(version, intact)}
+    lost = {version for version in range(versions) if version not in after}
+    said = set(report.unreadable) - doubtful
+    assert lost - doubtful <= said
+    # What builds on a manifest that is not the one named is not believed, though it may be what was published.
+    assert said == lost - doubtful or any(key.startswith("versions/") for key in hit)
+    assert bool(report.lost) == bool(verify_run(whole.run, findings=True).findings)
+    held = contents(whole)
+    beside = ("anchors/", "folds/", keys.HEAD_KEY)
+    assert {key for key in intact if held[key] != good[key] and not key.startswith(beside)} <= hit
+    assert repair(whole.run).repaired == []
+    assert contents(whole) == held
+
+
+def _provable(version: int, intact: set[str]) -> bool:
+    """Whether what is left tells this manifest from one with other bytes: both of those that name each other."""
+    return {keys.version_key(version), keys.version_key(version + 1), keys.HEAD_KEY} <= intact | {
+        keys.version_key(version)
+    }
+
+
+# Runs from which retention has removed what it does not keep
+
+POLICIES = st.builds(
+    Policy, keep_last=st.integers(1, 5), keep_every=st.sampled_from([None, 3, 4, 8]), min_age=st.just(0.0)
+)
+
+
+def collected(seed: int, policy: Policy) -> Whole:
+    whole = random_run(seed)
+    collect(whole.run, policy, now=whole.bucket.clock + 1e7)
+    return whole
+
+
+@given(seed=SEEDS, policy=POLICIES, damages=DAMAGES)
+def test_what_was_kept_comes_back_from_a_mirror(seed: int, policy: Policy, damages: list[Damage]) -> None:
+    whole = collected(seed, policy)
+    report = verify_run(whole.run)
+    assert report.replayed
+    assert verify_run(whole.run, findings=True) == report
+    assert repair(whole.run).repaired == []
+    kept = whole.readable()
+    mirror = whole.bucket.copy()
+    for damage in damages[:3]:
+        damage.do(whole)
+    alone = whole.bucket.copy()
+    readable = whole.readable()
+    repair(whole.run)
+    assert set(readable) <= set(whole.readable())
+    whole.bucket.held = alone.held
+    # One that can be read and says otherwise might be newer than the mirror's.
+    doubtful = whole.run.retention() not in (None, Run(mirror).retention())
+    assert doubtful or repair(whole.run, mirror=mirror).lost == []
+    assert doubtful or set(kept) <= set(whole.readable())
+
+
+def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
+    whole = Whole()
+    whole.deltas(*["packed"] * 12)
+    whole.folds()
+    whole.beside(8)
+    collect(whole.run, Policy(keep_last=2, keep_every=8, min_age=0.0), now=whole.bucket.clock + 1e7)
+    assert whole.readable() == [8, 9, 10, 11, 12]
+    mirror = whole.bucket.copy()
+    whole.bucket.delete(side.anchor_key(8))
+    assert [finding.key for finding in verify_run(whole.run, findings=True).findings] == [keys.version_key(8)]
+    report = repair(whole.run)
+    assert (report.repaired, report.unreadable) == ([], [8, 9, 10, 11, 12])
+    assert repair(whole.run, mirror=mirror).repaired == [f"{side.anchor_key(8)}: from the mirror"]
+    assert whole.readable() == [8, 9, 10, 11, 12]
+    for damage in (lambda: whole.bucket.delete(side.RETENTION_KEY), lambda: whole.bucket.put(side.RETENTION_KEY, b"{")):
+        damage()
+        assert verify_run(whole.run, findings=True).unreadable
+        report = repair(whole.run, mirror=mirror)
+        assert (report.repaired, report.lost) == ([f"{side.RETENTION_KEY}: from the mirror"], [])
+        assert whole.bucket.get(side.RETENTION_KEY) == mirror.get(side.RETENTION_KEY)
+
+
+# Writing a lost object again: with the digest that is recorded, or not at all
+
+
+@pytest.mark.parametrize(("codec", "rank"), [("packed", 0), ("packed", 1), ("raw", 1)])
+def test_the_object_of_one_rank_is_what_the_others_leave(codec: Codec, rank: int) -> None:
+    whole = Whole(seed=2)
+    whole.delta()
+    manifest = whole.publish_by_ranks(2, codec, 0.5)
+    whole.beside(manifest.version)
+    assert verify_run(whole.run).replayed
+    lost = manifest.objects[rank]
+    right = whole.bucket.get(lost.key)
+    whole.bucket.delete(lost.key)
+    before, after = (state_of(TABLE, bits) for bits in whole.writer.bits[-2:])
+    assert lost_object(whole.run, manifest, lost, before, after) == right
+    report = repair(whole.run)
+    assert (report.lost, whole.bucket.get(lost.key)) == ([], right)
+    # With the other one damaged nobody can tell what belongs to which.
+    whole.bucket.delete(lost.key)
+    whole.flip(manifest.objects[1 - rank].key)
+    with pytest.raises(DigestError):
+        lost_object(whole.run, manifest, lost, before, after)
+    report = repair(whole.run)
+    assert report.lost == []
+    assert ["stands in for" in line for line in report.repaired] == [True]
+    assert verify_run(whole.run).replayed
+
+
+def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:
+    whole = Whole(seed=4)
+    whole.deltas("packed", "raw", "full", "packed")
+    states = [state_of(TABLE, bits) for bits in whole.writer.bits]
+    run, manifests = whole.run, whole.writer.manifests
+    put_anchor(run, manifests[3], states[3])
+    put_fold(run, manifests[1], manifests[4], states[1], states[4])
+    report = verify_run(run)
+    assert (report.anchors, report.folds) == (1, 1)
+    for relative in (True, False):
+        before, after = (state_of(TABLE, bits) for bits in whole.writer.bits[1:3])
+        changes = difference(before, after, relative=relative)
+        assert measure(before, changes) == changes.fingerprints
+        before.apply(changes)
+        assert before.fingerprints == after.fingerprints
+        assert [bits.tobytes() for bits in before.bits] == [bits.tobytes() for bits in after.bits]
+
+
+WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", ["BF16", "F32"][layer % 2], (512, 512)) for layer in range(32))
+"""24 MiB, of which no tensor has more than 1 MiB."""
+
+
+@pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 1.0])
+def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
+    tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_delta_sync.wire.spool.SPOOL_ELEMENTS", 64 * 1024)
+    random = np.random.default_rng(9)
+    writer = RunWriter(open_bucket(str(tmp_path / "run")), WIDE)
+    writer.reference(random_bits(WIDE, random), str(tmp_path))
+    writer.delta(nudge(writer.bits[0], random, share))
+    before, after = (state_of(WIDE, bits) for bits in writer.bits)
+    run = Run(writer.bucket)
+    first, last = writer.manifests
+    # Once before, with what is loaded and compiled first.
+    put_fold(run, first, last, before, after)
+    with counted() as most:
+        put_fold(run, first, last, before, after, object_bytes=1024 * 1024)
+    assert most[0] < 12 * 1024 * 1024, most
+    folded = run.folded(0, 1)
+    assert len(folded.objects) > 1
+    before.apply(run.changes(folded))
+    assert before.fingerprints == after.fingerprints
+    assert before.fingerprint.hex() == folded.last_fingerprint
+
+
+def test_a_lost_shard_of_version_0_is_written_again() -> None:
+    whole = Whole(seed=6)
+    bucket = MemoryBucket()
+    bucket.held.update({key: whole.bucket.held[key] for key in (keys.RUN_KEY, keys.TABLE_KEY)})
+    assert len(shard_tables(TABLE, 1)) == len(TABLE)
+    whole.beside(0, shards=3)
+    shards = whole.run.anchor(0).objects
+    manifest = whole.writer.manifests[0].model_copy(
+        update={"objects": shards, "payload_bytes": sum(ref.bytes for ref in shards)}
+    )
+    state = state_of(TABLE, whole.writer.bits[0])
+    for ref in shards:
+        bucket.put(ref.key, whole.bucket.get(ref.key))
+    for ref in shards:
+        right = bucket.get(ref.key)
+        bucket.delete(ref.key)
+        assert put_lost_shard(Run(bucket), manifest, ref, state)
+        assert bucket.get(ref.key) == right
+    other = state_of(TABLE, nudge(whole.writer.bits[0], whole.random, 0.5))
+    bucket.delete(shards[0].key)
+    assert not put_lost_shard(Run(bucket), manifest, shards[0], other)
+    assert shards[0].key not in bucket.held

@@ -1,0 +1,194 @@
+"""Reading weights without vLLM: any version, streamed or into a model, and by another path where one is damaged."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.damage import TABLE
+from tests.support.samples import state_of
+from tests.support.written import Written, assert_bits
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain import read as chain_read
+from vllm_delta_sync.chain.plan import Step, path
+from vllm_delta_sync.chain.read import apply_mapped, apply_step, restore, scratch_file
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    DigestError,
+    FingerprintError,
+    NotFoundError,
+    StoreError,
+    TensorMismatchError,
+    UsageError,
+)
+from vllm_delta_sync.torch_bits import bits_of, tensor_from_bits
+from vllm_delta_sync.wire import documents as side
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Written:
+    made = Written(tmp_path / "run", table=TABLE)
+    made.deltas(*["packed"] * 9)
+    made.folds()
+    return made
+
+
+def expect(run: Run, tree: Written, version: int | str | None, right: int) -> None:
+    held = dict(run.tensors(version))
+    assert list(held) == [spec.name for spec in TABLE]
+    for tensor, spec in enumerate(TABLE):
+        assert np.array_equal(bits_of(held[spec.name]), tree.writer.bits[right][tensor])
+
+
+def forge(tree: Written, key: str, document: Any, **fields: Any) -> None:
+    forged = document.model_copy(update=fields)
+    forged._raw = None
+    tree.bucket.put(key, forged.to_bytes())
+
+
+def test_any_version_by_number_tag_or_head(tree: Written) -> None:
+    for version in range(10):
+        expect(tree.run, tree, version, version)
+    tree.tag("best", 6)
+    expect(tree.run, tree, "tag:best", 6)
+    expect(tree.run, tree, None, 9)
+    assert list(tree.run.tags()) == ["best"]
+    kinds: dict[int | str, type[DeltaSyncError]]
+    kinds = {10: NotFoundError, -1: NotFoundError, "tag:none": NotFoundError, "best": UsageError}
+    for absent, kind in kinds.items():
+        with pytest.raises(kind):
+            tree.run.snapshot(absent)
+    # The tag of a version that was rewritten is refused.
+    forge(tree, side.tag_key("best"), tree.run.tag("best"), version=5)
+    with pytest.raises(ChainError, match="best"):
+        tree.run.snapshot("tag:best")
+
+
+def test_only_some_tensors(tree: Written) -> None:
+    assert [name for name, _ in tree.run.tensors(3, names=["c", "a"])] == ["a", "c"]
+    with pytest.raises(TensorMismatchError, match="'d'"):
+        list(tree.run.tensors(3, names=["d"]))
+
+
+def test_large_models_lie_in_a_file_without_a_name(
+    tree: Written, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for bound in ("IN_MEMORY_BYTES", "DECODED_ELEMENTS", "MAPPED_BYTES"):
+        monkeypatch.setattr(chain_read, bound, 0)
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    made: list[int] = []
+
+    def watched(size: int) -> np.ndarray:
+        made.append(size)
+        return scratch_file(size)
+
+    monkeypatch.setattr(chain_read, "scratch_file", watched)
+    tree.publish(0.1, full=(1,), base=2)
+    expect(tree.run, tree, 10, 10)
+    assert len(made) == 1
+    assert made[0] >= TABLE.full_bytes
+    with pytest.raises(StoreError, match=r"no room for .*TMPDIR"):
+        scratch_file(1 << 60)
+    assert list(folder.iterdir()) == []
+
+
+def test_damaged_merged_delta_or_delta_is_avoided(tree: Written) -> None:
+    tree.flip(tree.run.folded(0, 4).objects[0].key)
+    expect(tree.run, tree, 9, 9)
+    tree.flip(tree.object_of(2))
+    with pytest.raises(DigestError):
+        tree.run.snapshot(9)
+    tree.beside(2)
+    for version in (9, 2, 1):
+        expect(tree.run, tree, version, version)
+    # An anchor is taken for its own version only.
+    forge(tree, side.anchor_key(6), tree.run.anchor(2), version=6)
+    expect(tree.run, tree, 6, 6)
+    tree.lose(side.anchor_key(6))
+    tree.flip(tree.run.anchor(2).objects[0].key)
+    with pytest.raises(DigestError):
+        tree.run.snapshot(9)
+
+
+def test_what_a_step_declares_is_checked_before_it_is_applied(tree: Written) -> None:
+    run = tree.run
+    for held, target, field in ((8, 9, "fingerprint"), (0, 4, "first_fingerprint"), (0, 4, "last_fingerprint")):
+        [step] = path(run, held, target)
+        liar = Step(run, step.document.model_copy(update={field: "0" * 32}))
+        for apply in (apply_step, apply_mapped):
+            state = state_of(TABLE, tree.writer.bits[held])
+            with pytest.raises(FingerprintError):
+                apply(liar, state)
+            assert_bits(state, tree.writer.bits[held])
+
+
+def test_branch_begins_where_it_left(tmp_path: Path) -> None:
+    made = Written(tmp_path / "run", 1, table=TABLE, start="branch")
+    for version in (0, 1):
+        expect(made.run, made, version, version)
+    seen: list[tuple[int, int]] = []
+    restore(made.run, made.run.head(), progress=lambda *at: seen.append(at))
+    assert seen == sorted(seen)
+    assert seen[0][0] < TABLE.full_bytes < seen[-1][0] == seen[-1][1]
+    moved = (tmp_path / "source").rename(tmp_path / "moved")
+    with pytest.raises(NotFoundError, match="branches from a run"):
+        made.run.snapshot(1)
+    assert np.array_equal(made.run.snapshot(1, base=str(moved)).bits[0], made.writer.bits[1][0])
+
+
+def empty_state(tree: Written, change: Callable[[State], object] = lambda state: None) -> State:
+    blank = [np.zeros_like(bits) for bits in tree.writer.bits[0]]
+    state = {spec.name: tensor_from_bits(bits, spec) for spec, bits in zip(TABLE, blank, strict=True)}
+    change(state)
+    return state
+
+
+def test_state_dict_is_filled_in_place(tree: Written) -> None:
+    state = empty_state(tree)
+    places = {name: tensor.data_ptr() for name, tensor in state.items()}
+    tree.run.load_into(state, 5)
+    for tensor, spec in enumerate(TABLE):
+        assert np.array_equal(bits_of(state[spec.name]), tree.writer.bits[5][tensor])
+        assert state[spec.name].data_ptr() == places[spec.name]
+
+
+def test_model_with_masters_and_a_tied_name_is_filled(tree: Written) -> None:
+    model = torch.nn.Module()
+    tied = torch.nn.Parameter(torch.zeros(40, 3))
+    model.a = tied
+    model.b = torch.nn.Parameter(torch.zeros(7))
+    model.register_buffer("c", torch.zeros((), dtype=torch.int8))
+    model.tied = tied
+    tree.run.load_into(model, 5)
+    held = dict(tree.run.tensors(5))
+    assert torch.equal(tied.detach().nan_to_num(), held["a"].float().nan_to_num())
+    assert torch.equal(model.get_buffer("c"), held["c"])
+    assert model.a is model.tied is tied
+
+
+def test_target_that_does_not_fit_is_left_alone(tree: Written) -> None:
+    changes: dict[str, Callable[[State], object]] = {
+        "'b'": lambda state: state.pop("b"),
+        "'extra'": lambda state: state.update(extra=torch.zeros(3)),
+        r"\[3, 40\]": lambda state: state.update(a=torch.zeros(3, 40)),
+        "cannot hold every": lambda state: state.update(b=torch.zeros(7, dtype=torch.bfloat16)),
+    }
+    for named, change in changes.items():
+        state = empty_state(tree, change)
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        with pytest.raises(TensorMismatchError, match=named):
+            tree.run.load_into(state, 5)
+        assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    # One that holds a part is filled if asked.
+    state = empty_state(tree, lambda state: state.pop("b"))
+    state["extra"] = torch.zeros(3)
+    tree.run.load_into(state, 5, strict=False)
+    assert np.array_equal(bits_of(state["a"]), tree.writer.bits[5][0])

@@ -1,0 +1,364 @@
+"""Checking a run: all of it is checked, what is bad is named, and what retention removed is no error."""
+
+import json
+from hashlib import sha256
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import rfc8785
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+from tests.support.damage import TABLE, Damage, Whole, random_run
+from tests.support.samples import CREATED, RUN, changes_between, nudge, state_of
+from vllm_delta_sync.chain import read as chain_read
+from vllm_delta_sync.chain.measure import measure
+from vllm_delta_sync.chain.verify import VerifyReport, verify_run
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    DigestError,
+    FingerprintError,
+    FormatError,
+    NotFoundError,
+)
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.wire.delta import DeltaContext, encode
+from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
+from vllm_delta_sync.wire.manifest import ObjectRef
+
+SEEDS = st.integers(0, 2**32)
+DAMAGES = st.lists(st.builds(Damage, *[st.integers(0, 10**6)] * 3), min_size=1, max_size=4)
+
+
+@pytest.fixture
+def whole() -> Whole:
+    """Sixteen versions with a break, an anchor in the chain, folded ranges, anchors, a tag and a second writer."""
+    made = Whole()
+    made.deltas("packed", "raw", "packed", "full", "packed", "same", "packed", "packed")
+    made.claim()
+    made.delta(base=6)
+    made.deltas("packed", "packed")
+    made.anchor(nudge(made.writer.bits[-1], made.random, 0.3))
+    made.deltas("packed", "packed", "packed", "packed")
+    made.folds()
+    made.beside(5)
+    made.beside(14, shards=1)
+    made.tag("best", 7)
+    return made
+
+
+def all_of(whole: Whole) -> VerifyReport:
+    return verify_run(whole.run, findings=True)
+
+
+def first(whole: Whole) -> DeltaSyncError:
+    with pytest.raises(DeltaSyncError) as raised:
+        verify_run(whole.run)
+    return raised.value
+
+
+def test_a_whole_run(whole: Whole) -> None:
+    seen: list[int] = []
+    report = verify_run(whole.run, progress=lambda so_far: seen.append(so_far.head))
+    assert seen == list(range(17))
+    assert (report.versions, report.head, report.pointed, report.replayed) == (17, 16, 16, True)
+    assert (report.anchors, report.folds, report.gone) == (2, 3, 0)
+    assert report.objects == sum(1 for key in whole.bucket.held if key.startswith("objects/"))
+    assert (report.notes, report.findings, report.unreadable) == ([], [], [])
+    assert all_of(whole) == report
+
+
+def test_large_models_are_replayed_in_a_file(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_read, "IN_MEMORY_BYTES", 0)
+    with mock.patch.object(chain_read, "scratch_file", wraps=chain_read.scratch_file) as made:
+        assert verify_run(whole.run).replayed
+    assert made.called
+
+
+def test_the_first_bad_tensor_is_named(whole: Whole) -> None:
+    """Version, object and tensor, for bytes of the object that belong to a tensor alone."""
+    for version, tensor in ((0, "a"), (0, "c"), (4, "a")):
+        key = whole.object_of(version)
+        good = whole.bucket.get(key)
+        size = int.from_bytes(good[:8], "little")
+        header = json.loads(good[8 : 8 + size])
+        # A tensor of an anchor, or the plane of the highest bits of a block.
+        entry = next(header[name] for name in header if name == tensor or name.endswith(".bits.1"))
+        whole.flip(key, 8 + size + entry["data_offsets"][1] - 1)
+        error = first(whole)
+        assert isinstance(error, DigestError)
+        assert key in error.message
+        found = next(finding for finding in all_of(whole).findings if finding.key == key)
+        assert (found.version, found.tensor, found.document) == (version, tensor, keys.version_key(version))
+        whole.bucket.put(key, good)
+
+
+@pytest.mark.parametrize("codec", ["packed", "context"])
+def test_each_tensor_of_a_damaged_object_is_named_somewhere(codec: str) -> None:
+    whole = Whole(seed=3)
+    whole.deltas("packed", codec)
+    key = whole.object_of(2)
+    good = whole.bucket.get(key)
+    before, after = whole.writer.bits[1:]
+    carried = {spec.name for spec, old, new in zip(TABLE, before, after, strict=True) if (old != new).any()}
+    assert len(carried) > 1
+    named = set()
+    for place in [*range(0, 100, 25), *range(max(0, len(good) - 200), len(good), 2)]:
+        whole.flip(key, place)
+        finding = all_of(whole).findings[0]
+        assert finding.key == key
+        named.add(finding.tensor)
+        whole.bucket.put(key, good)
+    # Each is the first bad one somewhere; in the header it cannot be told.
+    assert named == {None, *carried}
+
+
+def replace_object(whole: Whole, listing: str, old: str, data: bytes) -> None:
+    """List other bytes in a document beside the chain, digest and all."""
+    digest = sha256(data).hexdigest()
+    ref = ObjectRef(key=keys.object_key(digest), bytes=len(data), sha256=digest)
+    whole.bucket.put(ref.key, data)
+    run = whole.run
+    version = side.anchor_of_key(listing)
+    pair = side.fold_of_key(listing)
+    document = run.anchor(version) if version is not None else run.folded(*pair) if pair is not None else None
+    assert document is not None
+    objects = [ref if item.key == old else item for item in document.objects]
+    changed = document.model_copy(
+        update={"objects": objects, "payload_bytes": sum(item.bytes for item in objects), "_raw": None}
+    )
+    whole.bucket.put(listing, type(changed).model_validate(changed.model_dump()).to_bytes())
+
+
+def test_an_anchor_with_right_digests_and_other_weights_is_named(whole: Whole) -> None:
+    key = side.anchor_key(14)
+    shard = whole.run.anchor(14).objects[0]
+    content = load(whole.bucket.get(shard.key))
+    content["b"] = content["b"] + 1
+    replace_object(whole, key, shard.key, save(content))
+    error = first(whole)
+    assert isinstance(error, FingerprintError)
+    assert "anchor of version 14: tensor 'b'" in error.message
+    assert [(found.key, found.tensor) for found in all_of(whole).findings] == [(key, "b")]
+
+
+def test_a_folded_range_that_leads_elsewhere_is_named(whole: Whole) -> None:
+    """What it declares adds up, so only the weights that it would make give it away."""
+    key = side.fold_key(0, 4)
+    bits = whole.writer.bits
+    changes = changes_between(TABLE, bits[0], bits[4])
+    for group in changes.sparse:
+        if group.dtype == "F32":
+            group.data[:1] += np.uint32(1)
+    data = encode(changes, TABLE, "packed", "zstd", DeltaContext(RUN, 4, 0))
+    replace_object(whole, key, whole.run.folded(0, 4).objects[0].key, data)
+    error = first(whole)
+    assert isinstance(error, FingerprintError)
+    assert "folded range 0 to 4: tensor 'b' does not have the declared fingerprint" in error.message
+    assert [(found.key, found.tensor) for found in all_of(whole).findings] == [(key, "b")]
+
+
+TAG, CLAIM, ANCHOR, FOLD = side.tag_key("best"), side.claim_key(1), side.anchor_key(5), side.fold_key(0, 4)
+LATE = {"version": 9, "manifest": "late"}
+NAMED: dict[str, tuple[str, bytes | dict[str, Any] | None, type[DeltaSyncError]]] = {
+    "tag": (TAG, {"version": 6}, ChainError),
+    "tag cut": (TAG, b"{", FormatError),
+    "claim missing": (CLAIM, None, NotFoundError),
+    "claim too late": (CLAIM, LATE, ChainError),
+    "anchor": (ANCHOR, {"manifest": "0" * 64}, ChainError),
+    "anchor version": (side.anchor_key(6), b"of 5", ChainError),
+    "fold": (FOLD, {"first_manifest": "0" * 64}, ChainError),
+    "fold fingerprint": (FOLD, {"last_fingerprint": "0" * 32}, FingerprintError),
+    "retention": (side.RETENTION_KEY, b"{", FormatError),
+    "head": (keys.HEAD_KEY, b"{", FormatError),
+    "head beyond": (keys.HEAD_KEY, {"version": 9999}, NotFoundError),
+    "manifest of a tag": (keys.version_key(7), {"step": 1}, ChainError),
+    "lost manifest": (keys.version_key(7), None, NotFoundError),
+    "newest lost": (keys.version_key(16), None, NotFoundError),
+}
+"""A key; what it gets: nothing, other bytes, or other fields; and the error."""
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_documents_that_contradict_the_history_are_named(case: str, whole: Whole) -> None:
+    key, change, kind = NAMED[case]
+    if change is None:
+        whole.bucket.delete(key)
+    elif case == "anchor version":
+        whole.bucket.put(key, whole.bucket.get(ANCHOR))
+    elif isinstance(change, bytes):
+        whole.bucket.put(key, change)
+    else:
+        fields = change | ({"manifest": whole.writer.manifests[9].digest} if change is LATE else {})
+        whole.bucket.put(key, rfc8785.dumps({**json.loads(whole.bucket.get(key)), **fields}))
+    assert type(first(whole)) is kind
+    found = [finding for finding in all_of(whole).findings if finding.key == key]
+    assert [type(finding.error) for finding in found] == [kind]
+
+
+def test_head_behind_is_noted(whole: Whole) -> None:
+    whole.writer.head(3)
+    report = verify_run(whole.run)
+    assert report.pointed == 3
+    assert ["is behind: it names version 3, the newest is 16" in note for note in report.notes] == [True]
+    whole.bucket.delete(keys.HEAD_KEY)
+    assert "is missing" in verify_run(whole.run).notes[0]
+
+
+def test_all_problems_are_listed_and_what_they_make_unreadable(whole: Whole) -> None:
+    for version in (2, 13):
+        whole.flip(whole.object_of(version))
+    whole.bucket.delete(whole.object_of(7))
+    report = all_of(whole)
+    assert [finding.version for finding in report.findings] == [2, 7, 13]
+    # Version 4 is reached over a folded range, 8 and 16 too; 5 has an anchor, 9 builds on 6, 14 has an anchor.
+    assert report.unreadable == [2, 3, 7, 13]
+    assert whole.readable() == [v for v in range(17) if v not in report.unreadable]
+    assert not report.replayed
+
+
+def test_versions_whose_objects_are_gone_are_no_error(whole: Whole) -> None:
+    whole.retire((1, 3), (7, 7))
+    report = verify_run(whole.run)
+    assert (report.gone, report.replayed, report.unreadable) == (4, True, [])
+    assert all_of(whole) == report
+    # An object that is missing and not listed is one.
+    whole.bucket.delete(whole.object_of(10))
+    with pytest.raises(NotFoundError, match=r"\(version 10\)"):
+        verify_run(whole.run)
+
+
+def test_a_version_that_is_kept_has_to_be_reachable() -> None:
+    whole = Whole()
+    whole.deltas(*["packed"] * 6)
+    whole.retire((1, 3))
+    with pytest.raises(ChainError, match="version 4 is kept, and nothing that is left leads to it"):
+        verify_run(whole.run)
+    report = all_of(whole)
+    assert ([finding.version for finding in report.findings], report.unreadable) == ([4], [4, 5, 6])
+    # A collection that says that it gave them up.
+    record = side.Retention(run=RUN, gone=[[1, 3]], created_at=CREATED, head=6, kept=[[0, 0]])
+    whole.bucket.put(side.RETENTION_KEY, record.to_bytes())
+    assert (verify_run(whole.run).unreadable, verify_run(whole.run).gone) == ([], 3)
+    record = side.Retention(run=RUN, gone=[[1, 3]], created_at=CREATED, head=6, kept=[[0, 0], [3, 6]])
+    whole.bucket.put(side.RETENTION_KEY, record.to_bytes())
+    with pytest.raises(ChainError, match="version 3 is kept"):
+        verify_run(whole.run)
+
+
+def test_a_folded_range_stands_in_for_a_lost_version(whole: Whole) -> None:
+    whole.bucket.delete(whole.object_of(4))
+    whole.writer.fold(3, 4)
+    report = verify_run(whole.run)
+    assert ["version 4: its own objects" in note for note in report.notes] == [True]
+    assert report.replayed
+    whole.flip(whole.run.folded(3, 4).objects[0].key)
+    with pytest.raises(DigestError, match="folded range 3 to 4"):
+        verify_run(whole.run)
+    assert {whole.object_of(4)} < {finding.key for finding in all_of(whole).findings}
+
+
+def test_objects_that_a_collection_removes_meanwhile(whole: Whole) -> None:
+    def collect(report: VerifyReport) -> None:
+        if report.head == 4 and whole.run.retention() is None:
+            whole.retire((7, 7))
+            whole.bucket.delete(side.fold_key(12, 16))
+            whole.bucket.delete(side.anchor_key(14))
+
+    report = verify_run(whole.run, progress=collect)
+    assert (report.gone, report.anchors, report.folds) == (1, 1, 2)
+
+
+@given(seed=SEEDS, share=st.floats(0.01, 1.0), raw=st.booleans(), full=st.booleans())
+def test_what_changes_would_make_of_weights_is_what_they_make(seed: int, share: float, raw: bool, full: bool) -> None:
+    random = np.random.default_rng(seed)
+    old = [random.integers(0, 2**8, spec.numel).astype(spec.element.uint) for spec in TABLE]
+    new = nudge(old, random, share)
+    changes = changes_between(TABLE, old, new, "raw" if raw else "packed", full=(0,) if full else ())
+    state = state_of(TABLE, old)
+    assert measure(state, changes) == changes.fingerprints
+    assert all(np.array_equal(*pair) for pair in zip(state.bits, old, strict=True))
+    # Twice the same elements: the second time from where the first left them.
+    twice = Changes(changes.sparse * 2, [])
+    measured = measure(state, twice)
+    before = dict(enumerate(state.fingerprints))
+    state.apply(twice)
+    for tensor, change in measured.items():
+        assert before[tensor] + change == fingerprint_tensor(TABLE[tensor].name, state.bits[tensor])
+
+
+@given(seed=SEEDS, damages=DAMAGES)
+def test_verify_names_something_true_of_any_damage(seed: int, damages: list[Damage]) -> None:
+    whole = random_run(seed)
+    assert verify_run(whole.run).replayed
+    good = whole.bucket.copy()
+    for damage in damages:
+        damage.do(whole)
+    changed = {key for key in good.held if good.get(key) != whole.bucket.held.get(key, (b"", 0.0))[0]}
+    missing = {key for key in changed if key not in whole.bucket.held}
+    # What nothing binds in a run that is not signed, such as when a claim was made, may be anything.
+    changed -= {key for key in changed - missing if _means_the_same(key, good.get(key), whole.bucket.get(key))}
+    report = all_of(whole)
+    named = {finding.key for finding in report.findings} | {finding.document for finding in report.findings}
+    if changed - missing - {keys.HEAD_KEY}:
+        assert named & changed or any(finding.key.startswith("versions/") for finding in report.findings)
+    if not changed:
+        assert not report.findings
+    for version in range(report.versions):
+        if not whole.is_readable(version):
+            assert version in report.unreadable or not _provable(whole, version)
+    if report.findings:
+        first(whole)
+
+
+BESIDE: dict[str, type[side.Claim] | type[side.Tag] | type[side.Anchor] | type[side.FoldedRange]] = {
+    "claims": side.Claim,
+    "tags": side.Tag,
+    "anchors": side.Anchor,
+    "folds": side.FoldedRange,
+}
+UNBOUND = {"created_at", "writer", "requires", "signature", "milestone", "branch"}
+"""Fields of documents beside the chain that nothing else of the run says anything about."""
+
+
+def _means_the_same(key: str, before: bytes, after: bytes) -> bool:
+    """Whether a document beside the chain says the same as before, as far as anything can tell."""
+    kind = BESIDE.get(key.split("/")[0])
+    try:
+        return kind is not None and _bound(kind.from_bytes(before)) == _bound(kind.from_bytes(after))
+    except DeltaSyncError:
+        return False
+
+
+def _bound(document: side.Claim | side.Tag | side.Anchor | side.FoldedRange) -> dict[str, Any]:
+    fields = document.model_dump(exclude=UNBOUND)
+    for ref in fields.get("objects", []):
+        del ref["rank"]
+    return fields
+
+
+@given(seed=SEEDS, place=st.floats(0, 1, exclude_max=True))
+def test_each_bit_of_a_document_beside_the_chain_is_bound_or_is_of_no_consequence(seed: int, place: float) -> None:
+    whole = random_run(seed)
+    whole.claim()
+    for key in [key for key in whole.bucket.held if key.split("/")[0] in BESIDE]:
+        good = whole.bucket.get(key)
+        whole.flip(key, int(place * len(good)))
+        if not _means_the_same(key, good, whole.bucket.get(key)):
+            named = {finding.key for finding in all_of(whole).findings}
+            # Of two that contradict each other, nobody knows which is right.
+            assert key in named or any(other.startswith("versions/") for other in named)
+        whole.bucket.put(key, good)
+
+
+def _provable(whole: Whole, version: int) -> bool:
+    """Whether anything that is left tells the bytes of a manifest from others: the next manifest, here."""
+    after = keys.version_key(version + 1)
+    right = whole.writer.manifests
+    return version + 1 < len(right) and whole.bucket.held.get(after, (b"", 0.0))[0] == right[version + 1].to_bytes()

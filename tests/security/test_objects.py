@@ -1,0 +1,364 @@
+"""Hostile objects and checkpoints: one error each, within little memory and time, whatever reads them."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from tests.security.build import (
+    NEXT,
+    Arrays,
+    Metadata,
+    claiming,
+    edit,
+    next_changed,
+    next_object,
+    plain,
+    refused_by_all,
+    untouched,
+)
+from tests.security.reader import Reader
+from tests.support.forge import forge
+from tests.support.hostile import EMPTY, FRAMES, HEADERS, MAGIC, container, declaring, entry
+from tests.support.samples import CREATED, RUN, RunWriter, random_bits
+from tests.support.written import TABLE, Written
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.wire.container import write_container
+from vllm_delta_sync.wire.manifest import object_key, version_key
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+Change = Callable[[Arrays, Metadata], object]
+PLANES = ("@0.gaps", "@0.low", "@0.escapes", "@0.codes", "@0.small", "@0.wide.0", "@0.wide.1")
+
+
+# Headers
+
+
+@pytest.mark.parametrize("name", ["length of 2^63", "nested deep", "same bytes twice", "shape of 2^60", "NaN"])
+def test_a_header_in_an_object(name: str, reader: Reader, written: Written, tmp_path: Path) -> None:
+    kind, data = HEADERS[name]
+    next_object(written, data)
+    assert all("version 5" in message for message in refused_by_all(reader, written, tmp_path, kind))
+
+
+def test_metadata_of_a_megabyte_in_an_object(reader: Reader, written: Written, tmp_path: Path) -> None:
+    next_object(written, container(b'{"__metadata__":{"a":"%s"}}' % (b"x" * 2**20)))
+    refused_by_all(reader, written, tmp_path, "format")
+
+
+def test_headers_in_a_checkpoint(reader: Reader, tmp_path: Path) -> None:
+    for kind, data in HEADERS.values():
+        (tmp_path / "model.safetensors").write_bytes(data)
+        assert "model.safetensors" in reader.refused("checkpoint", tmp_path, kind=kind)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [b"{},", pytest.param(b"[],", marks=pytest.mark.slow), pytest.param(b"0,", marks=pytest.mark.slow)],
+    ids=["objects", "lists", "numbers"],
+)
+def test_a_header_of_a_hundred_megabytes(item: bytes, reader: Reader, tmp_path: Path) -> None:
+    """Parsed, it would take up to thirty times its bytes; what is allowed here is the file mapped, and two copies."""
+    text = b'{"a":[' + item * ((99 << 20) // len(item)) + item[:-1] + b"]}"
+    (tmp_path / "model.safetensors").write_bytes(container(text))
+    reader.refused("checkpoint", tmp_path, kind=("limit", "format"), spare=3 * 2**27)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"weight_map":{},"weight_map":{"a":"model.safetensors"}}',
+        '{"metadata":{"total_size":1,"total_size":2},"weight_map":{"a":"model.safetensors"}}',
+        '{"weight_map":{"a":"x","\\u0061":"y"}}',
+    ],
+)
+def test_members_twice_in_the_index_of_a_checkpoint(text: str, reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(container(b'{"a":%s}' % entry(), b"x"))
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert "duplicate key" in reader.refused("checkpoint", tmp_path, kind="format")
+
+
+# Compressed planes
+
+
+def compressed(name: str, frame: bytes) -> Change:
+    """The object with its planes in zstd, and one of them replaced."""
+
+    def change(arrays: Arrays, metadata: Metadata) -> None:
+        metadata["compression"] = "zstd"
+        for plane in PLANES:
+            packed = zstandard.ZstdCompressor().compress(arrays[plane][1].tobytes())
+            arrays[plane] = plain(frame if plane == name else packed)
+
+    return change
+
+
+def needs_zstd(fields: Metadata) -> None:
+    fields["requires"] = ["packed", "zstd"]
+
+
+@pytest.mark.parametrize(
+    ("plane", "frame"),
+    [
+        ("@0.gaps", "declares 2^60"),
+        ("@0.codes", "window of 2 GiB"),
+        ("@0.gaps", "twenty thousand frames"),
+        ("@0.codes", "empty blocks without end"),
+    ],
+)
+def test_a_frame_that_lies(plane: str, frame: str, reader: Reader, written: Written, tmp_path: Path) -> None:
+    kind, _, data = FRAMES[frame]
+    next_changed(written, compressed(plane, data), needs_zstd)
+    refused_by_all(reader, written, tmp_path, kind)
+
+
+ESCAPES = {
+    "declares 2^60 escapes": declaring(2**60),
+    "ratio bomb": zstandard.ZstdCompressor(level=19).compress(bytes(2**28)),
+    "one byte for no escape": zstandard.ZstdCompressor().compress(b"\0"),
+    "frames for no escape": EMPTY * 1000,
+}
+
+
+@pytest.mark.parametrize("frame", ESCAPES)
+def test_escapes_that_nobody_needs(frame: str, reader: Reader, written: Written, tmp_path: Path) -> None:
+    next_changed(written, compressed("@0.escapes", ESCAPES[frame]), needs_zstd)
+    for door in (("changes", written.folder, NEXT), ("pieces", written.folder, NEXT, tmp_path)):
+        reader.refused(*door, kind=("format", "limit"))
+
+
+def huge_run(folder: Path, changed: int, frame: bytes, count: int) -> Path:
+    """A run of 2^33 elements, whose version 1 says that it changes some of them, and carries ``count``."""
+    table = TensorTable([TensorSpec("huge", "BF16", (2**33,))])
+    bucket = open_bucket(folder)
+    RunWriter(bucket, table)
+    metadata = {
+        "format_version": 1,
+        "run": RUN,
+        "version": 1,
+        "base_version": 0,
+        "codec": "packed",
+        "compression": "zstd",
+        "blocks": [{"dtype": "BF16", "kind": "sparse"}],
+    }
+    arrays: Arrays = dict.fromkeys(
+        (f"@0.{part}" for part in ("escapes", "low", "small", "wide.0", "wide.1")), plain(EMPTY)
+    )
+    arrays["@0.ids"], arrays["@0.counts"] = ("U32", np.zeros(1, np.uint32)), ("U64", np.array([count], np.uint64))
+    arrays["@0.gaps"] = arrays["@0.codes"] = plain(frame)
+    arrays["@fingerprints"] = ("U64", np.zeros((1, 2), np.uint64))
+    data = write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
+    digest = sha256(data).hexdigest()
+    bucket.put(object_key(digest), data)
+    manifest = {
+        "format_version": 1,
+        "requires": ["packed", "zstd"],
+        "run": RUN,
+        "version": 1,
+        "step": 1,
+        "kind": "delta",
+        "base_version": 0,
+        "parent": "0" * 64,
+        "objects": [{"key": object_key(digest), "bytes": len(data), "sha256": digest, "rank": 0}],
+        "changed": changed,
+        "total": table.total,
+        "payload_bytes": len(data),
+        "full_bytes": table.full_bytes,
+        "fingerprint": "0" * 32,
+        "created_at": CREATED,
+    }
+    bucket.put(version_key(1), dump_canonical(manifest))
+    return folder
+
+
+def test_a_small_version_whose_object_carries_a_hundred_million_elements(reader: Reader, tmp_path: Path) -> None:
+    """Planes of equal bytes keep their word: 10 kB of object, and a gigabyte once it is decoded."""
+    frame = zstandard.ZstdCompressor().compress(bytes(10**8))
+    url = huge_run(tmp_path / "run", 1, frame, 10**8)
+    for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
+        assert "carry 100000000 elements" in reader.refused(*door, kind="format")
+
+
+def test_a_frame_that_declares_more_than_its_bytes_can_hold(reader: Reader, tmp_path: Path) -> None:
+    url = huge_run(tmp_path / "run", 2**33, MAGIC + b"\xc0\x50" + (2**33).to_bytes(8, "little") + b"\x01\0\0", 2**33)
+    for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
+        assert "MAX_ZSTD_RATIO" in reader.refused(*door, kind="limit")
+
+
+# Blocks, positions and sizes
+
+
+def of_blocks(blocks: object) -> Change:
+    return lambda arrays, metadata: metadata.update(blocks=blocks)
+
+
+def of_gaps(escape: int) -> Change:
+    """One element, so far from the first."""
+    place = escape.to_bytes(8, "little")
+    return lambda arrays, metadata: arrays.update({"@0.gaps": plain([255]), "@0.escapes": plain(place)})
+
+
+def of_count(number: int) -> Change:
+    return lambda arrays, metadata: arrays.update({"@0.counts": ("U64", np.array([number], np.uint64))})
+
+
+def raw(*indices: int) -> Change:
+    def change(arrays: Arrays, metadata: Metadata) -> None:
+        for name in [name for name in arrays if name.startswith("@0.")]:
+            del arrays[name]
+        metadata.update(codec="raw", compression="none", blocks=[])
+        arrays["a.weight.indices"] = ("I64", np.array(indices, np.int64))
+        arrays["a.weight.values"] = ("BF16", np.zeros(len(indices), np.uint16))
+
+    return change
+
+
+def nested(arrays: Arrays, metadata: Metadata) -> None:
+    for _ in range(40):
+        metadata["zzz"] = [metadata.get("zzz", 0)]
+
+
+CHANGES: dict[str, tuple[str, Change]] = {
+    "forty thousand blocks": ("format", of_blocks([{"dtype": "BF16"}] * 40_000)),
+    "three blocks": ("format", of_blocks([{"dtype": "BF16", "kind": "sparse"}] * 3)),
+    "no block": ("tensor", of_blocks([])),
+    "a block of another dtype": ("tensor", of_blocks([{"dtype": "F64", "kind": "sparse"}])),
+    "a block of an unknown kind": ("unsupported", of_blocks([{"dtype": "BF16", "kind": "round"}])),
+    "blocks as a number": ("format", of_blocks(2**53 - 1)),
+    "metadata that nest": ("format", nested),
+    "beyond the tensor": ("format", of_gaps(2**16)),
+    "far beyond": ("format", of_gaps(2**64 - 1)),
+    # 255 more than this is 4 once it has gone around.
+    "around 2^64": ("format", of_gaps(2**64 - 251)),
+    "a count of 2^64 - 1": ("format", of_count(2**64 - 1)),
+    "a count of 2^63": ("format", of_count(2**63)),
+    "a count of 0": ("format", of_count(0)),
+    "a count above the tensor": ("format", of_count(20_001)),
+    "raw, beyond the tensor": ("format", raw(20_000)),
+    "raw, negative": ("format", raw(-1)),
+    "raw, 2^63 - 1": ("format", raw(2**63 - 1)),
+    "raw, down": ("format", raw(5, 4)),
+    "raw, none": ("format", raw()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_object_that_says_too_much(name: str, reader: Reader, written: Written, tmp_path: Path) -> None:
+    kind, change = CHANGES[name]
+    next_changed(written, change, lambda fields: fields.update(requires=["packed", "raw"]))
+    if name.startswith("raw"):
+        reader.refused("changes", written.folder, NEXT, kind=kind)
+        reader.refused("tensors", written.folder, kind=kind)
+    else:
+        refused_by_all(reader, written, tmp_path, kind)
+
+
+@pytest.mark.parametrize("size", [2**53 - 1, 10**8])
+def test_an_object_that_claims_to_be_large(size: int, reader: Reader, written: Written, tmp_path: Path) -> None:
+    forgery = forge(written.folder, claiming(size))
+    # And its file is as large as it says, on a disk that has not to give any room for that.
+    os.truncate(forgery.files[1], min(size, 2**40))
+    for door in (("tensors", written.folder), ("verify", written.folder), ("changes", written.folder, NEXT)):
+        assert "object_limit" in reader.refused(*door, kind="limit")
+    reader.refused("pieces", written.folder, NEXT, tmp_path, kind=("limit", "digest"))
+    assert "object_limit" in reader.reads("findings", written.folder)[0][2]
+    untouched(reader, written)
+
+
+def test_two_objects_of_one_version_that_overlap(reader: Reader, written: Written) -> None:
+    """Both move element 5. Each for itself is good."""
+    forgery = forge(written.folder, lambda fields: fields.update(changed=2))
+    end = 8 + int.from_bytes(forgery.data[:8], "little")
+    other = end.to_bytes(8, "little") + forgery.data[8:end] + b" " * 8 + forgery.data[end:]
+    digest = sha256(other).hexdigest()
+    (written.folder / object_key(digest)).write_bytes(other)
+    rows = [*forgery.manifest["objects"], {"key": object_key(digest), "bytes": len(other), "sha256": digest, "rank": 1}]
+    size = sum(row["bytes"] for row in rows)
+    edit(written.folder, version_key(NEXT), lambda fields: fields.update(objects=rows, payload_bytes=size))
+    reader.refused("tensors", written.folder, kind="fingerprint")
+    untouched(reader, written)
+
+
+# Pickles
+
+
+class Payload:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def of_pickle(mark: Path) -> bytes:
+    return pickle.dumps({"model.weight": Payload(mark)})
+
+
+def of_torch(mark: Path) -> bytes:
+    """As ``torch.save`` writes it: a zip with a pickle in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", of_pickle(mark))
+        archive.writestr("archive/version", "3\n")
+    return buffer.getvalue()
+
+
+def of_numpy(mark: Path) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([Payload(mark)], dtype=object), allow_pickle=True)
+    return buffer.getvalue()
+
+
+PICKLES: list[Callable[[Path], bytes]] = [of_pickle, of_torch, of_numpy]
+NAMES = ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.pkl", "model.ckpt", "weights.npy"]
+
+
+def test_the_payload_runs_where_it_is_unpickled(tmp_path: Path) -> None:
+    """Else the tests below would show nothing."""
+    pickle.loads(of_pickle(tmp_path / "first"))  # noqa: S301
+    np.load(io.BytesIO(of_numpy(tmp_path / "second")), allow_pickle=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+@pytest.mark.parametrize("form", PICKLES)
+def test_a_pickle_is_never_opened_as_one(
+    form: Callable[[Path], bytes], reader: Reader, written: Written, tmp_path: Path
+) -> None:
+    mark, base = tmp_path / "it-ran", tmp_path / "base"
+    data = form(mark)
+    refusals = ("format", "limit")
+    # In a checkpoint, under every name that weights have.
+    base.mkdir()
+    for name in NAMES:
+        (base / name).write_bytes(data)
+    (base / "pytorch_model.bin.index.json").write_text('{"weight_map":{"model.weight":"pytorch_model.bin"}}')
+    assert "only safetensors" in reader.refused("checkpoint", base, kind="not_found")
+    for name in (NAMES[0], "model.safetensors"):
+        (base / name).write_bytes(data)
+        (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.weight": name}}))
+        assert name in reader.refused("checkpoint", base, kind=refusals)
+    writer = RunWriter(open_bucket(tmp_path / "reference"), TABLE)
+    writer.reference(random_bits(TABLE, np.random.default_rng(1)), str(base))
+    reader.refused("tensors", tmp_path / "reference", kind=refusals)
+    # Beside a run, where nobody asks for it.
+    for name in [*NAMES, "conftest.py", "sitecustomize.py", "config.json", "modeling.py"]:
+        (written.folder / name).write_bytes(data)
+    assert reader.reads("findings", written.folder) == []
+    # As an object, and as a document.
+    next_object(written, data)
+    refused_by_all(reader, written, tmp_path, refusals)
+    for key in (version_key(NEXT), "run.json"):
+        (written.folder / key).write_bytes(data)
+        assert key in reader.refused("head", written.folder, kind="format")
+    assert not mark.exists()

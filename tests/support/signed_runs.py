@@ -1,0 +1,65 @@
+"""A signed run in memory, read with the root's key."""
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from tests.support.collecting import MemoryBucket
+from tests.support.damage import TABLE, Whole
+from tests.support.samples import CREATED, RUN, RunWriter, random_bits
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keys import public_hex
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire.documents import KeyEntry, KeyFile, LastWord, Tag
+
+
+def signer(number: int, *trusted: str) -> Keyring:
+    """A key of one's own; it trusts itself, or those that are named."""
+    private = Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)
+    return Keyring(trusted or [public_hex(private.public_key())], private)
+
+
+def name_of(keyring: Keyring) -> str:
+    assert keyring.public is not None
+    return keyring.public
+
+
+ROOT, PUBLISHER, NEXT, STRANGER = (signer(number) for number in (1, 2, 3, 4))
+
+
+class Signed(Whole):
+    """As ``Whole``, with everything signed by ``writer.keyring``, and read with the root's key."""
+
+    def __init__(self, keyring: Keyring = ROOT, bucket: Bucket | None = None, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+        self.bucket = bucket or MemoryBucket()  # type: ignore[assignment]
+        self.writer = RunWriter(self.bucket, TABLE, keyring=keyring)
+        self.anchor(random_bits(TABLE, self.random))
+
+    @property
+    def run(self) -> Run:
+        return Run(self.bucket, Keyring(ROOT.trusted))
+
+    def tag(self, name: str, version: int) -> None:
+        digest = self.writer.manifests[version].digest
+        tag = Tag(run=RUN, name=name, version=version, manifest=digest, created_at=CREATED)
+        self.bucket.put(side.tag_key(name), self.writer.keyring.signed(tag).to_bytes())
+
+    def grown(self) -> "Signed":
+        """Documents of every kind."""
+        self.deltas("packed", "raw", "packed", "full", "packed")
+        self.claim()
+        self.deltas("packed", "packed", "packed")
+        self.folds()
+        self.beside(5)
+        self.tag("best", 3)
+        return self
+
+    def list_keys(self, sequence: int, *entries: KeyEntry) -> None:
+        """Let the root write keys.json."""
+        file = KeyFile(run=RUN, info=self.writer.info.digest, sequence=sequence, keys=list(entries), created_at=CREATED)
+        self.bucket.put(side.KEYS_KEY, ROOT.signed(file).to_bytes())
+
+    def last_word(self, version: int) -> LastWord:
+        return LastWord(version=version, manifest=self.writer.manifests[version].digest)

@@ -1,0 +1,25 @@
+"""Fixtures of the trainer's tests: a bucket that calls back, a small trainer, a process that ranks are forked from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.publishers import Hooked, Trainer
+from tests.trainer.sharded.nursery import Nursery, opened
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Hooked:
+    return Hooked(tmp_path / "run")
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with opened(tmp_path_factory.mktemp("nursery")) as made:
+        yield made

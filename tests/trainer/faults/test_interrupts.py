@@ -1,0 +1,146 @@
+"""A publisher that is interrupted, raced by its own trainer, or whose program ends."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.publishers import FailAt, Hook, Hooked, Trainer, assert_holds, logs, nothing
+from trainer_side import Publisher, detection_live
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import PublishError
+
+
+def publish_and_break(trainer: Trainer, bucket: Hooked, before: Hook = nothing) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = before
+        trainer.step()
+        publisher.publish(step=1)
+        raise ZeroDivisionError
+
+
+def test_exceptions_in_the_body_come_first(bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ZeroDivisionError):
+        publish_and_break(trainer, bucket, FailAt("objects/"))
+    assert "closing the publisher after ZeroDivisionError" in caplog.text
+
+
+def test_failed_version_is_raised_at_close(bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    bucket.before = FailAt("objects/")
+    trainer.step()
+    publisher.publish(step=1)
+    with pytest.raises(PublishError, match="injected"):
+        publisher.close()
+    assert open_run(bucket.url).verify().head == 0
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("moved", ["more", "fewer", "others"])
+def test_weights_that_move_while_they_are_compared_make_whole_versions(
+    moved: str, given: torch.dtype, bucket: Hooked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transposed, so that it is read box by box, and moves in between."""
+    weight = torch.zeros(100, 100, dtype=given)
+    reads = detection_live.Reader.read
+    boxes: list[int] = []
+
+    def train_meanwhile(reader: detection_live.Reader, box: torch.Tensor, dtype: str) -> Any:
+        boxes.append(box.numel())
+        if len(boxes) % 10 == 5:
+            if moved != "more":
+                weight[:50] = 0
+            if moved != "fewer":
+                weight[50:] += 1
+        return reads(reader, box, dtype)
+
+    with Publisher({"w": weight.t()}, bucket) as publisher:
+        for step in range(1, 4):
+            weight[:60] += 1
+            with monkeypatch.context() as patch:
+                patch.setattr(detection_live, "GATHER_ELEMENTS", 1000)
+                patch.setattr(detection_live.Reader, "read", train_meanwhile)
+                publisher.publish(step=step, wait=True)
+            # What moved behind the comparison is part of the next version.
+            expected = weight.t().clone()
+            publisher.publish(step=step, wait=True)
+            publisher.flush()
+            assert_holds(bucket, 2 * step, {"w": expected})
+    assert boxes
+    assert max(boxes) <= 1000
+    assert open_run(bucket.url).verify().replayed
+
+
+def test_iterator_that_breaks_changes_nothing(bucket: Hooked, trainer: Trainer) -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(3000).bfloat16()
+        raise ZeroDivisionError
+
+    with Publisher(trainer.live, bucket) as publisher:
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish(step=1, weights=weights())
+        assert publisher.publish(step=2).changed == 0
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
+    """SIGALRM stands for Ctrl-C: its handler raises KeyboardInterrupt wherever the main thread is."""
+
+    armed = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if armed.is_set() and not logs(frame):
+            raise KeyboardInterrupt
+
+    chance = random.Random(5)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    with Publisher(trainer.live, bucket) as publisher:
+        for step in range(1, 200):
+            trainer.step()
+            try:
+                try:
+                    armed.set()
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 3e-3))
+                    publisher.publish(step=step, wait=chance.random() < 0.5)
+                finally:
+                    armed.clear()
+            except KeyboardInterrupt:
+                interrupted += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        assert interrupted > 20
+        trainer.step()
+        publisher.publish(step=1000, wait=True)
+    report = open_run(bucket.url).verify()
+    assert (report.head, report.replayed) == (publisher.version, True)
+    assert open_run(bucket.url).head().step == 1000
+    assert_holds(bucket, report.head, trainer.live)
+
+
+PUBLISH_AND_END = """
+import sys
+from tests.support.publishers import Trainer
+from trainer_side import Publisher, detection_live
+trainer = Trainer()
+publisher = Publisher(trainer.live, sys.argv[1])
+trainer.step()
+publisher.publish(step=1)
+"""
+
+
+def test_program_that_ends_without_closing_still_finishes_its_version(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", PUBLISH_AND_END, url], env=environment, timeout=300, check=True)
+    report = open_run(url).verify()
+    assert (report.head, report.replayed) == (1, True)

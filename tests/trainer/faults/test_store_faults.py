@@ -1,0 +1,405 @@
+"""A publisher whose store fails or gives back other bytes, anywhere: a version is durable and whole, or not there."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.publishers import (
+    FailAt,
+    Hooked,
+    Late,
+    Trainer,
+    assert_history,
+    assert_holds,
+    assert_stopped,
+    expect_failure,
+    publish,
+)
+from tests.support.publishing import damage
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket import Bucket, creation, open_bucket
+from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, StoreError
+from vllm_delta_sync.notice import NoticeSubscriber
+from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_key
+
+STEPS = ["objects/", "versions/"]
+PATIENCE_SECONDS = 60.0
+
+
+def test_order_of_writes_keeps_the_run_whole_at_every_moment(bucket: Hooked, trainer: Trainer) -> None:
+    written: list[str] = []
+    bucket.after = lambda key: written.append(key.partition("/")[0])
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+    version = ["objects", "versions", HEAD_KEY]
+    assert written == [RUN_KEY, TABLE_KEY, *version, *version]
+
+
+@pytest.mark.parametrize("told_by", ["flush", "publish", "payload_bytes", "seconds"])
+@pytest.mark.parametrize("at", STEPS)
+def test_failed_version_is_taken_back_and_its_changes_go_out_with_the_next(
+    at: str, told_by: str, bucket: Hooked, trainer: Trainer
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer)
+        failure = bucket.before = FailAt(at)
+        trainer.step()
+        result = publisher.publish(step=2)
+        tell: dict[str, Callable[[], object]] = {
+            "flush": publisher.flush,
+            "publish": lambda: publisher.publish(step=3, wait=True),
+            "payload_bytes": lambda: result.payload_bytes,
+            "seconds": lambda: result.seconds["upload"],
+        }
+        with pytest.raises(PublishError, match="injected") as caught:
+            tell[told_by]()
+        assert isinstance(caught.value.__cause__, StoreError)
+        assert failure.fired
+        assert publisher.version == 1
+        assert open_run(bucket.url).head().version == 1
+        trainer.step()
+        assert publisher.publish(step=4).version == 2
+        publisher.flush()
+    report = open_run(bucket.url).verify()
+    assert (report.head, report.replayed) == (2, True)
+    assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 1, 4]
+    assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_unexpected_failure_is_taken_back_too(at: str, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = FailAt(at, MemoryError("injected"))
+        trainer.step()
+        publisher.publish(step=1)
+        expect_failure(publisher, "MemoryError")
+        assert publisher.publish(step=2).version == 1
+    assert open_run(bucket.url).verify().head == 1
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_head_that_cannot_be_written_lags_and_is_rolled_forward(
+    bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = FailAt(HEAD_KEY)
+        trainer.step()
+        assert publisher.publish(step=1).payload_bytes > 0
+        assert publisher.version == 1
+        assert "version 1 is durable but HEAD.json still points before it" in caplog.text
+        assert b'"version":0' in bucket.get(HEAD_KEY)
+        assert open_run(bucket.url).head().version == 1
+        publisher.publish(step=2)
+        publisher.flush()
+        assert b'"version":2' in bucket.get(HEAD_KEY)
+        bucket.before = FailAt(HEAD_KEY)
+        publisher.publish(step=3)
+        publisher.flush()
+        assert b'"version":2' in bucket.get(HEAD_KEY)
+    assert b'"version":3' in bucket.get(HEAD_KEY), "closing writes it, too"
+    assert open_run(bucket.url).verify().head == 3
+
+
+def test_manifest_that_was_written_before_the_store_failed_counts(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.after = FailAt("versions/")
+        trainer.step()
+        expected = trainer.copy()
+        assert publisher.publish(step=1).payload_bytes > 0
+        assert publisher.version == 1
+        trainer.step()
+        publisher.publish(step=2)
+    assert open_run(bucket.url).verify().head == 2
+    assert_holds(bucket, 1, expected)
+    assert_holds(bucket, 2, trainer.live)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_fate_of_a_manifest_is_looked_up_afterwards(written: bool, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        if written:
+            bucket.after = FailAt("versions/")
+        else:
+            bucket.before = FailAt("versions/")
+        down = True
+
+        def unreachable(key: str) -> None:
+            if down and key.startswith("versions/"):
+                raise StoreError("still down")
+
+        bucket.reading = unreachable
+        trainer.step()
+        publisher.publish(step=1)
+        expect_failure(publisher, "is not known")
+        trainer.step()
+        with pytest.raises(PublishError, match="is not known"):
+            publisher.publish(step=2)
+        down = False
+        assert publisher.publish(step=3).version == (2 if written else 1)
+    assert open_run(bucket.url).verify().replayed
+    steps = [manifest.step for manifest in open_run(bucket.url).log()]
+    assert steps == ([0, 1, 3] if written else [0, 3])
+    assert_holds(bucket, len(steps) - 1, trainer.live)
+
+
+def test_call_while_a_version_is_under_way_is_skipped_or_waits(bucket: Hooked, trainer: Trainer) -> None:
+    gate, reached = threading.Event(), threading.Event()
+    drained: list[str] = []
+
+    def handed() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in trainer.live.items():
+            yield name, tensor
+            drained.append(name)
+
+    def block(key: str) -> None:
+        if key.startswith("objects/"):
+            reached.set()
+            assert gate.wait(120)
+
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.before = block
+        trainer.step()
+        first_weights = trainer.copy()
+        first = publisher.publish(step=1)
+        assert reached.wait(120)
+        trainer.step()
+        for skipped in (publisher.publish(step=2), publisher.publish(step=2, weights=handed())):
+            assert (skipped.version, skipped.kind, skipped.payload_bytes) == (None, "skipped", 0)
+        assert drained == list(trainer.live)
+        assert publisher.version == 0
+        threading.Timer(0.2, gate.set).start()
+        trainer.step()
+        waited = publisher.publish(step=3, wait=True)
+        assert (first.version, waited.version) == (1, 2)
+        assert waited.changed > 0
+    assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 1, 3]
+    assert_holds(bucket, 1, first_weights)
+    assert_holds(bucket, 2, trainer.live)
+
+
+def test_publisher_that_lost_a_race_stops_for_good(bucket: Hooked, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, bucket)
+    publish(publisher, trainer)
+    ours = Manifest.from_bytes(bucket.get(version_key(1)))
+    theirs = ours.model_copy(update={"version": 2, "base_version": 1, "parent": ours.digest, "objects": []})
+    theirs = theirs.model_copy(update={"changed": 0, "payload_bytes": 0, "step": 99})
+    theirs._raw = None
+    bucket.put(version_key(2), theirs.to_bytes())
+    trainer.step()
+    result = publisher.publish(step=2)
+    with pytest.raises(ConflictError, match="another publisher"):
+        _ = result.payload_bytes
+    assert_stopped(publisher, "another publisher")
+    assert Manifest.from_bytes(bucket.get(version_key(2))).step == 99
+    open_run(bucket.url).verify()
+
+
+def test_own_manifest_found_at_its_place_is_no_conflict(bucket: Hooked, trainer: Trainer) -> None:
+    """A put whose answer was lost and that the store's client repeats finds its own object."""
+    inner = open_bucket(bucket.url)
+    with Publisher(trainer.live, bucket) as publisher:
+        original = Hooked.put
+
+        def twice(key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+            if key.startswith("versions/"):
+                inner.put(key, data, if_absent=if_absent)
+            original(bucket, key, data, if_absent=if_absent)
+
+        bucket.put = twice  # type: ignore[method-assign]
+        trainer.step()
+        assert publisher.publish(step=1).payload_bytes > 0
+    assert open_run(bucket.url).verify().head == 1
+
+
+def test_a_notice_goes_out_before_head_is_written(bucket: Hooked, trainer: Trainer) -> None:
+    heard: list[int | None] = []
+    with Publisher(trainer.live, bucket, notice="tcp://127.0.0.1:*") as publisher:
+        run = open_run(bucket.url).info.run
+        with closing(NoticeSubscriber(str(publisher.notice_address), run)) as subscriber:
+            assert subscriber.receive(PATIENCE_SECONDS) is not None
+
+            def listen(key: str) -> None:
+                deadline = time.monotonic() + PATIENCE_SECONDS
+                while key == HEAD_KEY and heard[-1:] != [1] and time.monotonic() < deadline:
+                    notice = subscriber.receive(1.0)
+                    heard.append(None if notice is None else notice.version)
+                    assert notice is None or notice.manifest == open_run(bucket.url).manifest(notice.version).digest
+
+            bucket.before = listen
+            publish(publisher, trainer)
+    assert heard[-1:] == [1]
+    assert open_run(bucket.url).head().version == 1
+
+
+MOST_READS = 100
+
+
+class Flipping(WrappedBucket):
+    """Flips a bit in the middle of the read with number ``at``."""
+
+    def __init__(self, inner: Bucket, exclusive: bool) -> None:
+        super().__init__(inner)
+        self.exclusive = exclusive
+        self.at = -1
+        self.reads = 0
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        return self._flipped(self._inner.get(key, max_bytes=max_bytes))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._flipped(self._inner.get_range(key, start, length))
+
+    def _flipped(self, data: bytes) -> bytes:
+        self.reads += 1
+        if self.reads - 1 != self.at or not data:
+            return data
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+@pytest.fixture(params=[True, False], ids=["exclusive", "single writer"])
+def flipping(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flipping:
+    monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.0)
+    return Flipping(open_bucket(str(tmp_path / "run")), request.param)
+
+
+@pytest.mark.parametrize("read_back", [False, True])
+def test_a_byte_that_flips_in_a_read_stops_no_publisher(read_back: bool, flipping: Flipping, trainer: Trainer) -> None:
+    with Publisher(trainer.live, flipping, read_back=read_back) as publisher:
+        for at in range(MOST_READS):
+            flipping.at, flipping.reads = at, 0
+            trainer.step()
+            assert publisher.publish(step=at, wait=True).version == at + 1
+            publisher.flush()
+            assert_holds(flipping, at + 1, trainer.live)
+            if flipping.reads <= at:
+                break
+        assert 1 < at < MOST_READS
+    assert open_run(flipping.url).verify().head == at + 1
+
+
+def test_a_byte_that_flips_in_any_read_of_a_takeover_does_no_harm(flipping: Flipping, trainer: Trainer) -> None:
+    with Publisher(trainer.live, flipping) as publisher:
+        trainer.step()
+        publisher.publish(step=0)
+    for at in range(MOST_READS):
+        flipping.at, flipping.reads = at, 0
+        try:
+            with Publisher(trainer.live, flipping, resume=True) as later:
+                assert later.version is not None
+        except DeltaSyncError:
+            pass
+        reads, flipping.at = flipping.reads, -1
+        assert open_run(flipping.url).verify().replayed
+        if reads <= at:
+            break
+    assert 3 < at < MOST_READS
+    with Publisher(trainer.live, flipping, resume=True) as last:
+        trainer.step()
+        last.publish(step=1)
+        last.flush()
+        assert last.version is not None
+        assert_holds(flipping, last.version, trainer.live)
+
+
+class Spoiled(Hooked):
+    """A store that keeps other bytes than it was given, so many times."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.prefix = "none"
+        self.times = 0
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        super().put(key, data, if_absent=if_absent)
+        if key.startswith(self.prefix) and self.times:
+            self.times -= 1
+            damage(self.url, key)
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path) -> Spoiled:
+    return Spoiled(tmp_path / "spoiled")
+
+
+def test_object_that_reads_back_otherwise_is_never_committed(spoiled: Spoiled, trainer: Trainer) -> None:
+    with Publisher(trainer.live, spoiled, read_back=True) as publisher:
+        spoiled.prefix, spoiled.times = "objects/", 1
+        trainer.step()
+        publisher.publish(step=1)
+        expect_failure(publisher, "reads back with another SHA-256")
+        assert open_run(spoiled.url).head().version == 0
+        publisher.publish(step=2)
+    assert open_run(spoiled.url).verify().head == 1
+    assert_holds(spoiled, 1, trainer.live)
+
+
+def test_manifest_that_reads_back_otherwise_is_written_again(spoiled: Spoiled, trainer: Trainer) -> None:
+    with Publisher(trainer.live, spoiled, read_back=True) as publisher:
+        spoiled.prefix, spoiled.times = "versions/", 1
+        trainer.step()
+        assert publisher.publish(step=1).payload_bytes > 0
+        publisher.publish(step=2)
+    assert open_run(spoiled.url).verify().head == 2
+
+
+def test_manifest_that_cannot_be_written_right_is_not_durable(spoiled: Spoiled, trainer: Trainer) -> None:
+    publisher = Publisher(trainer.live, spoiled, read_back=True)
+    spoiled.prefix, spoiled.times = "versions/", 2
+    trainer.step()
+    publisher.publish(step=1)
+    expect_failure(publisher, "reads back otherwise than written")
+    assert publisher.version == 0
+    publisher.publish(step=2)
+    with pytest.raises(DeltaSyncError):
+        publisher.close()
+    with Publisher(trainer.live, spoiled) as resumed:
+        assert resumed.version == 2
+    assert_holds(spoiled, 2, trainer.live)
+
+
+@pytest.mark.parametrize("at", ["objects/", "versions/"])
+def test_version_0_is_read_back_too(at: str, spoiled: Spoiled, trainer: Trainer) -> None:
+    spoiled.prefix, spoiled.times = at, 2
+    with pytest.raises(StoreError if at == "objects/" else PublishError):
+        Publisher(trainer.live, spoiled, read_back=True)
+
+
+def test_own_manifest_that_arrives_late_is_gone_on_from(trainer: Trainer, tmp_path: Path) -> None:
+    late = Late(tmp_path / "run")
+    with Publisher(trainer.live, late) as publisher:
+        history = publish(publisher, trainer)
+        late.holds_back = True
+        trainer.step()
+        publisher.publish(step=2, wait=True)
+        expect_failure(publisher, "late")
+        history.append(trainer.copy())
+        late.arrive()
+        trainer.step()
+        publisher.publish(step=3, wait=True)
+        expect_failure(publisher, "earlier try")
+        assert publisher.publish(step=3, wait=True).version == 3
+        history.append(trainer.copy())
+    assert_history(late, history)
+
+
+def test_head_is_written_no_more_often_than_the_store_takes_it(bucket: Hooked, trainer: Trainer) -> None:
+    bucket.overwrite_seconds = 60.0
+    written: list[str] = []
+    bucket.before = written.append
+    with Publisher(trainer.live, bucket) as publisher:
+        for _ in range(5):
+            publish(publisher, trainer)
+        assert written.count(HEAD_KEY) == 1
+        head, _ = open_run(bucket.url).reachable_head()
+        assert head.version == 5
+    assert written.count(HEAD_KEY) == 2
+    assert open_run(bucket.url).head().version == 5

@@ -1,0 +1,229 @@
+"""A takeover that is cut short anywhere leaves the run as it was, and the next one goes on."""
+
+import random
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, logs, nothing
+from tests.support.publishing import damage
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import PublishError, StoreError
+from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, claim_key
+from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, version_key
+
+
+def begin(bucket: Hooked, trainer: Trainer, versions: int = 2) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        for step in range(1, versions + 1):
+            trainer.step()
+            publisher.publish(step=step, wait=True)
+
+
+def chain(bucket: Hooked) -> dict[str, bytes]:
+    keys = [info.key for info in bucket.list() if info.key.startswith(("versions/", HEAD_KEY, RUN_KEY, TABLE_KEY))]
+    return {key: bucket.get(key) for key in keys}
+
+
+def arm(bucket: Hooked, hook: str, at: str, error: BaseException) -> FailAt:
+    failure = FailAt(at, error)
+    setattr(bucket, hook, failure)
+    return failure
+
+
+ERRORS = [StoreError("injected"), KeyboardInterrupt(), MemoryError("injected")]
+POINTS = [
+    ("looking", RUN_KEY), ("reading", RUN_KEY), ("reading", TABLE_KEY), ("reading", HEAD_KEY), ("reading", "versions/"),
+    ("before", CLAIMS_PREFIX), ("reading", "objects/"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("point", POINTS)
+def test_resuming_cut_short_leaves_the_run_as_it_was(
+    point: tuple[str, str], error: BaseException, bucket: Hooked, trainer: Trainer
+) -> None:
+    begin(bucket, trainer)
+    before, running = chain(bucket), set(threading.enumerate())
+    failure = arm(bucket, *point, error)
+    with pytest.raises(type(error)):
+        Publisher(trainer.live, bucket)
+    assert failure.fired
+    assert chain(bucket) == before
+    assert set(threading.enumerate()) <= running
+    setattr(bucket, point[0], nothing)
+    with Publisher(trainer.live, bucket) as publisher:
+        assert publisher.version == 2
+        trainer.step()
+        publisher.publish(step=3)
+    assert open_run(bucket.url).verify().replayed
+    assert_holds(bucket, 3, trainer.live)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("injected")])
+def test_claim_that_is_left_fences_the_former_writer(error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
+    begin(bucket, trainer)
+    bucket.after = FailAt(CLAIMS_PREFIX, error)
+    with pytest.raises(type(error)):
+        Publisher(trainer.live, bucket)
+    with Publisher(trainer.live, bucket) as publisher:
+        publisher.publish(step=3)
+    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 0, 2]
+
+
+def test_claim_whose_answer_was_lost_is_recognized(bucket: Hooked, trainer: Trainer) -> None:
+    begin(bucket, trainer)
+    bucket.after = FailAt(CLAIMS_PREFIX, StoreError("injected"))
+    with Publisher(trainer.live, bucket) as publisher:
+        publisher.publish(step=3)
+    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 0, 1]
+
+
+def test_head_that_cannot_be_rolled_forward_while_resuming_only_warns(
+    bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(bucket, trainer)
+    bucket.delete(HEAD_KEY)
+    bucket.before = FailAt(HEAD_KEY)
+    with Publisher(trainer.live, bucket) as publisher:
+        assert "HEAD.json still points before it" in caplog.text
+        assert publisher.version == 2
+    assert b'"version":2' in bucket.get(HEAD_KEY)
+
+
+ANEW = [("before", "objects/"), ("after", "objects/"), ("before", "versions/"), ("looking", "claims/")]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("point", ANEW)
+def test_beginning_anew_cut_short_leaves_the_run_as_it_was(
+    point: tuple[str, str], error: BaseException, bucket: Hooked, trainer: Trainer
+) -> None:
+    begin(bucket, trainer)
+    damage(bucket.url, version_key(2))
+    before = chain(bucket)
+    failure = arm(bucket, *point, error)
+    with pytest.raises(type(error)):
+        Publisher(trainer.live, bucket)
+    assert failure.fired
+    assert chain(bucket) == before
+    with Publisher(trainer.live, bucket) as publisher:
+        assert publisher.version == 3
+    assert_holds(bucket, 3, trainer.live)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("injected")])
+def test_new_beginning_that_was_written_counts(error: BaseException, bucket: Hooked, trainer: Trainer) -> None:
+    begin(bucket, trainer)
+    damage(bucket.url, version_key(2))
+    bucket.after = FailAt("versions/", error)
+    with pytest.raises(type(error)):
+        Publisher(trainer.live, bucket)
+    with Publisher(trainer.live, bucket) as publisher:
+        assert publisher.version == 3
+        publisher.publish(step=4)
+    assert_holds(bucket, 4, trainer.live)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_new_beginning_of_unknown_fate_is_found_or_made_again(written: bool, bucket: Hooked, trainer: Trainer) -> None:
+    begin(bucket, trainer)
+    damage(bucket.url, version_key(2))
+    setattr(bucket, "after" if written else "before", FailAt("versions/"))
+
+    def down(key: str) -> None:
+        if key == version_key(3):
+            raise StoreError("still down")
+
+    def after_the_put(key: str) -> None:
+        # The last look before the put is for a newer claim.
+        if key == claim_key(2):
+            bucket.reading = down
+
+    bucket.looking = after_the_put
+    with pytest.raises((PublishError, StoreError), match=r"is not known|still down"):
+        Publisher(trainer.live, bucket)
+    bucket.looking = bucket.reading = nothing
+    with Publisher(trainer.live, bucket) as publisher:
+        assert publisher.version == 3
+    assert_holds(bucket, 3, trainer.live)
+
+
+def test_last_commit_of_the_former_writer_comes_before_a_new_beginning(bucket: Hooked, trainer: Trainer) -> None:
+    begin(bucket, trainer)
+    lost = open_run(bucket.url).head()
+    late = lost.model_copy(update={"version": 3, "base_version": 2, "parent": lost.digest})
+    late._raw = None
+    damage(bucket.url, lost.objects[0].key)
+    raced: list[str] = []
+
+    def race(key: str) -> None:
+        if key == version_key(3) and not raced:
+            raced.append(key)
+            bucket._inner.put(key, late.to_bytes())
+
+    for info in [*bucket.list("anchors/"), *bucket.list("folds/")]:
+        bucket.delete(info.key)
+    bucket.before = race
+    with Publisher(trainer.live, bucket) as publisher:
+        assert raced
+        assert publisher.version == 4
+    manifest = open_run(bucket.url).manifest(4)
+    assert (manifest.parent, manifest.kind) == (late.digest, "anchor")
+    assert_holds(bucket, 4, trainer.live)
+
+
+def test_interrupts_at_any_moment_of_a_life_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
+    """SIGALRM stands for Ctrl-C while publishers begin, resume, rebase, scan and end."""
+    armed = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if armed.is_set() and not logs(frame):
+            raise KeyboardInterrupt
+
+    chance = random.Random(11)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    begin(bucket, trainer, 4)
+    interrupted = 0
+
+    def live() -> None:
+        publisher = Publisher(trainer.live, bucket)
+        try:
+            for step in range(6):
+                trainer.step()
+                publisher.publish(step=step, wait=True)
+                acts: list[Callable[[], object]] = [
+                    lambda: publisher.rebase(chance.randrange(publisher.version + 1)), publisher.rescan,
+                    publisher.flush, publisher.anchor,
+                ]  # fmt: skip
+                chance.choice(acts)()
+        finally:
+            armed.clear()
+            publisher.close()
+
+    try:
+        for _ in range(40):
+            try:
+                try:
+                    armed.set()
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-3, 0.25))
+                    live()
+                finally:
+                    armed.clear()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted > 10
+    trainer.step()
+    with Publisher(trainer.live, bucket) as publisher:
+        publisher.publish(step=1000, wait=True)
+    head = open_run(bucket.url).head()
+    assert (head.step, head.version) == (1000, publisher.version)
+    assert all(manifest.kind == "delta" for manifest in open_run(bucket.url).log() if manifest.version)
+    assert_holds(bucket, head.version, trainer.live)

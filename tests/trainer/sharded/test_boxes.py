@@ -1,0 +1,325 @@
+"""Boxes of sharded tensors: each rank owns its part, all together own every element once, and others are refused."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.trainer.sharded.nursery import Nursery
+from trainer_side.sharded.cover import boxes_document, check_cover
+from trainer_side.sharded.windows import windows
+from trainer_side.tracing import View
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.torch_shards import is_sharded, layout, local_boxes, owned_boxes, whole_shape
+from vllm_delta_sync.wire.boxes import Box, boxes_of_range
+from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+
+Pieces = list[tuple[Box, torch.Tensor]]
+
+
+def counted(*shape: int) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+
+
+class Tower(nn.Module):
+    """Sizes that divide badly, a scalar's neighbour of one element, and stacked experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 12)
+        self.down = nn.Linear(12, 7)
+        self.single = nn.Parameter(torch.zeros(1))
+        self.experts = nn.Parameter(torch.zeros(3, 5, 2))
+        for parameter in self.parameters():
+            parameter.data = counted(*parameter.shape)
+
+
+def described(pieces: Pieces) -> list[Any]:
+    return [[box.offsets, box.shape, box.whole, tensor.tolist()] for box, tensor in pieces]
+
+
+def told(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        name: [list(whole_shape(tensor)), described(local_boxes(tensor)), described(owned_boxes(tensor))]
+        for name, tensor in tensors.items()
+    }
+
+
+def placed_tensors(mesh: DeviceMesh, placements: dict[str, list[Any]]) -> dict[str, torch.Tensor]:
+    shapes = {"even": (8, 4), "odd": (5, 3), "few": (1, 3), "deep": (3, 5, 2), "none": (0, 4)}
+    return {
+        f"{name} {way}": distribute_tensor(counted(*shape), mesh, places)
+        for name, shape in shapes.items()
+        for way, places in placements.items()
+    }
+
+
+def placed(rank: int, size: int) -> dict[str, Any]:
+    flat = init_device_mesh("cpu", (size,))
+    tensors = placed_tensors(flat, {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]})
+    if size == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ways: dict[str, list[Any]] = {
+            "block": [Shard(0), Shard(1)],
+            "rows twice": [Shard(0), Shard(0)],
+            "copied rows": [Replicate(), Shard(0)],
+            "rows copied": [Shard(1), Replicate()],
+        }
+        tensors |= {f"square {name}": tensor for name, tensor in placed_tensors(square, ways).items()}
+        # A replica of its own for each half of the world, as tensor parallelism under DDP has it.
+        tensors |= {f"slice {name}": t for name, t in placed_tensors(square["tp"], {"rows": [Shard(0)]}).items()}
+    scalar = distribute_tensor(torch.tensor(0.0), flat, [Replicate()])
+    return told(tensors | {"scalar": scalar, "plain": counted(2, 3)})
+
+
+def trained(rank: int, size: int) -> dict[str, Any]:
+    """Modules as users shard them."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def add(way: str, model: Any) -> None:
+        tensors.update({f"{way} {name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()})
+
+    flat = init_device_mesh("cpu", (size,))
+    add("fsdp", fully_shard(Tower(), mesh=flat))
+    add("mixed", fully_shard(Tower(), mesh=flat, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+    if size == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        add("hsdp", fully_shard(Tower(), mesh=square))
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallel = parallelize_module(Tower(), square["tp"], plan)
+        add("tp", parallel)
+        parallel = parallelize_module(Tower(), square["tp"], plan)
+        add("fsdp tp", fully_shard(parallel, mesh=square["dp"]))
+    add(
+        "columns",
+        fully_shard(Experts(), mesh=flat, shard_placement_fn=lambda tensor: Shard(1) if tensor.dim() == 3 else None),
+    )
+    return told(tensors)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(counted(3, 8, 2))
+        self.router = nn.Parameter(counted(3, 2))
+
+
+def check(ranks: list[dict[str, Any]]) -> None:
+    for name in ranks[0]:
+        shape = tuple(ranks[0][name][0])
+        whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+        times = np.zeros(shape, int)
+        for answer in ranks:
+            held = np.zeros(shape, int)
+            for column, count in ((1, held), (2, times)):
+                for offsets, size, every, values in answer[name][column]:
+                    assert tuple(every) == shape, name
+                    index = Box(tuple(offsets), tuple(size), shape).index
+                    assert np.array_equal(whole[index], np.array(values, np.float32)), name
+                    count[index] += 1
+            assert held.max(initial=0) <= 1, name
+        assert (times == 1).all(), f"{name}: {times}"
+
+
+def written(rank: int, size: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (size,))
+    tensor = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)])
+    before = layout(tensor)
+    for _, view in local_boxes(tensor):
+        view.fill_(rank + 1)
+    column = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(1)])
+    same = layout(tensor) == before
+    refused = ""
+    try:
+        local_boxes(DTensor.from_local(torch.zeros(2), mesh, [Partial()]), "sum")
+    except ModelError as error:
+        refused = error.message
+    shared = [is_sharded(tensor), is_sharded(tensor.to_local())]
+    return [tensor.full_tensor().tolist(), same, layout(column) == before, refused, shared]
+
+
+def everything(rank: int, size: int) -> dict[str, Any]:
+    return {"placed": placed(rank, size), "trained": trained(rank, size), "written": written(rank, size)}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_the_ranks_own_is_the_whole_once(size: int, nursery: Nursery) -> None:
+    ranks = nursery.run(size, everything)
+    for way, name in (("placed", "even rows"), ("trained", "fsdp up.weight")):
+        answers = [answer[way] for answer in ranks]
+        check(answers)
+        assert all(len(local) == len(owned) == 1 for _, local, owned in (answer[name] for answer in answers))
+    assert [len(answer["placed"]["even copies"][1]) for answer in ranks] == [1] * size
+    assert [len(answer["placed"]["few rows"][1]) for answer in ranks] == [1] + [0] * (size - 1)
+    for whole, same, other, refused, shared in (answer["written"] for answer in ranks):
+        # Pieces are views: what each rank wrote into its own is what the whole tensor has.
+        assert whole == [[float(row // -(-5 // size)) + 1] * 4 for row in range(5)]
+        assert (same, other) == (True, False)
+        assert "tensor 'sum' is a DTensor placed as P" in refused
+        assert "redistribute it to shards or replicas" in refused
+        assert shared == [True, False]
+
+
+def test_a_plain_tensor_is_held_whole() -> None:
+    tensor = counted(2, 3).t()
+    ((box, view),) = local_boxes(tensor)
+    assert box == Box.all_of((3, 2))
+    assert view.data_ptr() == tensor.data_ptr()
+    assert owned_boxes(tensor)[0][0] == box
+    assert local_boxes(torch.zeros(0, 3)) == []
+    assert local_boxes(torch.tensor(1.0))[0][0].shape == ()
+
+
+def refusal(shape: tuple[int, ...], boxes: list[list[Box]]) -> str:
+    """What is said of the boxes that each rank has of a tensor; empty if nothing is."""
+    table = TensorTable([TensorSpec("other", "F32", (2,)), TensorSpec("x", "F32", shape)])
+    told = [boxes_document([(1, box) for box in theirs]) for theirs in boxes]
+    told[0] += boxes_document([(0, Box.all_of((2,)))])
+    try:
+        check_cover(table, told)
+    except ModelError as error:
+        return error.message
+    return ""
+
+
+@st.composite
+def cuts(draw: Any) -> tuple[tuple[int, ...], list[Box]]:
+    """A tensor cut along one dimension after another, as boxes in any order."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    found = [Box.all_of(shape)]
+    for _ in range(draw(st.integers(0, 8))):
+        box = found.pop(draw(st.integers(0, len(found) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1)) if shape else 0
+        at = draw(st.integers(0, box.shape[axis])) if shape else 0
+        found += [part for part in _halves(box, axis, at) if part.numel] if shape else [box]
+    return shape, draw(st.permutations(found))
+
+
+def _halves(box: Box, axis: int, at: int) -> list[Box]:
+    def part(offset: int, size: int) -> Box:
+        offsets, shape = list(box.offsets), list(box.shape)
+        offsets[axis], shape[axis] = offset, size
+        return Box(tuple(offsets), tuple(shape), box.whole)
+
+    return [part(box.offsets[axis], at), part(box.offsets[axis] + at, box.shape[axis] - at)]
+
+
+@given(cuts(), st.integers(1, 4))
+def test_cuts_of_a_tensor_are_right_and_no_other_boxes(cut: tuple[tuple[int, ...], list[Box]], ranks: int) -> None:
+    shape, boxes = cut
+    assert refusal(shape, [boxes[rank::ranks] for rank in range(ranks)]) == ""
+    lost, twice = [boxes[1:], []], [boxes, boxes[-1:]]
+    assert f"the ranks hold {int(np.prod(shape)) - boxes[0].numel} of the " in refusal(shape, lost)
+    assert "share elements of tensor 'x'" in refusal(shape, twice)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), max_size=5))
+def test_boxes_are_judged_as_elements_that_are_counted(drawn: list[tuple[int, int, int, int]]) -> None:
+    times = np.zeros((4, 4), int)
+    boxes = []
+    for first, second, rows, columns in drawn:
+        box = Box((first, second), (min(rows, 4 - first), min(columns, 4 - second)), (4, 4))
+        times[box.index] += 1
+        boxes.append([box])
+    assert (refusal((4, 4), [[], *boxes]) == "") == bool((times == 1).all())
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_tensors_without_elements_need_no_rank(shape: tuple[int, ...]) -> None:
+    assert refusal(shape, [[]]) == refusal(shape, [[Box.all_of(shape)], [Box.all_of(shape)]]) == ""
+
+
+def test_a_scalar_is_held_once() -> None:
+    scalar = Box.all_of(())
+    assert refusal((), [[], [scalar]]) == ""
+    assert "rank 0: x, rank 1: x share elements of tensor 'x', of whose 1 the ranks hold 2" in refusal(
+        (), [[scalar], [scalar]]
+    )
+    assert "the ranks hold 0 of the 1 elements of tensor 'x' (no rank has any)" in refusal((), [[]])
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[View, tuple[int, ...]]:
+    """A view by a few operations such as conversions use, of a source of up to four dimensions."""
+    whole = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    tensor = torch.arange(math.prod(whole)).reshape(whole)
+    for _ in range(draw(st.integers(0, 4))):
+        kind = draw(st.sampled_from(["permute", "select", "slice", "reshape"]))
+        if kind == "permute":
+            tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+        elif kind == "select" and tensor.dim():
+            axis = draw(st.integers(0, tensor.dim() - 1))
+            tensor = tensor.select(axis, draw(st.integers(0, tensor.shape[axis] - 1)))
+        elif kind == "slice" and tensor.dim():
+            axis = draw(st.integers(0, tensor.dim() - 1))
+            start = draw(st.integers(0, tensor.shape[axis] - 1))
+            step = draw(st.integers(1, 2))
+            index: list[slice] = [slice(None)] * tensor.dim()
+            index[axis] = slice(start, draw(st.integers(start + 1, tensor.shape[axis])), step)
+            tensor = tensor[tuple(index)]
+        elif kind == "reshape":
+            factors = draw(st.permutations(tensor.shape))
+            if tensor.is_contiguous():
+                tensor = tensor.reshape((*factors[:-2], math.prod(factors[-2:])))
+    return View("source", tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())), whole
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, whole: tuple[int, ...]) -> Box:
+    if draw(st.booleans()):
+        start = draw(st.integers(0, math.prod(whole) - 1))
+        return draw(st.sampled_from(boxes_of_range(start, draw(st.integers(start + 1, math.prod(whole))), whole)))
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in whole)
+    shape = tuple(draw(st.integers(1, size - offset)) for size, offset in zip(whole, offsets, strict=True))
+    return Box(offsets, shape, whole)
+
+
+def values(view: View, whole: tuple[int, ...]) -> np.ndarray:
+    return view.read({"source": torch.arange(math.prod(whole))}).numpy()
+
+
+@given(st.data())
+def test_windows_are_what_the_view_has_in_the_box(data: st.DataObject) -> None:
+    view, whole = data.draw(views())
+    box = data.draw(boxes_in(whole))
+    found = windows(view, box)
+    if found is None:
+        # A range of the flat source never needs more than boxes.
+        assert not box.is_range
+        return
+    local = torch.from_numpy(box.view(np.arange(math.prod(whole), dtype=np.uint64)).astype(np.int64)).contiguous()
+    expected, inside = values(view, whole), set(local.flatten().tolist())
+    times = np.zeros(view.shape, int)
+    for window in found:
+        assert window.box.numel
+        piece = local.as_strided(window.box.shape, window.strides, window.offset)
+        assert np.array_equal(piece.numpy(), expected[window.box.index])
+        times[window.box.index] += 1
+    assert times.tolist() == np.vectorize(inside.__contains__, otypes=[int])(expected).tolist()
+
+
+@pytest.mark.parametrize("sharded", [0, 1, 2])
+def test_one_expert_of_a_stack_is_one_window(sharded: int) -> None:
+    """The up projection, transposed, of expert 2 of 4, where the source is cut in half in one dimension."""
+    whole = (4, 6, 8)
+    view = View("experts", (6, 4), (8, 1), 2 * 48 + 4)
+    half = tuple(size // (2 if axis == sharded else 1) for axis, size in enumerate(whole))
+    second = tuple(size if axis == sharded else 0 for axis, size in enumerate(half))
+    counts = [len(windows(view, Box(at, half, whole)) or []) for at in ((0, 0, 0), second)]
+    assert counts == {0: [0, 1], 1: [1, 1], 2: [0, 1]}[sharded]
+
+
+def test_views_that_no_boxes_describe_are_refused() -> None:
+    rows = Box((0, 1), (4, 2), (4, 4))
+    assert windows(View("w", (16,), (1,), 0), rows) is None
+    assert windows(View("w", (3, 4), (0, 1), 0), rows) is None
+    assert windows(View("w", (3, 3), (1, 1), 0), Box.all_of((4, 4))) is None

@@ -1,0 +1,180 @@
+"""``DeltaSyncCallback`` in Trainers of several processes: replicas, FSDP2, Accelerate's plugins for FSDP2 and ZeRO."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from tests.support.publishing import assert_holds
+from tests.trainer.sharded.nursery import Nursery
+from tests.trainer.sharded.test_deepspeed import deepspeed_on_cpu
+from trainer_side import DeltaSyncCallback
+from vllm_delta_sync.chain import open_run
+
+
+def train_replicas(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """Three steps of a Trainer that finds itself in a world of several processes."""
+    from tests.support.tiny import make_model
+    from tests.support.trainers import SIZES, Logged, Settled, checkpoint_of, trainer_of
+
+    model = make_model("qwen3", **SIZES)
+    callback = DeltaSyncCallback(bucket=f"{folder}/run", every=2)
+    seen, logged = Settled(callback), Logged()
+    trainer = trainer_of(model, Path(folder), [callback, seen, logged], max_steps=3)
+    trainer.train()
+    if rank == 0:
+        save_file(checkpoint_of(model), f"{folder}/trained.safetensors")
+    return {
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "versions": [line["delta_sync/version"] for line in logged.published],
+    }
+
+
+def train_shards(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """The events of three steps on a model sharded by FSDP2, as Accelerate does on accelerators only."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+    from tests.support.tiny import make_model, train_steps
+    from tests.support.trainers import SIZES
+
+    model = make_model("qwen3", **SIZES)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    callback = DeltaSyncCallback(bucket=f"{folder}/run", every=2)
+    given = TrainingArguments(output_dir=f"{folder}/out", use_cpu=True, report_to="none")
+    state, control = TrainerState(max_steps=3, is_world_process_zero=rank == 0), TrainerControl()
+    handler = CallbackHandler([DefaultFlowCallback(), callback], model, None, None, None)
+    handler.on_train_begin(given, state, control)
+    took_part = callback.publisher is not None
+    steps = train_steps(model, lr=1e-3)
+    for state.global_step in (1, 2, 3):
+        next(steps)
+        handler.on_step_end(given, state, control)
+    handler.on_train_end(given, state, control)
+    trained = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
+    if rank == 0:
+        save_file({name: torch.clone(tensor) for name, tensor in trained.items()}, f"{folder}/trained.safetensors")
+    return {"took_part": took_part, "closed": callback.publisher is None}
+
+
+def test_a_callback_publishes_shards_from_all_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    told = nursery.run(2, train_shards, folder=str(tmp_path))
+    assert told == [{"took_part": True, "closed": True}] * 2
+    run = open_run(str(tmp_path / "run"))
+    assert [manifest.step for manifest in run.log() if manifest.version] == [2, 3]
+    assert {ref.rank for ref in run.manifest(2).objects} == {0, 1}
+    assert_holds(run, 2, load_file(tmp_path / "trained.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_callback_publishes_the_first_of_replicas(nursery: Nursery, tmp_path: Path) -> None:
+    told = nursery.run(2, train_replicas, folder=str(tmp_path))
+    assert [rank["wrapped"] for rank in told] == ["DistributedDataParallel"] * 2
+    assert [rank["versions"] for rank in told] == [[1, 2], []]
+    run = open_run(str(tmp_path / "run"))
+    assert [manifest.step for manifest in run.log() if manifest.version] == [2, 3]
+    assert_holds(run, 2, load_file(tmp_path / "trained.safetensors"))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}},
+    "fsdp2 from rank 0": {
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "cpu_ram_efficient_loading": True},
+    },
+    "zero 3": {"deepspeed": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}},
+    "zero 2": {"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}},
+}
+
+
+def offer_plugins() -> None:
+    """Have Accelerate take this process for one with an accelerator: it offers its plugins nowhere else."""
+    from accelerate.state import DistributedType, PartialState
+
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu")
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+
+
+def train_by_plugin(rank: int, size: int, folder: str, kind: str) -> dict[str, Any]:
+    """Three steps; the weights of each, gathered."""
+    offer_plugins()
+    if "deepspeed" in SETTINGS[kind]:
+        deepspeed_on_cpu()
+    from transformers import TrainerCallback
+
+    from tests.support.tiny import make_model
+    from tests.support.trainers import SIZES, Logged, trainer_of
+    from vllm_delta_sync.torch_shards import is_sharded
+
+    callback, logged = DeltaSyncCallback(bucket=f"{folder}/run", shard_bytes=2000), Logged()
+    sharded: set[bool] = set()
+
+    class Gathered(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            weights = gathered(model)
+            if rank == 0:
+                save_file(weights, f"{folder}/{state.global_step}.safetensors")
+            if callback.publisher is not None:
+                callback.publisher.flush()
+            sharded.update(map(is_sharded, model.parameters()))
+
+    model = make_model("qwen3", **SIZES)
+    given = {"use_cpu": False, "ddp_backend": "gloo", "max_steps": 3, **SETTINGS[kind]}
+    trainer = trainer_of(model, Path(folder), [callback, Gathered(), logged], **given)
+    trainer.train()
+    return {
+        "versions": [line["delta_sync/version"] for line in logged.published],
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "sharded": list(sharded),
+    }
+
+
+def gathered(model: Any) -> dict[str, Any]:
+    """All weights whole; every rank calls it."""
+    named = dict(model.named_parameters())
+    if any(hasattr(parameter, "ds_id") for parameter in named.values()):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(named.values())):
+            return {name: torch.clone(parameter.detach()) for name, parameter in named.items()}
+    return {
+        name: torch.clone((parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach())
+        for name, parameter in named.items()
+    }
+
+
+def published(kind: str, nursery: Nursery, folder: Path) -> list[Any]:
+    """Train in two processes → what each told, once every version was found to be the weights of its step."""
+    told = nursery.run(2, train_by_plugin, folder=str(folder), kind=kind)
+    run = open_run(str(folder / "run"))
+    assert [manifest.step for manifest in run.log() if manifest.version] == [1, 2, 3]
+    for version in (1, 2, 3):
+        assert_holds(run, version, load_file(folder / f"{version}.safetensors"))
+    assert [rank["versions"] for rank in told] == [[1, 2, 3], []]
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2 from rank 0"])
+def test_accelerate_shards_by_fsdp2(kind: str, nursery: Nursery, tmp_path: Path) -> None:
+    told = published(kind, nursery, tmp_path)
+    assert [rank["sharded"] for rank in told] == [[True]] * 2
+    run = open_run(str(tmp_path / "run"))
+    assert {ref.rank for ref in run.manifest(3).objects} == {0, 1}
+    assert {ref.rank for ref in run.manifest(0).objects} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "writers"), [("zero 3", {0, 1}), ("zero 2", {0})])
+def test_accelerate_hands_over_to_deepspeed(kind: str, writers: set[int], nursery: Nursery, tmp_path: Path) -> None:
+    told = published(kind, nursery, tmp_path)
+    assert [rank["wrapped"] for rank in told] == ["DeepSpeedEngine"] * 2
+    assert [rank["sharded"] for rank in told] == [[kind == "zero 3"]] * 2
+    assert {ref.rank for ref in open_run(str(tmp_path / "run")).manifest(3).objects} == writers

@@ -1,0 +1,246 @@
+"""Merged deltas, anchors and milestones that a publisher makes beside publishing; collections that run meanwhile."""
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.publishers import FailAt, Hook, Hooked, Trainer, assert_holds, nothing, publish, small_trainer
+from trainer_side import Publisher
+from trainer_side.upkeep import THREAD_NAME
+from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.chain.plan import plan
+from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
+from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.wire.documents import ANCHORS_PREFIX, FOLDS_PREFIX, anchor_key, fold_key
+from vllm_delta_sync.wire.manifest import version_key
+
+
+class Watched(Hooked):
+    """Says when upkeep has written a key."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.written = threading.Condition()
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        super().put(key, data, if_absent=if_absent)
+        with self.written:
+            self.written.notify_all()
+
+    def has(self, key: str) -> bool:
+        try:
+            return self._inner.stat(key).bytes > 0
+        except NotFoundError:
+            return False
+
+    def wait_for(self, key: str) -> None:
+        with self.written:
+            assert self.written.wait_for(lambda: self.has(key), 60)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path / "run")
+
+
+def failing(error: Exception) -> tuple[Hook, threading.Event]:
+    """A hook that raises once, and says so."""
+    fired = threading.Event()
+
+    def hook(key: str) -> None:
+        if not fired.is_set():
+            fired.set()
+            raise error
+
+    return hook, fired
+
+
+def listed(bucket: Hooked, prefix: str) -> list[str]:
+    return [info.key for info in bucket.list(prefix)]
+
+
+def test_merged_deltas_are_made_in_the_background(watched: Watched, trainer: Trainer) -> None:
+    with Publisher(trainer.live, watched) as publisher:
+        publish(publisher, trainer, 4)
+        watched.wait_for(fold_key(0, 4))
+    assert open_run(watched.url).folded(0, 4).last == 4
+
+
+def test_anchors_are_made_of_each_kth(watched: Watched) -> None:
+    trainer = small_trainer()
+    with Publisher(trainer.live, watched, anchor_every=2, fold=False) as publisher:
+        for version in (2, 4):
+            publish(publisher, trainer, 2)
+            watched.wait_for(anchor_key(version))
+    assert open_run(watched.url).anchors() == [2, 4]
+    assert listed(watched, FOLDS_PREFIX) == []
+
+
+def test_anchors_are_made_where_replaying_costs_more(watched: Watched, trainer: Trainer) -> None:
+    with Publisher(trainer.live, watched, fold=False) as publisher:
+        publish(publisher, trainer, 49)
+        with watched.written:
+            assert watched.written.wait_for(lambda: listed(watched, ANCHORS_PREFIX), 60)
+
+
+def test_milestone_gets_an_anchor(watched: Watched) -> None:
+    trainer = small_trainer()
+    with Publisher(trainer.live, watched, fold=False) as publisher:
+        publish(publisher, trainer, 3)
+        plain = publisher.tag("plain", 1)
+        assert (plain.version, plain.milestone) == (1, False)
+        milestone = publisher.tag("v2", 2, milestone=True)
+        assert (milestone.version, milestone.milestone) == (2, True)
+        watched.wait_for(anchor_key(2))
+        assert publisher.tag("newest").version == 3
+    run = open_run(watched.url)
+    assert run.tag("v2").manifest == run.manifest(2).digest
+    assert run.anchors() == [2]
+    assert_holds(watched, 3, trainer.live)
+
+
+def test_tag_waits_for_what_is_under_way(watched: Watched, trainer: Trainer) -> None:
+    with Publisher(trainer.live, watched) as publisher:
+        trainer.step()
+        publisher.publish(step=1)
+        assert publisher.tag("now").version == 1
+        with pytest.raises(NotFoundError, match="is not published"):
+            publisher.tag("later", 2)
+        with pytest.raises(UsageError, match="is not a name"):
+            publisher.tag("a/b")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(StoreError("disk full"), "disk full"), (ZeroDivisionError("injected"), "no upkeep after version")],
+)
+def test_maintenance_that_fails_does_not_end_and_hinders_nothing(
+    error: Exception, said: str, watched: Watched, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.upkeep, fired = failing(error)
+    with Publisher(trainer.live, watched) as publisher:
+        publish(publisher, trainer, 4)
+        assert fired.wait(120)
+        publish(publisher, trainer, 4)
+        assert publisher.version == 8
+        watched.wait_for(fold_key(4, 8))
+    assert said in caplog.text
+    failures = [record for record in caplog.records if record.levelno > logging.WARNING]
+    assert bool(failures) == isinstance(error, ZeroDivisionError)
+    assert open_run(watched.url).verify().replayed
+
+
+def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(watched: Watched, trainer: Trainer) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(key: str) -> None:
+        begun.set()
+        assert go_on.wait(120)
+
+    watched.upkeep = hang
+    others = set(threading.enumerate())
+    publisher = Publisher(trainer.live, watched)
+    publish(publisher, trainer, 4)
+    assert begun.wait(120)
+    publish(publisher, trainer, 12)
+    assert publisher.version == 16
+    assert listed(watched, FOLDS_PREFIX) == []
+    closing = threading.Thread(target=publisher.close)
+    closing.start()
+    # Whoever closes waits for the one call under way, and for nothing that would follow.
+    closing.join(0.3)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(120)
+    assert not closing.is_alive()
+    assert THREAD_NAME not in {thread.name for thread in set(threading.enumerate()) - others}
+    assert len(listed(watched, FOLDS_PREFIX) + listed(watched, ANCHORS_PREFIX)) <= 1
+    assert_holds(watched, 16, trainer.live)
+
+
+def test_failed_start_leaves_no_thread(watched: Watched, trainer: Trainer) -> None:
+    watched.before = FailAt("versions/")
+    others = set(threading.enumerate())
+    with pytest.raises(StoreError, match="injected"):
+        Publisher(trainer.live, watched)
+    assert not {thread.name for thread in set(threading.enumerate()) - others} & {THREAD_NAME, "delta-sync-publisher"}
+
+
+AT_ONCE = Policy(keep_last=1, min_age=0.0)
+
+
+class Paused(Hooked):
+    """Waits before its first removal."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.here, self.go = threading.Event(), threading.Event()
+
+    def delete(self, key: str) -> None:
+        self.here.set()
+        assert self.go.wait(60)
+        super().delete(key)
+
+
+def test_object_removed_before_its_manifest_is_put_again(bucket: Hooked, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer()
+    removed: list[str] = []
+
+    def collected(key: str) -> None:
+        if key == version_key(1):
+            removed.extend(collect(open_run(bucket.url), AT_ONCE).objects)
+
+    bucket.before = collected
+    with Publisher(trainer.live, bucket, fold=False) as publisher, caplog.at_level(logging.WARNING):
+        publish(publisher, trainer)
+    run = open_run(bucket.url)
+    assert removed == [run.head().objects[0].key]
+    assert "it is put again" in caplog.text
+    assert run.verify().head == 1
+    assert_holds(bucket, 1, trainer.copy())
+
+
+def test_object_of_a_version_that_is_committed_while_a_collection_removes_stays(bucket: Hooked) -> None:
+    trainer = Trainer()
+    paused = Paused(bucket.folder)
+    # What is nobody's, and older: removed first, or its key sorts behind and it stays for the next collection.
+    with open_bucket(bucket.url) as plain, Publisher(trainer.live, bucket, fold=False) as publisher:
+        plain.put(f"objects/{0:064x}.safetensors", b"nobody's")
+        collector = threading.Thread(target=lambda: collect(Run(paused), AT_ONCE))
+
+        def begin(key: str) -> None:
+            if key == version_key(1):
+                bucket.before = nothing
+                collector.start()
+                assert paused.here.wait(60)
+
+        bucket.before = begin
+        publish(publisher, trainer)
+        paused.go.set()
+        collector.join()
+    assert open_run(bucket.url).verify().head == 1
+    assert_holds(bucket, 1, trainer.copy())
+
+
+def test_shards_that_are_removed_before_their_anchor_is_there_are_put_again(bucket: Hooked) -> None:
+    trainer = Trainer()
+    removed: list[str] = []
+
+    def collected(key: str) -> None:
+        if key == anchor_key(1):
+            removed.extend(collect(open_run(bucket.url), AT_ONCE).objects)
+
+    with Publisher(trainer.live, bucket, fold=False, shard_bytes=4000) as publisher:
+        publish(publisher, trainer)
+        bucket.before = collected
+        assert publisher.anchor() == 1
+    run = open_run(bucket.url)
+    objects = run.anchor(1).objects
+    assert {ref.key for ref in objects} == set(removed)
+    assert len(objects) > 1
+    assert plan(run, run.head()).beside
+    assert_holds(bucket, 1, trainer.copy())

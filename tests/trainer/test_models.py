@@ -1,0 +1,458 @@
+"""What a model does besides training in place is published, or refused by name: the cases of docs/edges.md."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, same_bits, train
+from tests.support.publishing import Tensors, assert_versions, published, snapshot
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.chain import Run
+from vllm_delta_sync.errors import DeltaSyncError, ModelError, TensorMismatchError
+
+
+def changed_tensors(run: Run, version: int) -> set[str]:
+    return {run.table[tensor].name for tensor in run.changes(run.manifest(version)).fingerprints}
+
+
+# Which parameters train
+
+
+def followed(
+    model: nn.Module,
+    url: str,
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[int], object] = lambda step: None,
+    steps: int = 3,
+    whole: Any = None,
+) -> tuple[Run, list[Tensors]]:
+    """Train and publish the model, or ``whole`` around it; every version is what the model held at its moment."""
+    whole = model if whole is None else whole
+    history = [published(model)]
+    with Publisher(whole, url) as publisher:
+        for step in range(1, steps + 1):
+            before(step)
+            train(whole, optimizer)
+            publisher.publish(step, wait=True)
+            history.append(published(model))
+    return assert_versions(url, history), history
+
+
+def test_frozen_parameters_are_published_once_and_cost_nothing_until_they_thaw(url: str) -> None:
+    model = Plain()
+    run, _ = followed(model, url, adamw(model, 1e-2), lambda step: model.embed.requires_grad_(step % 2 == 0), 4)
+    moved = ["embed.weight" in changed_tensors(run, version) for version in range(1, 5)]
+    assert moved == [False, True, False, True]
+    assert run.manifest(3).payload_bytes < run.table.by_name("embed.weight").nbytes
+
+
+# What counts as a weight
+
+
+class Buffers(nn.Module):
+    kept: torch.Tensor
+    scratch: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+        self.register_buffer("kept", torch.arange(4))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+
+
+def test_persistent_buffers_are_published_and_others_are_not(url: str) -> None:
+    model = Buffers()
+    history = [snapshot({"weight": model.weight, "kept": model.kept})]
+    with Publisher(model, url) as publisher:
+        model.kept += 3
+        model.scratch += 1
+        assert publisher.publish(step=1, wait=True).changed == 4
+        history.append(snapshot({"weight": model.weight, "kept": model.kept}))
+        model.scratch.resize_(9)
+        assert publisher.publish(step=2, wait=True).changed == 0
+        history.append(history[-1])
+    assert_versions(url, history)
+
+
+class Shared(nn.Module):
+    """Parameters that are windows of one storage: two halves, one that overlaps both, and one seen transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storage = torch.randn(4, 8)
+        self.upper = nn.Parameter(self.storage[:2])
+        self.lower = nn.Parameter(self.storage[2:])
+        self.middle = nn.Parameter(self.storage[1:3])
+        self.turned = nn.Parameter(self.storage.t())
+        self.again = nn.Parameter(self.storage[:2])
+
+
+def test_windows_of_one_storage_are_published_each_as_it_is(url: str) -> None:
+    model = Shared()
+    history = [published_windows(model)]
+    with Publisher(model, url) as publisher:
+        for step in range(1, 3):
+            model.storage[step] += 1
+            # Two or three windows show the row, each of them carries it.
+            changed = 8 * sum([step < 2, step >= 2, 1 <= step < 3, True])
+            assert publisher.publish(step, wait=True).changed == changed
+            history.append(published_windows(model))
+    assert_versions(url, history)
+
+
+def published_windows(model: Shared) -> Tensors:
+    """``again`` shows just what ``upper`` does: a tie, of which one name is published."""
+    return snapshot({"upper": model.upper, "lower": model.lower, "middle": model.middle, "turned": model.turned})
+
+
+def test_tensors_without_elements_and_scalars(url: str) -> None:
+    with Publisher({"none": torch.empty(0, 4)}, f"{url}-nothing") as publisher:
+        assert publisher.publish(step=1, wait=True).changed == 0
+    assert_versions(f"{url}-nothing", [{"none": torch.empty(0, 4)}] * 2)
+    named = {"none": torch.empty(0), "rows": torch.empty(3, 0, 2), "scalar": torch.tensor(2.5), "step": torch.tensor(7)}
+    history = [snapshot(named)]
+    with Publisher(named, url) as publisher:
+        named["scalar"] += 1
+        assert publisher.publish(step=1, wait=True).changed == 1
+        history.append(snapshot(named))
+        assert publisher.publish(step=2, wait=True).changed == 0
+        history.append(snapshot(named))
+    assert_versions(url, history)
+
+
+@pytest.mark.parametrize("form", ["module", "pairs"])
+def test_meta_tensors_are_refused_at_construction_and_nothing_is_written(form: str, url: str) -> None:
+    with torch.device("meta"):
+        model = Plain()
+    given: Any = model if form == "module" else list(model.named_parameters())
+    with pytest.raises(ModelError, match=r"'(scale|embed.weight)' is on the meta device and has no data; load"):
+        Publisher(given, url)
+    with pytest.raises(DeltaSyncError, match="no run at"):
+        open_run(url)
+
+
+# Weights that move otherwise than by an optimizer's step
+
+
+def test_weights_replaced_by_data_are_followed(url: str) -> None:
+    model = Plain()
+    named = [("w", nn.Parameter(torch.randn(6))), ("v", nn.Parameter(torch.randn(3, 2)))]
+    history, listed = [published(model)], [snapshot(dict(named))]
+    with Publisher(model, url) as publisher, Publisher(named, f"{url}-pairs") as pairs:
+        for step in range(1, 4):
+            model.norm.weight.data = torch.randn(16)
+            # Another layout in memory: the elements are the same ones.
+            model.embed.weight.data = torch.randn(16, VOCABULARY).t()
+            publisher.publish(step, wait=True)
+            history.append(published(model))
+            named[0][1].data = torch.randn(6)
+            pairs.publish(step, wait=True)
+            listed.append(snapshot(dict(named)))
+    assert_versions(url, history)
+    assert_versions(f"{url}-pairs", listed)
+
+
+def test_new_parameter_objects_are_followed_in_a_module_and_by_a_function_not_in_a_list(url: str) -> None:
+    model = nn.Linear(3, 3)
+    old = snapshot(dict(model.named_parameters()))
+    with (
+        Publisher(model, f"{url}-module") as module,
+        Publisher(model.named_parameters, f"{url}-function") as function,
+        Publisher(list(model.named_parameters()), f"{url}-list") as listed,
+    ):
+        model.weight = nn.Parameter(torch.randn(3, 3))
+        for publisher in (module, function, listed):
+            publisher.publish(step=1)
+    new = snapshot(dict(model.named_parameters()))
+    assert_versions(f"{url}-module", [old, new])
+    assert_versions(f"{url}-function", [old, new])
+    assert_versions(f"{url}-list", [old, old])
+
+
+def test_averages_swapped_in_for_evaluation_are_what_is_published_meanwhile(url: str) -> None:
+    model = Plain()
+    optimizer = adamw(model, 1e-2)
+    history = [published(model)]
+    with Publisher(model, url) as publisher:
+        average = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        for step in range(1, 5):
+            train(model, optimizer)
+            for name, weight in model.named_parameters():
+                average[name].lerp_(weight.detach(), 0.5)
+            trained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+            if step % 2:
+                swap_in(model, average)
+            publisher.publish(step, wait=True)
+            history.append(published(model))
+            swap_in(model, trained)
+    assert_versions(url, history)
+    assert not same_bits(history[3]["scale"], trained["scale"])
+
+
+def swap_in(model: nn.Module, values: Tensors) -> None:
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(values[name])
+
+
+@pytest.mark.parametrize("form", ["module", "function"])
+def test_averaged_weights_are_published_while_others_train(form: str, url: str) -> None:
+    model = qwen3(tied=False)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    optimizer = adamw(model, 1e-2)
+    given: Any = average.module if form == "module" else lambda: average.module.state_dict().items()
+    history = [snapshot(average.module.state_dict())]
+    with Publisher(given, url) as publisher:
+        for step in range(1, 4):
+            train(model, optimizer)
+            average.update_parameters(model)
+            publisher.publish(step, wait=True)
+            history.append(snapshot(average.module.state_dict()))
+    assert not same_bits(history[-1]["lm_head.weight"], model.lm_head.weight.detach())
+    assert_versions(url, history)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizers_that_step_all_at_once(optimizer: type[torch.optim.Optimizer], kind: str, url: str) -> None:
+    model = Plain()
+    stepping = optimizer(model.parameters(), **{"lr": 1e-2, kind: True})  # type: ignore[arg-type]
+    run, _ = followed(model, url, stepping)
+    assert run.manifest(3).changed > 0
+
+
+def test_optimizer_that_writes_weights_after_its_step(url: str) -> None:
+    """A hook behind the step, as of averaging or clipping optimizers: what counts is the moment of the call."""
+    model = Plain()
+    optimizer = adamw(model, 1e-2)
+
+    def clamp(*_: object) -> None:
+        for weight in model.parameters():
+            weight.data.clamp_(-0.5, 0.5)
+
+    optimizer.register_step_post_hook(clamp)
+    _, history = followed(model, url, optimizer, steps=1)
+    assert float(history[1]["embed.weight"].abs().max()) <= 0.5
+
+
+# Wrappers
+
+
+@pytest.mark.parametrize("wrapper", ["compiled", "compiled in place", "data parallel", "compiled data parallel"])
+def test_wrapped_models_have_the_names_of_the_model_inside(wrapper: str, url: str) -> None:
+    model = qwen3(tied=True)
+    whole: Any = model
+    if wrapper == "compiled in place":
+        model.compile(backend="eager")
+    if wrapper.endswith("data parallel"):
+        whole = nn.DataParallel(whole)
+    if wrapper.startswith("compiled") and wrapper != "compiled in place":
+        whole = torch.compile(whole, backend="eager")
+    followed(model, url, adamw(model, 1e-2), steps=2, whole=whole)
+
+
+# Two in one process
+
+
+def test_policy_and_draft_are_published_from_two_threads_to_two_runs(url: str) -> None:
+    models = {"policy": qwen3(tied=False), "draft": Plain()}
+    history: dict[str, list[Tensors]] = {name: [published(model)] for name, model in models.items()}
+    failures: list[BaseException] = []
+    together = threading.Barrier(len(models))
+
+    def life(name: str) -> None:
+        try:
+            model = models[name]
+            optimizer = adamw(model, 1e-2)
+            with Publisher(model, f"{url}-{name}") as publisher:
+                for step in range(1, 6):
+                    train(model, optimizer)
+                    together.wait(60)
+                    publisher.publish(step, wait=step > 1)
+                    history[name].append(published(model))
+        except BaseException as error:  # noqa: BLE001 - the test's own thread: the test says what it was
+            failures.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=life, args=(name,)) for name in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert failures == []
+    runs = [assert_versions(f"{url}-{name}", history[name]) for name in models]
+    assert runs[0].info.run != runs[1].info.run
+
+
+def test_two_publishers_of_one_model_take_turns(url: str) -> None:
+    model = Plain()
+    optimizer = adamw(model, 1e-2)
+    often, seldom = [published(model)], [published(model)]
+    with Publisher(model, f"{url}-often") as first, Publisher(model, f"{url}-seldom", every=2) as second:
+        for step in range(1, 5):
+            train(model, optimizer)
+            first.publish(step, wait=True)
+            often.append(published(model))
+            if second.publish(step, wait=True).version is not None:
+                seldom.append(published(model))
+    assert len(seldom) == 3
+    assert_versions(f"{url}-often", often)
+    assert_versions(f"{url}-seldom", seldom)
+
+
+def add_parameter(model: Plain) -> None:
+    model.extra = nn.Parameter(torch.ones(2, 3))
+
+
+def resize_parameter(model: Plain) -> None:
+    model.embed.weight = model.head.weight = nn.Parameter(torch.zeros(VOCABULARY + 4, 16))
+
+
+def resize_in_place(model: Plain) -> None:
+    model.norm.bias.data = torch.zeros(24)
+
+
+def untie(model: Plain) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def change_dtype(model: Plain) -> None:
+    model.to(torch.bfloat16)
+
+
+def leave_for_meta(model: Plain) -> None:
+    model.embed.weight = model.head.weight = nn.Parameter(torch.empty(VOCABULARY, 16, device="meta"))
+
+
+CHANGES: dict[str, tuple[Callable[[Plain], None], type[DeltaSyncError], list[str]]] = {
+    "added": (add_parameter, TensorMismatchError, ["'extra'", "[2, 3]", "remove it", "new run"]),
+    "removed": (lambda model: delattr(model, "scale"), TensorMismatchError, ["'scale'", "put it back", "new run"]),
+    "resized": (resize_parameter, TensorMismatchError, ["weight'", "[68, 16]", "[64, 16]", "new run"]),
+    "resized in place": (resize_in_place, TensorMismatchError, ["'norm.bias'", "[24]", "[16]", "new run"]),
+    "untied": (untie, TensorMismatchError, ["weight'", "no longer tied", "tie the weights again"]),
+    "other dtype": (change_dtype, TensorMismatchError, ["torch.bfloat16", "torch.float32", "new Publisher"]),
+    "on meta": (leave_for_meta, ModelError, ["weight'", "meta device", "fetch back"]),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_changed_model_is_refused_by_name_and_the_run_stays(case: str, url: str) -> None:
+    change, error, words = CHANGES[case]
+    model = Plain()
+    train(model, adamw(model))
+    kept = {name: getattr(module, name.rpartition(".")[2]) for name, module in places(model)}
+    history = [published(model)]
+    with Publisher(model, url) as publisher:
+        change(model)
+        for _ in range(2):
+            with pytest.raises(error) as caught:
+                publisher.publish(step=1)
+            assert [word for word in words if word not in caught.value.message] == []
+        assert open_run(url).head().version == 0
+        # The way out: the model is again what it was, and has trained on meanwhile.
+        put_back(model, kept)
+        train(model, adamw(model, 1e-2))
+        assert publisher.publish(step=2, wait=True).version == 1
+        history.append(published(model))
+    assert_versions(url, history)
+
+
+def places(model: Plain) -> Iterator[tuple[str, nn.Module]]:
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        yield name, model.get_submodule(name.rpartition(".")[0])
+
+
+def put_back(model: Plain, kept: dict[str, nn.Parameter]) -> None:
+    """The parameters of before and their bits' dtype, none besides."""
+    if hasattr(model, "extra"):
+        del model.extra
+    model.to(torch.float32) if all(weight.device.type != "meta" for weight in model.parameters()) else None
+    for name, parameter in kept.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        setattr(module, name.rpartition(".")[2], parameter)
+    if model.norm.bias.numel() != 16:
+        model.norm.bias.data = torch.zeros(16)
+
+
+def test_yielded_tensors_that_change_are_refused_by_name_and_the_run_stays(url: str) -> None:
+    named = {"a": torch.randn(4), "b": torch.randn(2, 2)}
+    first = snapshot(named)
+    with Publisher(named, url) as publisher:
+        for change, words in [
+            ({"a": torch.randn(5)}, ["'a'", "[5]", "[4]", "new run"]),
+            ({"a": torch.randn(4).bfloat16()}, ["'a'", "torch.bfloat16", "new Publisher"]),
+            ({"c": torch.randn(1)}, ["'c' was not there", "torch.float32 [1]", "yield it no more", "new run"]),
+        ]:
+            before = dict(named)
+            named.update(change)
+            with pytest.raises(TensorMismatchError) as caught:
+                publisher.publish(step=1)
+            assert [word for word in words if word not in caught.value.message] == []
+            named.clear()
+            named.update(before)
+        held = named.pop("b")
+        with pytest.raises(TensorMismatchError, match=r"'b' is no longer yielded.*new run"):
+            publisher.publish(step=1)
+        named["b"] = held.add_(1)
+        publisher.publish(step=2)
+    assert_versions(url, [first, snapshot(named)])
+
+
+def test_model_of_another_dtype_goes_on_with_a_new_publisher(url: str) -> None:
+    """The mend that the message names: the run keeps its dtype, and what is published is rounded to it."""
+    model = Plain().to(torch.bfloat16)
+    history = [published(model)]
+    with Publisher(model, url):
+        pass
+    model.to(torch.float32)
+    with Publisher(model, url) as publisher:
+        train(model, adamw(model, 1e-2))
+        publisher.publish(step=1)
+    floating = {name: weight.is_floating_point() for name, weight in model.state_dict().items()}
+    history.append({name: weight.bfloat16() if floating[name] else weight for name, weight in published(model).items()})
+    run = assert_versions(url, history)
+    assert {spec.dtype for spec in run.table} == {"BF16", "I64"}
+
+
+def test_model_whose_weights_were_offloaded(url: str) -> None:
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+    from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    history = [published(model)]
+    with Publisher(model, url) as publisher:
+        cpu_offload(model)
+        with pytest.raises(ModelError, match=r"'0.weight' is on the meta device and has no data; .* fetch back"):
+            publisher.publish(step=1)
+        # The one way out: a function that fetches.
+        with Publisher(lambda: get_state_dict_offloaded_model(model).items(), f"{url}-function"):
+            pass
+        # The other.
+        remove_hook_from_submodules(model)
+        with torch.no_grad():
+            model.get_parameter("1.weight").add_(1)
+        publisher.publish(step=2)
+        history.append(published(model))
+    assert_versions(url, history)
+    assert_versions(f"{url}-function", history[:1])
+
+
+def test_tie_of_yielded_tensors_that_is_broken(url: str) -> None:
+    weight = torch.randn(3)
+    named, first = {"a": weight, "b": weight}, weight.clone()
+    with Publisher(named, url) as publisher:
+        named["b"] = weight + 1
+        with pytest.raises(TensorMismatchError, match=r"'b' is tied to 'a' but has other values; .* new run"):
+            publisher.publish(step=1)
+        named["b"] = weight
+        weight += 2
+        publisher.publish(step=2)
+    assert_versions(url, [{"a": first}, {"a": weight}])

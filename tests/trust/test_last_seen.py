@@ -1,0 +1,346 @@
+"""What a server remembers of a run across restarts, and how old HEAD.json may be."""
+
+import json
+import logging
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.support.chains import Chain
+from tests.support.trusted import Trusted, keyring_at
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.config import Settings, load_settings
+from vllm_delta_sync.engine import witness as module
+from vllm_delta_sync.engine.rebuild import newest
+from vllm_delta_sync.engine.witness import Witness
+from vllm_delta_sync.errors import ExpiredError, ForkError, NotFoundError, ReplayError, SettingsError
+from vllm_delta_sync.trust.mark import Mark, MarkFile
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.documents import KeyEntry, LastWord
+
+
+def ago(seconds: float) -> str:
+    return (datetime.now(UTC) - timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def expire(world: Trusted, moment: str) -> None:
+    world.chain.expires_at = moment
+    world.chain.head(len(world.chain.manifests) - 1)
+
+
+def test_status_says_what_is_trusted_and_what_was_seen(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    key = (world.trainer.public or "")[:16]
+    nothing = {"keys": [key], "key_file": None, "mark": None, "expires_at": None, "expired": False}
+    assert world.receiver.status()["trust"] == nothing
+    world.chain.key_file(4, [])
+    world.serves(3)
+    seen = {"run": world.chain.run, "keys": 4, "version": 3}
+    mark = {**seen, "manifest": world.chain.manifests[3].digest, "kept": True}
+    expected = {**nothing, "key_file": 4, "mark": mark, "expires_at": world.chain.expires_at}
+    assert world.receiver.status()["trust"] == expected
+    # Without trusted keys nothing is kept.
+    world.settings = {"state_dir": tmp_path / "unused"}
+    world.start()
+    world.serves(3)
+    assert world.receiver.status()["trust"] is None
+    assert not (tmp_path / "unused").exists()
+
+
+def test_mark_is_kept_before_anything_is_committed(tmp_path: Path) -> None:
+    """A crash in between must not make it forgotten; and it is not done while generation waits."""
+    world = Trusted(tmp_path)
+    seen: list[int] = []
+    pause = world.server.port.pause
+
+    def paused() -> None:
+        seen.extend(json.loads(path.read_bytes())["version"] for path in (tmp_path / "state").glob("*.json"))
+        pause()
+
+    world.server.port.pause = paused  # type: ignore[method-assign]
+    world.serves(3)
+    assert seen == [3]
+
+
+def test_rollback_is_no_replay(tmp_path: Path) -> None:
+    world = Trusted(tmp_path, stage_bytes=0)
+    world.serves(3)
+    world.receiver.rollback(1)
+    assert world.receiver.status()["trust"]["mark"]["version"] == 3
+    world.receiver.release()
+    world.chain.grow(1)
+    world.serves(4)
+
+
+def test_run_begun_anew_on_purpose(tmp_path: Path) -> None:
+    """The message names the file; without it the next start follows the new run."""
+    world = Trusted(tmp_path)
+    world.serves(3)
+    other = Chain(tmp_path, "other", seed=1, keyring=world.trainer)
+    other.inside(other.fresh())
+    other.grow(1)
+    world.put(other.folder)
+    message = world.refused("chain").message
+    file = next((tmp_path / "state").glob("*.json"))
+    assert str(file) in message
+    file.unlink()
+    world.refused("chain")
+    world.chain.bits = other.bits
+    world.start()
+    world.serves(1)
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["expired", "deleted"])
+def test_head_that_has_run_out_is_shown(tmp_path: Path, gone: bool, caplog: pytest.LogCaptureFixture) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    if gone:
+        (world.folder / keys.HEAD_KEY).unlink()
+    else:
+        expire(world, ago(61))
+    with caplog.at_level(logging.WARNING, "vllm.delta_sync"):
+        for _ in range(3):
+            # Nothing new comes, and all the same it is noticed.
+            world.receiver.advance()
+    status = world.receiver.status()
+    assert (status["last_error"]["kind"], status["trust"]["expired"]) == ("expired", True)
+    if not gone:
+        for words in ("HEAD.json has run out at", "this machine's clock says", "or a clock is wrong"):
+            assert words in status["last_error"]["message"]
+    assert sum("HEAD.json" in record.message for record in caplog.records) == 1
+    world.server.serves(3)
+    world.chain.grow(1)
+    if gone:
+        (world.folder / keys.HEAD_KEY).unlink()
+    world.receiver.advance()
+    world.server.serves(4)
+    assert world.receiver.status()["last_error"]["kind"] == "expired"
+    expire(world, ago(-600))
+    world.serves(4)
+    assert not world.receiver.status()["trust"]["expired"]
+
+
+def test_expiry_does_not_hide_another_error(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    expire(world, ago(61))
+    (world.folder / keys.version_key(4)).write_bytes(b"{}")
+    world.refused("format")
+    assert world.receiver.status()["trust"]["expired"]
+
+
+def test_clocks_may_be_apart(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    expire(world, ago(module.LEEWAY.total_seconds() - 10))
+    world.serves(3)
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["expired", "deleted"])
+def test_new_versions_are_refused_where_the_setting_says_so(tmp_path: Path, gone: bool) -> None:
+    world = Trusted(tmp_path, expired_head="refuse")
+    world.serves(3)
+    world.chain.grow(1)
+    if gone:
+        (world.folder / keys.HEAD_KEY).unlink()
+    else:
+        expire(world, ago(61))
+    world.refused("expired")
+    world.receiver.hold()
+    world.receiver.release()
+    expire(world, ago(-600))
+    world.serves(4)
+
+
+@pytest.mark.parametrize("setting", ["warn", "refuse"])
+def test_head_of_a_stranger_stops_what_is_signed_only_where_the_setting_says_so(tmp_path: Path, setting: str) -> None:
+    world = Trusted(tmp_path, expired_head=setting)
+    world.serves(3)
+    world.chain.grow(1)
+    true = (world.folder / keys.HEAD_KEY).read_bytes()
+    world.chain.keyring = world.stranger
+    world.chain.head(4)
+    world.chain.keyring = world.trainer
+    if setting == "refuse":
+        world.refused("signature")
+        assert world.receiver.status()["head"]["version"] == 4
+    else:
+        with pytest.raises(Exception, match="not trusted"):
+            world.receiver.advance()
+        assert world.receiver.status()["last_error"]["kind"] == "signature"
+        world.server.serves(4)
+    (world.folder / keys.HEAD_KEY).write_bytes(true)
+    world.serves(4)
+
+
+def test_state_that_cannot_be_kept_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="set state_dir"):
+        Trusted(tmp_path, state_dir=tmp_path / "file")
+    (tmp_path / "second").mkdir()
+    world = Trusted(tmp_path / "second")
+    world.serves(3)
+    next((tmp_path / "second" / "state").glob("*.json")).write_text("[1]")
+    with pytest.raises(SettingsError, match="remove it"):
+        world.start()
+
+
+def test_full_disk_later_does_not_keep_weights_from_being_current(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was seen in this life holds all the same."""
+    world = Trusted(tmp_path)
+    world.serves(3)
+    blocked = next((tmp_path / "state").glob("*.json")).with_suffix(".part")
+    blocked.mkdir()
+    world.chain.grow(1)
+    world.serves(4)
+    assert world.receiver.status()["trust"]["mark"]["kept"] is False
+    assert "cannot be written" in caplog.text
+    true = world.copied()
+    world.put(world.copied(until=3).folder)
+    world.refused("replay")
+    world.put(true.folder)
+    blocked.rmdir()
+    world.serves(4)
+    mark = world.receiver.status()["trust"]["mark"]
+    assert (mark["version"], mark["manifest"], mark["kept"]) == (4, world.chain.manifests[4].digest, True)
+
+
+def test_servers_of_a_machine_share_what_they_have_seen(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    first = world.server
+    world.start()
+    world.serves(3)
+    other = world.copied()
+    world.chain.grow(1)
+    world.serves(4)
+    other.grow(1)
+    world.put(other.folder)
+    world.server = first
+    world.refused("fork")
+
+
+def test_cold_start_honours_the_mark_and_leaves_it(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    file = next((tmp_path / "state").glob("*.json"))
+    kept = file.read_bytes()
+    settings = Settings(bucket=world.chain.url, **world.settings)
+
+    def cold(settings: Settings = settings) -> int:
+        run = open_run(settings.bucket, settings.keyring())
+        return newest(run, witness=Witness(settings, run.keyring, writes=False)).version
+
+    world.chain.grow(1)
+    assert cold() == 4
+    true = world.copied()
+    world.put(world.copied(until=2).folder)
+    with pytest.raises(ReplayError):
+        cold()
+    world.put(true.folder)
+    expire(world, ago(61))
+    assert cold() == 4
+    with pytest.raises(ExpiredError):
+        cold(settings.model_copy(update={"expired_head": "refuse"}))
+    assert file.read_bytes() == kept
+
+
+def test_mark_keeps_whom_it_was_told_to_be_revoked(tmp_path: Path) -> None:
+    file = MarkFile(tmp_path, "file:///run")
+    file.raise_to(Mark("r", 1, 5, "five"))
+    kept = json.loads(file.path.read_bytes())
+    assert kept.pop("revoked") == []
+    file.path.write_bytes(json.dumps(kept).encode())
+    assert file.load() == Mark("r", 1, 5, "five")
+    file.raise_to(Mark("r", 1, 4, "four", revoked=("b",)))
+    file.raise_to(Mark("r", 1, 6, "six", revoked=("a",)))
+    assert file.load() == Mark("r", 1, 6, "six", revoked=("a", "b"))
+    for wrong in ("a", [1], None):
+        file.path.write_bytes(json.dumps({**kept, "revoked": wrong}).encode())
+        with pytest.raises(SettingsError, match="does not say"):
+            file.load()
+
+
+def test_default_place_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert load_settings({"bucket": "/x"}, {}).state_folder() == tmp_path / "xdg" / "vllm-delta-sync"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_settings({"bucket": "/x"}, {}).state_folder() == tmp_path / ".local/state/vllm-delta-sync"
+
+
+def test_flood_of_manifests_costs_few_reads(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    for version in range(4, 400):
+        (world.folder / keys.version_key(version)).write_bytes(b"{}")
+    bucket = world.receiver.history.run.bucket
+    read: list[str] = []
+    get = bucket.get
+
+    def counted(key: str, *, max_bytes: int | None = None) -> bytes:
+        read.append(key)
+        return bytes(get(key, max_bytes=max_bytes))
+
+    bucket.get = counted
+    world.refused("format")
+    assert len(read) < 100
+
+
+def test_head_descends_from_what_is_served_where_nothing_else_is_remembered(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    settings = Settings(bucket=world.chain.url, **world.settings)
+    run = open_run(world.chain.url, world.trainer)
+    fork = world.copied(until=1)
+    fork.grow(3)
+    head = world.chain.manifests[3]
+    for served, error in (
+        (fork.manifests[2], ForkError),
+        (fork.manifests[3], ForkError),
+        (fork.manifests[4], ReplayError),
+    ):
+        with pytest.raises(error):
+            Witness(settings, world.trainer).accept(run, head, None, served)
+    Witness(settings, world.trainer).accept(run, head, None, world.chain.manifests[1])
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_a_stolen_key_showed_and_took_away_is_forgotten_once_it_is_revoked(
+    tmp_path: Path, restarted: bool
+) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    stolen = keyring_at(tmp_path / "stolen.key")
+    entry = KeyEntry(key=stolen.public or "")
+    world.chain.key_file(1, [entry])
+    forged = world.copied(stolen, seed=5)
+    forged.grow(1)
+    key = keys.version_key(4)
+    document = forged.manifests[4]
+    honest_head = (world.folder / keys.HEAD_KEY).read_bytes()
+    (world.folder / key).write_bytes((forged.folder / key).read_bytes())
+    with pytest.raises(NotFoundError):
+        world.receiver.advance()  # its objects are not there: seen, never served
+    assert world.receiver.status()["trust"]["mark"]["manifest"] == document.digest
+    (world.folder / key).unlink()
+    assert (world.folder / keys.HEAD_KEY).read_bytes() == honest_head
+    world.refused("replay")
+    if restarted:
+        world.start()
+        world.refused("replay")
+    last = LastWord(version=3, manifest=world.chain.manifests[3].digest)
+    world.chain.key_file(2, [KeyEntry(key=entry.key, revoked=True, last=last)])
+    world.chain.grow(1)
+    world.serves(4)
+
+
+def test_a_revoked_key_that_was_not_the_one_seen_last_makes_nothing_forgotten(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    other = keyring_at(tmp_path / "other.key")
+    last = LastWord(version=1, manifest=world.chain.manifests[1].digest)
+    world.chain.key_file(1, [KeyEntry(key=other.public or "", revoked=True, last=last)])
+    world.put(world.copied(until=2).folder)
+    world.refused("replay")
+    assert world.receiver.status()["trust"]["mark"]["version"] == 3

@@ -1,0 +1,469 @@
+"""A receiver with trusted keys, and a stranger who can write whatever he wants into the bucket."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chains import Chain, Server
+from tests.support.collision import same_fingerprint
+from tests.support.forge import FORGERIES
+from tests.support.trusted import Trusted, keyring_at
+from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.config import Settings
+from vllm_delta_sync.engine.loader import Loaded
+from vllm_delta_sync.engine.rebuild import newest
+from vllm_delta_sync.engine.witness import Witness
+from vllm_delta_sync.errors import FormatError, NotFoundError, ReplayError, SignatureError
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.wire.documents import KeyEntry, LastWord
+from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
+from vllm_delta_sync.wire.state import ModelState
+
+Attack = Callable[[Trusted], None]
+
+
+def grown(name: str, versions: int = 1, until: int | None = None) -> Attack:
+    """The run goes on, signed by the trainer, a stranger or nobody; from a version on, history is another one."""
+
+    def attack(world: Trusted) -> None:
+        other = world.copied(Keyring() if name == "nobody" else getattr(world, name), until)
+        other.grow(versions)
+        world.put(other.folder)
+
+    return attack
+
+
+def other_run(world: Trusted, keyring: Keyring) -> Chain:
+    other = Chain(world.root, "other", seed=1, keyring=keyring)
+    other.inside(other.fresh())
+    other.grow(7)
+    return other
+
+
+def unsigned_beyond_the_head(world: Trusted) -> None:
+    head = (world.folder / keys.HEAD_KEY).read_bytes()
+    grown("nobody")(world)
+    (world.folder / keys.HEAD_KEY).write_bytes(head)
+
+
+def changed_after_it_was_signed(world: Trusted) -> None:
+    grown("trainer")(world)
+    path = world.folder / keys.version_key(4)
+    path.write_bytes(path.read_bytes().replace(b'"step":40', b'"step":41'))
+
+
+def of_another_run(world: Trusted) -> None:
+    other = other_run(world, world.trainer)
+    shutil.copytree(other.folder / "objects", world.folder / "objects", dirs_exist_ok=True)
+    shutil.copy(other.folder / keys.version_key(4), world.folder / keys.version_key(4))
+
+
+def of_another_version(world: Trusted) -> None:
+    shutil.copy(world.folder / keys.version_key(2), world.folder / keys.version_key(4))
+
+
+def head_of_another_run(world: Trusted) -> None:
+    shutil.copy(other_run(world, world.trainer).folder / keys.HEAD_KEY, world.folder / keys.HEAD_KEY)
+
+
+def older_head_and_newer_manifests_deleted(world: Trusted) -> None:
+    shutil.copy(world.copied(until=1).folder / keys.HEAD_KEY, world.folder / keys.HEAD_KEY)
+    for version in (2, 3):
+        (world.folder / keys.version_key(version)).unlink()
+
+
+def all_manifests_deleted(world: Trusted) -> None:
+    shutil.rmtree(world.folder / "versions")
+    (world.folder / keys.HEAD_KEY).unlink()
+
+
+def unsigned_run_info(world: Trusted) -> None:
+    path = world.folder / keys.RUN_KEY
+    path.write_bytes(FORGERIES["unsigned"](world.chain.info, world.stranger))
+
+
+def key_file_put_back(world: Trusted) -> None:
+    world.chain.key_file(1, [])
+    first = (world.folder / side.KEYS_KEY).read_bytes()
+    world.chain.key_file(2, [])
+    world.receiver.advance()
+    (world.folder / side.KEYS_KEY).write_bytes(first)
+
+
+def key_file_deleted(world: Trusted) -> None:
+    key_file_put_back(world)
+    (world.folder / side.KEYS_KEY).unlink()
+
+
+def key_file_by_a_stranger(world: Trusted) -> None:
+    other = world.copied(world.stranger)
+    other.key_file(1, [KeyEntry(key=world.stranger.public or "")])
+    other.grow(2)
+    world.put(other.folder)
+
+
+ATTACKS: dict[str, tuple[Attack, str]] = {
+    "unsigned": (grown("nobody"), "signature"),
+    "unsigned beyond the head": (unsigned_beyond_the_head, "signature"),
+    "by a stranger": (grown("stranger", 2), "signature"),
+    "changed after it was signed": (changed_after_it_was_signed, "signature"),
+    "of another run": (of_another_run, "chain"),
+    "of another version": (of_another_version, "chain"),
+    "head of another run": (head_of_another_run, "chain"),
+    "older head and newer manifests deleted": (older_head_and_newer_manifests_deleted, "replay"),
+    "newer manifests deleted": (lambda world: (world.folder / keys.version_key(3)).unlink(), "replay"),
+    "all manifests deleted": (all_manifests_deleted, "replay"),
+    "put back": (lambda world: world.put(world.copied(until=1).folder), "replay"),
+    "forked at the served version": (grown("trainer", 1, until=2), "fork"),
+    "forked at the served version and gone on": (grown("trainer", 3, until=2), "fork"),
+    "forked behind it": (grown("trainer", 5, until=0), "fork"),
+    "forked behind it, as long": (grown("trainer", 3, until=0), "fork"),
+    "signed run in its place": (lambda world: world.put(other_run(world, world.trainer).folder), "chain"),
+    "stranger's run in its place": (lambda world: world.put(other_run(world, world.stranger).folder), "signature"),
+    "run.json without its signature": (unsigned_run_info, "signature"),
+    "key file put back": (key_file_put_back, "replay"),
+    "key file deleted": (key_file_deleted, "replay"),
+    "key file by a stranger": (key_file_by_a_stranger, "signature"),
+}
+
+
+RESTARTED = [name for name, (_, kind) in ATTACKS.items() if kind != "signature"] + ["unsigned"]
+"""Those that a server which has just started can know from what it remembers, and one more."""
+
+
+@pytest.mark.parametrize(
+    ("name", "restarted"), [*((name, False) for name in ATTACKS), *((name, True) for name in RESTARTED)]
+)
+def test_attack_is_refused_and_what_it_did_heals(tmp_path: Path, name: str, restarted: bool) -> None:
+    attack, kind = ATTACKS[name]
+    world = Trusted(tmp_path, ranks=2)
+    world.serves(3)
+    true = world.copied()
+    attack(world)
+    if restarted:
+        world.start()
+    world.refused(kind)
+    world.refused(kind)
+    # The truth is back, and has gone on.
+    world.put(true.folder)
+    world.chain.key_file(3, [])
+    world.chain.grow(2)
+    world.serves(5)
+
+
+def test_object_swapped_for_another_of_its_size(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    world.chain.grow(1)
+    path = world.folder / world.chain.manifests[4].objects[0].key
+    true = path.read_bytes()
+    world.chain.damage(world.chain.manifests[4])
+    assert path.stat().st_size == len(true)
+    world.refused("digest")
+    world.start()
+    world.refused("digest")
+    path.write_bytes(true)
+    world.serves(4)
+
+
+def test_run_json_signed_anew_is_refused(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    world.serves(3)
+    path = world.folder / keys.RUN_KEY
+    true = path.read_bytes()
+    again = keys.RunInfo.from_bytes(dump_canonical({**json.loads(true), "note": "x", "signature": None}))
+    path.write_bytes(world.trainer.signed(again).to_bytes())
+    assert "run.json" in world.refused("fork").message
+    path.write_bytes(true)
+    world.chain.grow(1)
+    world.serves(4)
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["version", "key file"])
+def test_faster_neighbour_is_no_replay(tmp_path: Path, rotated: bool) -> None:
+    """A version, or a list of keys, that comes while this server looks is seen first by another one on its machine."""
+    world = Trusted(tmp_path)
+    world.serves(3)
+    other = Server(world.chain, world.chain.bits[0], 1, **world.settings)
+    other.receiver.advance()
+
+    def overtake(run: Any) -> None:
+        look = run.reachable_head
+
+        def overtaken() -> Any:
+            found = look()
+            if rotated:
+                world.chain.key_file(len(world.chain.manifests), [])
+            world.chain.grow(1)
+            other.receiver.advance()
+            return found
+
+        run.reachable_head = overtaken
+
+    run = world.receiver.history.run
+    overtake(run)
+    world.receiver.advance()
+    assert (world.receiver.served_version, other.receiver.served_version) == (3, 4)
+    del run.reachable_head
+    world.serves(4)
+    settings = Settings(bucket=world.chain.url, **world.settings)
+    cold = open_run(world.chain.url, settings.keyring())
+    overtake(cold)
+    assert newest(cold, witness=Witness(settings, settings.keyring(), writes=False)).version == 4
+
+
+def test_fault_that_is_over_does_not_refuse_what_was_loaded(tmp_path: Path) -> None:
+    """The manifest of what the loader left behind cannot be read while the weights are proven."""
+    world = Trusted(tmp_path)
+    world.chain = chain = Chain(tmp_path, "by reference", base=True, keyring=world.trainer)
+    chain.grow(3)
+    world.server = Server(chain, chain.bits[2], 1, **world.settings)
+    weights = ((spec.name, chain.bits[2][tensor].copy()) for tensor, spec in enumerate(chain.table))
+    state = ModelState(chain.table, weights)
+    fingerprints = tuple(value.hex() for value in state.fingerprints)
+    loaded = Loaded(chain.run, chain.url, 2, chain.manifests[2].digest, fingerprints)
+    world.server.models[0].delta_sync_loaded = loaded
+    path = world.folder / keys.version_key(2)
+    true = path.read_bytes()
+    path.write_bytes(b"{}")
+    for _ in range(2):
+        with pytest.raises(FormatError):
+            world.receiver.advance()
+        assert world.receiver.status()["state"] != "refused"
+    path.write_bytes(true)
+    world.serves(3)
+
+
+# What somebody has forged for it: weights, keys, tags, runs
+
+
+@contextmanager
+def swapped_for_ranks(world: Trusted, operation: str, key: str, data: bytes) -> Iterator[None]:
+    """An object is another one for as long as ranks do something, and never when their controller looks."""
+    port, path = world.server.port, world.folder / key
+    true, call = path.read_bytes(), port.call
+
+    def swapping(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if method == "start" and arguments["operation"] == operation:
+            path.write_bytes(data)
+        answers = call(method, arguments)
+        if method == "poll" and not any(answer.get("running") for answer in answers):
+            path.write_bytes(true)
+        return answers
+
+    port.call = swapping  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        port.call = call  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("swapped", [keys.RUN_KEY, keys.TABLE_KEY])
+def test_run_swapped_between_controller_and_rank(tmp_path: Path, swapped: str) -> None:
+    """A signed one, too: what a rank reads is what its controller has read, or nothing."""
+    world = Trusted(tmp_path)
+    other = Chain(tmp_path, "other", seed=1, keyring=world.trainer)
+    if swapped == keys.TABLE_KEY:
+        (other.folder / keys.TABLE_KEY).write_bytes(b"[]")
+    with swapped_for_ranks(world, "prove", swapped, (other.folder / swapped).read_bytes()):
+        world.refused("digest", "format")
+    assert world.receiver.status()["state"] != "refused"
+    world.serves(3)
+
+
+def test_tensors_swapped_before_the_start(tmp_path: Path) -> None:
+    world = Trusted(tmp_path)
+    path = world.folder / keys.TABLE_KEY
+    true = path.read_bytes()
+    path.write_bytes(true.replace(b"[50,", b"[49,"))
+    world.refused("digest")
+    path.write_bytes(true)
+    world.serves(3)
+
+
+def test_forged_weights_with_the_right_fingerprint(tmp_path: Path) -> None:
+    """The fingerprint cannot tell them from the true ones; what is signed can."""
+    world = Trusted(tmp_path, ranks=2)
+    world.chain.grow(1)
+    forged = world.copied(world.stranger)
+    tensor = [spec.name for spec in forged.table].index("q.weight")
+    bits = [array.copy() for array in forged.bits[4]]
+    bits[tensor] = same_fingerprint("q.weight", bits[tensor])
+    assert fingerprint_tensor("q.weight", bits[tensor]) == fingerprint_tensor("q.weight", forged.bits[4][tensor])
+    assert (bits[tensor] != forged.bits[4][tensor]).any()
+    forged.bits[4] = bits
+    forged.fold(0, 4)
+    forged.beside_it(4)
+    true = world.copied()
+    world.put(forged.folder)
+    # Nobody's word is asked for: what the stranger wrote is served, and passes for the version.
+    trusting = Trusted.__new__(Trusted)
+    trusting.__dict__.update(world.__dict__, settings={})
+    trusting.start()
+    trusting.receiver.advance()
+    assert trusting.receiver.verify()["verdict"]
+    trusting.server.holds(bits)
+    # The folded range and the anchor do not exist for whoever asks for signatures.
+    world.serves(4)
+    # Nor when there is nothing else.
+    world.start()
+    world.chain.lose(1, 2, 3, 4)
+    world.refused("not_found")
+    world.put(true.folder)
+    world.serves(4)
+
+
+def forged_anchor(world: Trusted, keyring: Keyring) -> None:
+    """Only an anchor is left to rebuild version 3 from, whose weights are others with the right fingerprint."""
+    forged = world.copied(keyring)
+    forged.bits[3] = [array.copy() for array in forged.bits[3]]
+    forged.bits[3][0] = same_fingerprint(forged.table[0].name, forged.bits[3][0])
+    forged.beside_it(3)
+    world.put(forged.folder)
+    world.chain.lose(1, 2, 3)
+
+
+def test_forged_anchor_is_not_used_for_a_repair(tmp_path: Path) -> None:
+    """Ranks look for what they rebuild from by themselves."""
+    world = Trusted(tmp_path)
+    world.serves(3)
+    true = world.copied()
+    forged_anchor(world, world.stranger)
+    world.server.models[0].norm.data.zero_()
+    assert not world.receiver.verify()["verdict"]
+    for _ in range(2):
+        with pytest.raises((NotFoundError, SignatureError)):
+            world.receiver.mend()
+        assert world.receiver.status()["state"] == "refused"
+    world.put(true.folder)
+    world.receiver.mend()
+    world.server.serves(3)
+
+
+def test_revoked_key_is_not_believed_by_ranks_either(tmp_path: Path) -> None:
+    """Not even while they are shown the list of keys as it was before."""
+    world = Trusted(tmp_path)
+    stolen = keyring_at(tmp_path / "stolen.key")
+    older = world.chain.key_file(1, [KeyEntry(key=stolen.public or "")])
+    world.serves(3)
+    world.chain.key_file(2, [KeyEntry(key=stolen.public or "", revoked=True)])
+    true = world.copied()
+    forged_anchor(world, stolen)
+    world.server.models[0].norm.data.zero_()
+    assert not world.receiver.verify()["verdict"]
+    with swapped_for_ranks(world, "repair", side.KEYS_KEY, older.to_bytes()), pytest.raises(ReplayError):
+        world.receiver.mend()
+    with pytest.raises((NotFoundError, SignatureError)):
+        world.receiver.mend()
+    world.put(true.folder)
+    world.receiver.mend()
+    world.server.serves(3)
+
+
+@pytest.mark.parametrize("target", ["2", "tag:best"])
+def test_forked_version_behind_the_head(tmp_path: Path, target: str) -> None:
+    """Whoever asks for a version is given the one that the head goes on from."""
+    world = Trusted(tmp_path, target=target)
+    true = world.copied()
+    fork = world.copied(until=1)
+    fork.grow(1)
+    for key in (keys.version_key(2), fork.manifests[2].objects[0].key):
+        shutil.copy(fork.folder / key, world.folder / key)
+    world.tag("best", 2, world.trainer, fork.manifests[2].digest)
+    world.refused("fork")
+    world.put(true.folder)
+    world.tag("best", 2, world.trainer)
+    world.serves(2)
+
+
+def test_tag_moved_by_a_stranger(tmp_path: Path) -> None:
+    world = Trusted(tmp_path, target="tag:best")
+    world.tag("best", 2, world.trainer)
+    world.serves(2)
+    for keyring in (world.stranger, Keyring()):
+        world.tag("best", 3, keyring)
+        world.refused("signature")
+    world.tag("best", 3, world.trainer)
+    world.serves(3)
+
+
+def test_keys_that_are_listed_and_revoked(tmp_path: Path) -> None:
+    """What a key wrote up to its last word stays readable, for a fresh server too; what it writes later does not."""
+    world = Trusted(tmp_path)
+    helper = keyring_at(tmp_path / "helper.key")
+    entry = KeyEntry(key=helper.public or "")
+    world.chain.keyring = helper
+    world.chain.grow(2)
+    world.refused("signature")
+    world.chain.keyring = world.trainer
+    world.chain.key_file(1, [entry])
+    world.serves(5)
+    last = LastWord(version=5, manifest=world.chain.manifests[5].digest)
+    world.chain.key_file(2, [entry.model_copy(update={"last": last, "revoked": True})])
+    stolen = world.copied(helper)
+    stolen.grow(2)
+    true = world.copied()
+    world.put(stolen.folder)
+    world.refused("signature")
+    # Another version 4 and 5, with a signature of the time when it was good.
+    forked = world.copied(helper, until=3)
+    forked.grow(2)
+    world.put(forked.folder)
+    world.refused("fork", "signature")
+    world.put(true.folder)
+    world.chain.head(5)
+    world.chain.grow(1)
+    world.serves(6)
+    shutil.rmtree(tmp_path / "state")
+    world.start()
+    world.serves(6)
+
+
+def test_branch_of_a_run_that_a_stranger_signed(tmp_path: Path) -> None:
+    """The history of the run that it comes from must be signed as well."""
+    world = Trusted(tmp_path)
+    source, path = world.chain, world.folder / keys.RUN_KEY
+    branch = source.branch("branch", 2, seed=5)
+    branch.grow(2)
+    true = path.read_bytes()
+    path.write_bytes(world.stranger.signed(source.info).to_bytes())
+    source.lose(0)
+    world.server = Server(branch, source.bits[0], **world.settings)
+    with pytest.raises(NotFoundError, match="branches from"):
+        world.receiver.advance()
+    assert world.receiver.served_version is None
+    world.server.holds(source.bits[0])
+    path.write_bytes(true)
+    world.receiver.advance()
+    world.server.serves(2)
+
+
+def test_way_back_through_a_run_that_a_stranger_signed(tmp_path: Path) -> None:
+    """A server that comes from another branch reads its history only if that is signed."""
+    world = Trusted(tmp_path)
+    left, right = (world.chain.branch(name, 2, seed) for name, seed in (("left", 5), ("right", 6)))
+    left.grow(1)
+    right.grow(1)
+    server = Server(left, world.chain.bits[0], **world.settings)
+    server.reaches(1, commits=2)
+    whole = world.copied()
+    world.chain.lose(0)
+    path = left.folder / keys.RUN_KEY
+    true = path.read_bytes()
+    path.write_bytes(world.stranger.signed(left.info).to_bytes())
+    server.follow(right, **world.settings)
+    with pytest.raises(NotFoundError):
+        server.receiver.advance()
+    server.holds(left.bits[1])
+    path.write_bytes(true)
+    world.put(whole.folder)
+    server.receiver.advance()
+    server.serves(1)
