@@ -110,7 +110,11 @@ def test_kept_privately_and_read_back(tmp_path: Path) -> None:
     assert (directory / source.ref.sha256).stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"?", lambda data: data + b"?"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data + b"?"],
+    ids=["shorter", "other", "longer"],
+)
 def test_a_damaged_file_is_replaced(
     tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:

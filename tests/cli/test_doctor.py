@@ -287,7 +287,8 @@ def test_mirrors(run: Path, tmp_path: Path) -> None:
     good = asked()
     assert good.verdict == "ok"
     file = tmp_path / "mirror" / good.figures["key"]
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert error_of(asked())[0] == "digest"
     file.unlink()
     assert asked().verdict == "warning"

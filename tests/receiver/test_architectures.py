@@ -49,6 +49,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return {row["architecture"]: row for row in json.loads(found.read_text())}
 
 
+@pytest.mark.xdist_group("architectures")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_is_exact(rows: dict[str, dict[str, Any]], family: str) -> None:
     row = rows[family]
