@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.config import client_settings
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
+from vllm_delta_sync.settings import client_settings
 
 WORDS = ["<unk>", "</s>", "+", "=", *(str(number) for number in range(19))]
 ANSWER_AT = 4

@@ -18,23 +18,27 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from reference_tables import RESULT_SECONDS, SPAN_FIELDS, STATUS_FIELDS, TIMINGS, VERIFY_FIELDS
 
-import trainer_side.callback
 import trainer_side.gate
+import trainer_side.integrations.transformers_callback
+import trainer_side.integrations.trl_transfer
 import trainer_side.publisher
 import trainer_side.result
-import trainer_side.transfer
-import vllm_delta_sync.chain
-import vllm_delta_sync.chain.documents
-import vllm_delta_sync.chain.findings
-import vllm_delta_sync.chain.fleet
-import vllm_delta_sync.engine.attached
-import vllm_delta_sync.engine.offline
+import vllm_delta_sync.client
+import vllm_delta_sync.engine.api.async_llm
+import vllm_delta_sync.engine.api.offline
+import vllm_delta_sync.fleet.fleet
+import vllm_delta_sync.run.documents
+import vllm_delta_sync.run.report
 import vllm_delta_sync.trust.keyring
-from vllm_delta_sync import admin_token, cli, config, errors
-from vllm_delta_sync.engine import WORKER_EXTENSION, compat, http, http_guard, http_target
-from vllm_delta_sync.engine import status as status_module
-from vllm_delta_sync.engine.admission import LateError
-from vllm_delta_sync.engine.arrivals import UnreachableError
+from vllm_delta_sync import admin_token, cli, errors
+from vllm_delta_sync import settings as config
+from vllm_delta_sync.engine import WORKER_EXTENSION
+from vllm_delta_sync.engine.api import access, route_target
+from vllm_delta_sync.engine.api import routes as http
+from vllm_delta_sync.engine.api.admission import LateError
+from vllm_delta_sync.engine.api.version_waiters import UnreachableError
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.observe import status as status_module
 
 TARGET = Path(__file__).with_name("REFERENCE.md")
 
@@ -196,16 +200,16 @@ def routes() -> Iterator[str]:
         "address, HTTP/1.1, and none of the headers that a proxy adds. A proxy on this machine that adds none lets "
         "everybody in: set a token where there is one. Either way a request with an `Origin` header, or that "
         "`Sec-Fetch-Site` says is another site's, is refused, and bodies are JSON of at most "
-        f"{http_guard.MAX_BODY_BYTES // 1024} KiB. Routes that only read ask for nothing, and show no credentials; "
+        f"{access.MAX_BODY_BYTES // 1024} KiB. Routes that only read ask for nothing, and show no credentials; "
         f"at most {http.MAX_WAITING} clients `wait` at a time, those who may change state not counted. Wrong tokens "
         "are not slowed down: no rate finds a random token, and a limit would lock the operator out. vLLM's "
         "`--api-key` does not cover these routes."
     )
     rows = []
-    for route in (*http.router.routes, *http_target.router.routes):
+    for route in (*http.router.routes, *route_target.router.routes):
         if isinstance(route, APIRoute):
             method = ", ".join(sorted(route.methods))
-            admin = "" if route.methods <= set(http_guard.READING) else "admin"
+            admin = "" if route.methods <= set(access.READING) else "admin"
             text = " ".join((inspect.getdoc(route.endpoint) or "").split())
             rows.append((f"`{method} {route.path}`", parameters(route.endpoint), admin, text))
     yield table(("route", "parameters", "", "answer"), rows)
@@ -232,7 +236,7 @@ def routes() -> Iterator[str]:
         ("408", "`wait`: not served in time; the body is the status"),
         ("400", "kind `usage`: a parameter or body that is not understood"),
         ("408, 413, 415", "kind `usage`: a body that comes too slowly, is too large, or is not JSON"),
-        ("401, 403", f"`{http_guard.AdminRefused.kind}`: no right to change state, or a page of another site asks"),
+        ("401, 403", f"`{access.AdminRefused.kind}`: no right to change state, or a page of another site asks"),
         ("400", "kind `usage`: `X-Delta-Sync-Min-Version` is no version"),
         ("409", f"`{UnreachableError.kind}`: what is waited for does not come unless somebody does something"),
         ("503", f"`{LateError.kind}`: `X-Delta-Sync-Min-Version` is not served in time; ask again after `Retry-After`"),
@@ -240,11 +244,11 @@ def routes() -> Iterator[str]:
         ("503", "`ready`: not ready"),
     ]
     by_code: dict[int, list[str]] = {}
-    for cls, status in http_guard.STATUS_CODES:
+    for cls, status in access.STATUS_CODES:
         by_code.setdefault(status, []).append(code(cls.kind))
     answers += [(str(status), "kind " + ", ".join(names)) for status, names in by_code.items()]
     refused = "any other kind: the bucket's data was refused; weights are as before"
-    answers.append((str(http_guard.REFUSED_DATA), refused))
+    answers.append((str(access.REFUSED_DATA), refused))
     yield table(("code", "when"), answers)
 
 
@@ -314,25 +318,25 @@ def python() -> Iterator[str]:
     yield stub(trainer_side.result, "PublishResult")
     yield "`PublishResult.seconds` has the keys:"
     yield table(("key", "meaning"), [(code(name), text) for name, text in RESULT_SECONDS.items()])
-    yield stub(trainer_side.callback, "DeltaSyncCallback")
+    yield stub(trainer_side.integrations.transformers_callback, "DeltaSyncCallback")
     yield "### `from trainer_side.integrations.trl import DeltaWeightTransfer`"
-    yield stub(trainer_side.transfer, "DeltaWeightTransfer")
+    yield stub(trainer_side.integrations.trl_transfer, "DeltaWeightTransfer")
     yield "### `from vllm_delta_sync import open_run`"
     yield "Needs neither vLLM nor a trainer; only `Run.tensors` and `Run.load_into` need torch."
     for name in ("open_run", "Run"):
-        yield stub(vllm_delta_sync.chain, name)
-    yield stub(vllm_delta_sync.chain.documents, "RunDocuments")
-    yield stub(vllm_delta_sync.chain.fleet, "Fleet")
-    yield stub(vllm_delta_sync.chain.fleet, "Replica")
-    yield stub(vllm_delta_sync.chain.findings, "VerifyReport")
+        yield stub(vllm_delta_sync.client, name)
+    yield stub(vllm_delta_sync.run.documents, "RunDocuments")
+    yield stub(vllm_delta_sync.fleet.fleet, "Fleet")
+    yield stub(vllm_delta_sync.fleet.fleet, "Replica")
+    yield stub(vllm_delta_sync.run.report, "VerifyReport")
     yield "### `from vllm_delta_sync.trust import Keyring`"
     yield stub(vllm_delta_sync.trust.keyring, "Keyring")
     yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach, attach_async`"
     yield f"`WORKER_EXTENSION` is `{WORKER_EXTENSION!r}`, for `LLM(..., worker_extension_cls=WORKER_EXTENSION)`."
     for name in ("attach", "OfflineSync"):
-        yield stub(vllm_delta_sync.engine.offline, name)
+        yield stub(vllm_delta_sync.engine.api.offline, name)
     for name in ("attach_async", "AsyncSync"):
-        yield stub(vllm_delta_sync.engine.attached, name)
+        yield stub(vllm_delta_sync.engine.api.async_llm, name)
 
 
 def stub(module: Any, name: str) -> str:
@@ -392,10 +396,10 @@ def docstring(node: Any, indent: str) -> Iterator[str]:
 
 def versions() -> Iterator[str]:
     yield "## vLLM versions"
-    tested = ", ".join(compat.TESTED_VERSIONS)
+    tested = ", ".join(patches.TESTED_VERSIONS)
     yield (
         f"Tested with vLLM {tested} on CPUs, as [support.md](support.md) says. A server with another one warns and "
-        "starts. What depends on vLLM's internals is in `vllm_delta_sync/engine/compat.py`, cause, symptom and end of "
+        "starts. What depends on vLLM's internals is in `vllm_delta_sync/engine/compat/patches.py`, cause, symptom and end of "
         "each touch included."
     )
     yield "## Limits"

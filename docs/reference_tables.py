@@ -1,6 +1,6 @@
 """What fields of JSON documents mean: the part of docs/REFERENCE.md that the code does not say."""
 
-from vllm_delta_sync.engine.status import RECENT_COMMITS
+from vllm_delta_sync.engine.observe.status import RECENT_COMMITS
 
 STATUS_FIELDS = {
     "run": "id of the run followed, 32 hex digits; null until one is found",

@@ -60,10 +60,10 @@ from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync import open_run
-from vllm_delta_sync.checkpoint import Checkpoint
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 STEPS, LEARNING_STEPS, NEEDED_RISE = 300, 100, 0.25
 """By default; from how many steps on the reward has to rise, from the first tenth of the steps to the last."""

@@ -173,7 +173,9 @@ def _renamed(source: str, module: str, names: Mapping[str, Mapping[str, str]]) -
     out: list[tuple[int, int, int, str]] = []
     before: list[tokenize.TokenInfo] = []
     statement: str | None = None
-    words = re.compile(r"\b(" + "|".join(map(re.escape, sorted(local, key=len, reverse=True))) + r")\b") if local else None
+    words = (
+        re.compile(r"\b(" + "|".join(map(re.escape, sorted(local, key=len, reverse=True))) + r")\b") if local else None
+    )
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.NL, tokenize.COMMENT):
             continue

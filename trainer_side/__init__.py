@@ -7,7 +7,7 @@ from trainer_side.publisher import Publisher
 from trainer_side.result import PublishResult
 
 if TYPE_CHECKING:
-    from trainer_side.callback import DeltaSyncCallback
+    from trainer_side.integrations.transformers_callback import DeltaSyncCallback
 
 __all__ = ["DeltaSyncCallback", "Gate", "PublishResult", "Publisher"]
 
@@ -15,7 +15,7 @@ __all__ = ["DeltaSyncCallback", "Gate", "PublishResult", "Publisher"]
 def __getattr__(name: str) -> object:
     # Publishing needs no transformers, which takes seconds to import.
     if name == "DeltaSyncCallback":
-        from trainer_side import callback
+        from trainer_side.integrations import transformers_callback
 
-        return callback.DeltaSyncCallback
+        return transformers_callback.DeltaSyncCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

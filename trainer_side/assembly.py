@@ -9,41 +9,41 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import distributed
 
+from trainer_side.background_thread import BackgroundThread
 from trainer_side.committer import Committer
-from trainer_side.course import Course
-from trainer_side.detection import Detector
-from trainer_side.model_files import collect_files
-from trainer_side.naming import ModelLike, live_tensors
+from trainer_side.diff.engine import Detector
+from trainer_side.maintenance import BackgroundMaintenance
+from trainer_side.model.sources import ModelLike, live_tensors
 from trainer_side.options import Options
-from trainer_side.resume import open_or_begin
-from trainer_side.start import Opened
-from trainer_side.upkeep import Upkeep
-from trainer_side.worker import Worker
+from trainer_side.run_files import collect_files
+from trainer_side.session import PublishSession
+from trainer_side.start import OpenedRun
+from trainer_side.takeover import open_or_begin
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.format.manifest import Manifest
 
 if TYPE_CHECKING:
-    from trainer_side.sharded.ranks import Ranks
+    from trainer_side.ranks.group import RankGroups
 
 _Found = TypeVar("_Found")
 
 
 @dataclass
-class Assembly:
+class PublisherParts:
     """A publisher's parts.
 
     Attributes:
         upkeep: None on a rank that leaves it to rank 0.
     """
 
-    opened: Opened
+    opened: OpenedRun
     committer: Committer
-    course: Course
+    course: PublishSession
     detector: Detector
-    upkeep: Upkeep | None
+    upkeep: BackgroundMaintenance | None
 
 
-def ranks_of(model: ModelLike) -> "Ranks | None":
+def ranks_of(model: ModelLike) -> "RankGroups | None":
     """The ranks that publish a model together; None if this process does by itself.
 
     Raises:
@@ -51,16 +51,16 @@ def ranks_of(model: ModelLike) -> "Ranks | None":
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
-    from trainer_side.sharded.parts import needs_ranks
+    from trainer_side.ranks.shard_parts import needs_ranks
 
     if not needs_ranks(model):
         return None
-    from trainer_side.sharded.ranks import Ranks
+    from trainer_side.ranks.group import RankGroups
 
-    return Ranks()
+    return RankGroups()
 
 
-def each(ranks: "Ranks | None", what: str, work: Callable[[], _Found]) -> _Found:
+def each(ranks: "RankGroups | None", what: str, work: Callable[[], _Found]) -> _Found:
     """What ``work`` gives here, once it has gone well on every rank; raises what it raised on any."""
     if ranks is None:
         return work()
@@ -69,7 +69,7 @@ def each(ranks: "Ranks | None", what: str, work: Callable[[], _Found]) -> _Found
     return found[0]
 
 
-def agreed_options(ranks: "Ranks | None", check: Callable[[bool], Options]) -> Options:
+def agreed_options(ranks: "RankGroups | None", check: Callable[[bool], Options]) -> Options:
     """A publisher's options.
 
     Args:
@@ -80,7 +80,7 @@ def agreed_options(ranks: "Ranks | None", check: Callable[[bool], Options]) -> O
     """
     if ranks is None:
         return check(True)
-    from trainer_side.sharded.joining import joined_options
+    from trainer_side.ranks.joining import joined_options
 
     return joined_options(ranks, check)
 
@@ -91,10 +91,10 @@ def assembled(
     base: str | Path | None,
     files: str | Path | None,
     options: Options,
-    background: Worker,
-    ranks: "Ranks | None",
+    background: BackgroundThread,
+    ranks: "RankGroups | None",
     undo: ExitStack,
-) -> Assembly:
+) -> PublisherParts:
     """Begin the run or take it over, and start what looks after it; errors as ``Publisher``.
 
     Args:
@@ -104,17 +104,17 @@ def assembled(
     undo.callback(detector.close)
     collected = partial(collect_files, model, files)
     if ranks is not None:
-        from trainer_side.sharded.joining import joined
+        from trainer_side.ranks.joining import joined
 
         return joined(model, bucket, base, collected, options, background, detector, ranks, undo)
     live = live_tensors(model)
     opened, place = open_or_begin(bucket, live, base, collected, options, background.call)
-    upkeep = Upkeep(bucket, place, options, opened.writer)
+    upkeep = BackgroundMaintenance(bucket, place, options, opened.writer)
     undo.callback(upkeep.close)
     committer = Committer(bucket, opened, place, options, upkeep.offer)
     background.call(committer.begin)
-    course = Course(live, opened.baseline.table, options, committer, detector, background)
-    return Assembly(opened, committer, course, detector, upkeep)
+    course = PublishSession(live, opened.baseline.table, options, committer, detector, background)
+    return PublisherParts(opened, committer, course, detector, upkeep)
 
 
 def no_upkeep(manifest: Manifest) -> None:

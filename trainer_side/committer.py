@@ -3,21 +3,20 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer_side import versions
-from trainer_side.changes import Patch
-from trainer_side.encoding import Encoder
-from trainer_side.gatekeeper import Gatekeeper
+from trainer_side import manifests
+from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.encode.encoder import Encoder
+from trainer_side.encode.update_gate import UpdateGate
 from trainer_side.options import Options
-from trainer_side.rebased import RebaseTag
-from trainer_side.result import Progress, Stopwatch
+from trainer_side.rebase_tag import RebaseTag
+from trainer_side.result import PublishProgress, Stopwatch
 from trainer_side.sidecars import put_sidecars
-from trainer_side.start import Opened
+from trainer_side.start import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.calls import has_object, in_parallel
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.checks import check_document_size, document_limit
-from vllm_delta_sync.chain.read import restore
+from vllm_delta_sync.bucket.parallel import has_object, in_parallel
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -27,11 +26,12 @@ from vllm_delta_sync.errors import (
     PublishError,
     StoreError,
 )
+from vllm_delta_sync.format.documents import anchor_key
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.delta import DeltaContext
-from vllm_delta_sync.wire.documents import anchor_key
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
+from vllm_delta_sync.run.checks import check_document_size, document_limit
+from vllm_delta_sync.run.restore import restore
+from vllm_delta_sync.tensors.bits import Bits
 
 logger = guarded_logger(__name__)
 
@@ -53,7 +53,7 @@ class Committer:
     def __init__(
         self,
         bucket: Bucket,
-        opened: Opened,
+        opened: OpenedRun,
         base: str | Path | None,
         options: Options,
         offer: Callable[[Manifest], None],
@@ -70,7 +70,7 @@ class Committer:
         self.stopped: DeltaSyncError | None = None
         self.suspect = False
         self._encoder = Encoder(opened.baseline, options, opened.writer.link)
-        self._gatekeeper = None if options.gate is None else Gatekeeper(options.gate, opened.baseline)
+        self._gatekeeper = None if options.gate is None else UpdateGate(options.gate, opened.baseline)
         self._rebased = RebaseTag(lambda: self.run, opened.writer.epoch)
 
     @property
@@ -90,7 +90,7 @@ class Committer:
         self._encoder.begin()
         self._admit(self.held, self._reference(self.held))
 
-    def work(self, patch: Patch, step: int, progress: Progress, watch: Stopwatch) -> None:
+    def work(self, patch: PendingDelta, step: int, progress: PublishProgress, watch: Stopwatch) -> None:
         """Make the patch the next version, or take it back and raise why not."""
         version = self.newest.version + 1
         try:
@@ -108,7 +108,7 @@ class Committer:
                 patch.revert()
         self._offer(self.held)
 
-    def tidy(self, patch: Patch | None) -> None:
+    def tidy(self, patch: PendingDelta | None) -> None:
         """Bring the baseline to a durable version after a failure or an interrupt.
 
         Raises:
@@ -142,7 +142,7 @@ class Committer:
             self._hold(newest)
             self._rebased.release()
             return
-        versions.check_breaks(newest.breaks)
+        manifests.check_breaks(newest.breaks)
         with self._rebased.keeping(version):
             self._hold(self.run.manifest(version))
 
@@ -198,7 +198,7 @@ class Committer:
             )
         whole, objects = self._put_shards()
         key = anchor_key(self.held.version)
-        document = self._options.keyring.signed(versions.anchor_beside(self.held, whole, objects))
+        document = self._options.keyring.signed(manifests.anchor_beside(self.held, whole, objects))
         check_document_size(document, document_limit(whole.table), key)
         # Another run may lie there by now, whose anchor this would overwrite.
         try:
@@ -212,15 +212,15 @@ class Committer:
             self._put_shards()
         return self.held.version
 
-    def _put_shards(self) -> tuple[versions.Whole, list[ObjectRef]]:
+    def _put_shards(self) -> tuple[manifests.FullState, list[ObjectRef]]:
         """Store the baseline as an anchor's objects; what it is, and the objects."""
-        return self.baseline, versions.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
+        return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
 
     def _bits_of(self, manifest: Manifest) -> list[Bits]:
         """Bits per tensor id of the baseline, read back from the bucket; raises as ``restore``."""
         return restore(self.run, manifest, self._base).state.bits
 
-    def _check_share(self, patch: Patch, version: int) -> None:
+    def _check_share(self, patch: PendingDelta, version: int) -> None:
         """Compare a part of the baseline with what was published; the open patch is accounted for.
 
         Raises:
@@ -238,7 +238,7 @@ class Committer:
             "restored from the bucket, the next publish carries the changes: have the machine's memory checked"
         )
 
-    def _judge(self, patch: Patch, version: int, step: int, progress: Progress) -> None:
+    def _judge(self, patch: PendingDelta, version: int, step: int, progress: PublishProgress) -> None:
         """Have the gate look at what a version changes.
 
         Raises:
@@ -252,7 +252,9 @@ class Committer:
             )
         progress.quarantined = tuple(reasons)
 
-    def _make_durable(self, patch: Patch, version: int, step: int, progress: Progress, watch: Stopwatch) -> None:
+    def _make_durable(
+        self, patch: PendingDelta, version: int, step: int, progress: PublishProgress, watch: Stopwatch
+    ) -> None:
         try:
             watch.lap()
             changes = patch.changes()
@@ -263,7 +265,7 @@ class Committer:
             together = in_parallel if len(encoded) > 1 else map
             objects = list(together(self.writer.put_object, encoded))
             sidecars = put_sidecars(self.writer, progress.sidecars)
-            manifest = versions.delta(
+            manifest = manifests.delta(
                 self.newest, self.held, step, coding, objects, changes, self.writer.epoch, progress.quarantined,
                 [item for item, _ in sidecars],
             )  # fmt: skip
@@ -288,7 +290,7 @@ class Committer:
                 "carries its changes"
             ) from error
 
-    def _commit(self, manifest: Manifest, patch: Patch) -> None:
+    def _commit(self, manifest: Manifest, patch: PendingDelta) -> None:
         try:
             self.writer.commit(manifest)
         except ConflictError as error:
@@ -299,7 +301,7 @@ class Committer:
             raise
         self._settle(patch, manifest)
 
-    def _settle(self, patch: Patch, manifest: Manifest) -> None:
+    def _settle(self, patch: PendingDelta, manifest: Manifest) -> None:
         patch.settle()
         self.held = manifest
         if self._gatekeeper is not None:

@@ -9,14 +9,14 @@ from typing import Literal, get_args
 
 import torch
 
-from trainer_side.detection_held import Place
+from trainer_side.diff.buffers import Place
 from trainer_side.gate import Gate
-from vllm_delta_sync.config import client_settings
+from vllm_delta_sync.codec.delta_object import Codec
+from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
-from vllm_delta_sync.wire.compression import Compression
-from vllm_delta_sync.wire.delta import Codec
 
 RESCAN_BYTES = 64 * 1024**2
 

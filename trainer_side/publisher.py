@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 
 from trainer_side.assembly import agreed_options, assembled, each, ranks_of
-from trainer_side.detection_held import Place
+from trainer_side.background_thread import BackgroundThread
+from trainer_side.diff.buffers import Place
 from trainer_side.gate import Gate
-from trainer_side.model_files import check_folder
-from trainer_side.naming import ModelLike
+from trainer_side.manifests import SHARD_BYTES
+from trainer_side.model.sources import ModelLike
 from trainer_side.options import RESCAN_BYTES, Options, check_version, checked, chosen_keys
 from trainer_side.result import PublishResult, Stopwatch
+from trainer_side.run_files import check_folder
 from trainer_side.sidecars import Bytes
-from trainer_side.versions import SHARD_BYTES
-from trainer_side.worker import Worker
 from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.notice.publisher import NoticePublisher, try_announcing
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import HEAD_SECONDS
-from vllm_delta_sync.wire.compression import Compression
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.chain.fleet import Replica
-    from vllm_delta_sync.wire.documents import Tag
+    from vllm_delta_sync.fleet.fleet import Replica
+    from vllm_delta_sync.format.documents import Tag
 
 logger = guarded_logger(__name__)
 
@@ -150,7 +150,7 @@ class Publisher:
                 undo.callback(ranks.close)
             options = agreed_options(ranks, check)
             # Never the main thread: only there can a signal handler interrupt what must not be left half done.
-            self._background = Worker("delta-sync-publisher")
+            self._background = BackgroundThread("delta-sync-publisher")
             undo.callback(self._background.close)
             self._own_bucket = not isinstance(bucket, Bucket)
             self._bucket = each(ranks, "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket))
@@ -307,8 +307,8 @@ class Publisher:
             NotFoundError: there is no such version. UsageError: the name cannot be a tag's.
             ConflictError: a run branches at the tag of that name; or as ``flush``. StoreError: the store failed.
         """
-        from vllm_delta_sync.upkeep.tagging import set_tag
-        from vllm_delta_sync.wire.documents import Tag, tag_key
+        from vllm_delta_sync.format.documents import Tag, tag_key
+        from vllm_delta_sync.maintenance.tags import set_tag
 
         def checked_arguments() -> list[str | int | bool | None]:
             return [tag_key(name), None if version is None else check_version(version), bool(milestone)]
@@ -339,7 +339,7 @@ class Publisher:
             FleetLateError: they do not, in that time; the message names who lags. StoreError: the store failed.
             UsageError: a number makes no sense, or the publisher is closed. Else as ``flush``.
         """
-        from vllm_delta_sync.chain.fleet import Fleet
+        from vllm_delta_sync.fleet.fleet import Fleet
 
         with self._lock:
             self._refuse_closed()

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from trainer_side.worker import Job
+from trainer_side.background_thread import BackgroundJob
 from vllm_delta_sync.errors import DeltaSyncError, PublishError
 
 Kind = Literal["delta", "skipped"]
@@ -13,7 +13,7 @@ METRICS = "delta_sync/"
 """What the names of all metrics start with."""
 
 
-class Progress(Job):
+class PublishProgress(BackgroundJob):
     """One version on its way to the store, shared by the publisher, its background thread and the result.
 
     Attributes:
@@ -57,7 +57,7 @@ class Seconds(Mapping[str, float]):
 
     KEYS = ("diff", "encode", "upload", "total")
 
-    def __init__(self, diff: float, progress: Progress | None) -> None:
+    def __init__(self, diff: float, progress: PublishProgress | None) -> None:
         self._diff = diff
         self._progress = progress
 
@@ -102,7 +102,7 @@ class PublishResult:
         total: int,
         full_bytes: int,
         diff_seconds: float,
-        progress: Progress | None,
+        progress: PublishProgress | None,
     ) -> None:
         self.version = version
         self.step = step

@@ -6,21 +6,17 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from trainer_side import versions
-from trainer_side.baseline import Baseline
+from trainer_side import manifests as versions
+from trainer_side.diff.baseline import Baseline
 from trainer_side.options import Options
 from trainer_side.writer import RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.creation import settled
-from vllm_delta_sync.bucket.objects import fetch_object
-from vllm_delta_sync.chain.checks import document_limit
-from vllm_delta_sync.checkpoint import ResolvedBase
+from vllm_delta_sync.bucket.conditional_put import settled
+from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, DigestError, LimitError, NotFoundError, StoreError
-from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
-from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, KEYS_KEY
-from vllm_delta_sync.wire.manifest import (
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.documents import CLAIMS_PREFIX, KEYS_KEY
+from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
     TABLE_KEY,
@@ -34,7 +30,11 @@ from vllm_delta_sync.wire.manifest import (
     timestamp,
     version_key,
 )
-from vllm_delta_sync.wire.table import TensorTable
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.maintenance.key_list import CHANGES_PREFIX
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.run.checks import document_limit
+from vllm_delta_sync.tensors.checkpoint import ResolvedBase
 
 logger = guarded_logger(__name__)
 
@@ -59,7 +59,7 @@ def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunLocation:
     """What a publisher finds at its URL.
 
     Attributes:
@@ -71,7 +71,7 @@ class Place:
     unfinished: bytes | None = None
 
 
-def look_at(bucket: Bucket, resume: bool) -> Place:
+def look_at(bucket: Bucket, resume: bool) -> RunLocation:
     """What is there.
 
     Args:
@@ -83,19 +83,19 @@ def look_at(bucket: Bucket, resume: bool) -> Place:
     found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
     versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
     if versions and RUN_KEY in found:
-        return Place(True)
+        return RunLocation(True)
     found += [VERSIONS_PREFIX] if versions else []
     # Claims of a run that is gone would fence the writer of a new one, its list of keys would be refused by readers.
     found += [KEYS_KEY] if _present(bucket, KEYS_KEY) else []
     for prefix in (CLAIMS_PREFIX, CHANGES_PREFIX):
         found += [prefix] if next(iter(bucket.list(prefix)), None) is not None else []
     if not found:
-        return Place(False)
+        return RunLocation(False)
     if resume and found in ([RUN_KEY], [RUN_KEY, TABLE_KEY]):
         try:
-            return Place(False, bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES))
+            return RunLocation(False, bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES))
         except NotFoundError:
-            return Place(False)
+            return RunLocation(False)
     keys = ", ".join(found)
     raise ConflictError(
         f"{bucket.url} holds {keys} but no whole run: another publisher is starting there, or a start "
@@ -105,7 +105,7 @@ def look_at(bucket: Bucket, resume: bool) -> Place:
 
 
 @dataclass
-class Opened:
+class OpenedRun:
     """A run that can be published to.
 
     Attributes:
@@ -119,7 +119,7 @@ class Opened:
 
 def begin(
     bucket: Bucket,
-    whole: versions.Whole,
+    whole: versions.FullState,
     difference: str | None,
     base: ResolvedBase | None,
     options: Options,
@@ -151,7 +151,7 @@ def begin(
             "snapshot",
             base.path, difference,
         )  # fmt: skip
-    with Start(bucket, writer, info, whole.table) as start:
+    with RunStart(bucket, writer, info, whole.table) as start:
         if unfinished is not None:
             start.replace(unfinished)
         start.claim()
@@ -166,7 +166,7 @@ def begin(
 
 
 @dataclass
-class _Made:
+class _WrittenKeys:
     """What a start has written so far.
 
     Attributes:
@@ -179,7 +179,7 @@ class _Made:
     committing: Manifest | None = None
 
 
-class Start:
+class RunStart:
     """Starts one run at a URL where nothing is.
 
     Args:
@@ -191,7 +191,7 @@ class Start:
         self._writer = writer
         self._info = info
         self._table = table
-        self._made = _Made()
+        self._made = _WrittenKeys()
 
     def replace(self, unfinished: bytes) -> None:
         """Remove what a start has left that never came to a version; should it go on after all, it ends at its commit.
@@ -270,7 +270,7 @@ class Start:
         self._made.committing = manifest
         self._writer.commit(manifest)
 
-    def __enter__(self) -> "Start":
+    def __enter__(self) -> "RunStart":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -11,15 +11,13 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from trainer_side.claims import check_fence, stored_digest
-from trainer_side.link import Link
+from trainer_side.encode.upload_bandwidth import UploadBandwidth
+from trainer_side.epochs import check_fence, stored_digest
 from trainer_side.options import Options
-from trainer_side.standing import key_refused
+from trainer_side.signing_policy import key_refused
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.calls import has_object
-from vllm_delta_sync.bucket.creation import gives
-from vllm_delta_sync.chain.authentic import Authentic
-from vllm_delta_sync.chain.checks import check_document_size
+from vllm_delta_sync.bucket.conditional_put import gives
+from vllm_delta_sync.bucket.parallel import has_object
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -31,10 +29,8 @@ from vllm_delta_sync.errors import (
     StoreError,
     UnsupportedError,
 )
-from vllm_delta_sync.notice import Notice, NoticePublisher
-from vllm_delta_sync.trust.head import head_of
-from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.manifest import (
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
     Head,
@@ -45,6 +41,10 @@ from vllm_delta_sync.wire.manifest import (
     object_key,
     version_key,
 )
+from vllm_delta_sync.notice import Notice, NoticePublisher
+from vllm_delta_sync.run.checks import check_document_size
+from vllm_delta_sync.run.verifier import RunVerifier
+from vllm_delta_sync.trust.head import head_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class RunWriter:
         self._info = info.to_bytes()
         self._claim = claim
         self._options = options
-        self._authentic = Authentic(bucket, options.keyring, info)
+        self._authentic = RunVerifier(bucket, options.keyring, info)
         self._notice: NoticePublisher | None = None
         self._head_lock = threading.Lock()
         self._pointed: Manifest | None = None
@@ -109,7 +109,7 @@ class RunWriter:
         self.run = info.run
         self.epoch = epoch
         self.newest: Manifest | None = None
-        self.link = Link.to(bucket)
+        self.link = UploadBandwidth.to(bucket)
 
     def use_notice(self, notice: NoticePublisher) -> None:
         """Announce versions there from now on, the newest one at once; the caller closes it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_delta_sync.errors import DeltaSyncError
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.chain import Run, open_run
+    from vllm_delta_sync.client import Run, open_run
 
 __all__ = ["DeltaSyncError", "Run", "open_run"]
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     # vLLM imports this package in every process; reading runs needs more than that import should cost.
     if name in ("Run", "open_run"):
-        from vllm_delta_sync import chain
+        from vllm_delta_sync import client
 
-        return getattr(chain, name)
+        return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

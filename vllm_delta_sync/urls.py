@@ -24,7 +24,7 @@ _UNDERSTOOD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoreLocation:
     """A store's URL, taken apart: ``scheme://authority/prefix``, the prefix without slashes at its ends."""
 
     scheme: str
@@ -64,7 +64,7 @@ def store_of(url: str) -> str:
     return "file" if scheme == "file" else "/".join([f"{scheme}:", *parts[1 : 5 if scheme == "hf" else 3]])
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> StoreLocation:
     """Take a store's URL apart.
 
     Raises:
@@ -85,7 +85,7 @@ def place_of(url: str) -> Place:
             check_key(prefix)
         except UsageError as error:
             raise UsageError(f"bucket URL {url!r} has a path that cannot be used: {error.message}") from error
-    return Place(scheme, authority, prefix)
+    return StoreLocation(scheme, authority, prefix)
 
 
 def unknown_scheme(url: str) -> UsageError:

@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from vllm_delta_sync.wire.bits import apply_distances
-from vllm_delta_sync.wire.changes import Changes, Sparse
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import apply_distances
+from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 ELEMENT = DTYPES["BF16"]
 FARTHEST = 7

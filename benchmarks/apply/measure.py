@@ -17,12 +17,12 @@ from benchmarks.apply.models import FULL, QUICK, Loader, Shape, digests, write_c
 from benchmarks.apply.proof import measure_proof
 from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.timing import Method, load_average, peak_extra_bytes, time_all
-from vllm_delta_sync.engine.commit import commit
-from vllm_delta_sync.engine.compiling import trace_routes
-from vllm_delta_sync.engine.patch import StagedPatch, stage
-from vllm_delta_sync.engine.routes import RouteMap
-from vllm_delta_sync.wire import kernels
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.engine.commit.apply import commit
+from vllm_delta_sync.engine.model.patch import StagedPatch, stage
+from vllm_delta_sync.engine.model.route_compiler import trace_routes
+from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.format import kernels
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 
 BENCH = "apply"
 DENSITIES = {"0.1%": 0.001, "1%": 0.01, "5%": 0.05, "10%": 0.1}

@@ -89,10 +89,10 @@ class Loader:
         # What vLLM's CPU worker does before it loads: there is no accelerator whose cache could be emptied.
         torch.accelerator.empty_cache = lambda: None
         if plain:
-            from vllm_delta_sync.engine import compat, plain_moe
+            from vllm_delta_sync.engine.compat import cpu_experts, patches
 
-            compat.keep_plain_cpu_weights()
-            plain_moe.keep_plain_cpu_experts()
+            patches.keep_plain_cpu_weights()
+            cpu_experts.keep_plain_cpu_experts()
         self._config = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,

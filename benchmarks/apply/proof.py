@@ -12,9 +12,9 @@ from torch import nn
 from benchmarks.apply.change import bits_of, read_checkpoint, table_of
 from benchmarks.common.rows import Row, row
 from benchmarks.common.timing import Method, time_all
-from vllm_delta_sync.engine.compiling import trace_routes
-from vllm_delta_sync.engine.routes import RouteMap
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.engine.model.route_compiler import trace_routes
+from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 
 if TYPE_CHECKING:
     from benchmarks.apply.measure import Subject

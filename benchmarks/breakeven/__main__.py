@@ -30,8 +30,8 @@ from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.tables import Place, pivot
 from benchmarks.common.timing import Method, time_all
 from benchmarks.common.training_data import SHARES, Pair, elements
-from vllm_delta_sync.wire.bits import apply_distances
-from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.tensors.bits import apply_distances
+from vllm_delta_sync.tensors.changes import Changes
 
 BENCH = "breakeven"
 CHARTS = {"breakeven.png": ("Link speed below which a delta pays, over the changed share", chart.breakeven)}

@@ -20,13 +20,13 @@ from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.tables import Place, pivot
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain.plan import Planner
-from vllm_delta_sync.chain.read import apply_step, restore, whole
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import NotFoundError
-from vllm_delta_sync.upkeep.compaction import compact
-from vllm_delta_sync.wire.documents import FoldedRange
-from vllm_delta_sync.wire.manifest import OBJECTS_PREFIX
+from vllm_delta_sync.format.documents import MergedDelta
+from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
+from vllm_delta_sync.maintenance.compact import compact
+from vllm_delta_sync.run.plan import Planner
+from vllm_delta_sync.run.restore import apply_step, restore, whole
 
 BENCH = "catchup"
 LR = 1.1e-6
@@ -85,7 +85,7 @@ class Counting(Bucket):
 class EachDelta(Run):
     """A reader that knows of no folded ranges."""
 
-    def folded(self, first: int, last: int) -> FoldedRange:
+    def folded(self, first: int, last: int) -> MergedDelta:
         raise NotFoundError(f"folded range {first} to {last} is not looked for")
 
 

@@ -5,8 +5,8 @@ import numpy as np
 from benchmarks.common.formats import Own, find_changes, flats, table_of
 from benchmarks.common.rows import Row, best_seconds, row
 from benchmarks.common.training_data import Sequence, Weights
-from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.fold import fold
+from vllm_delta_sync.codec.merge import fold
+from vllm_delta_sync.tensors.changes import Changes
 
 REPEATS = 3
 

@@ -12,9 +12,9 @@ from benchmarks.common.formats import Format, Own, flats, table_of
 from benchmarks.common.rows import Row, row
 from benchmarks.common.timing import Method, peak_extra_bytes, time_all
 from benchmarks.common.training_data import Pair, elements
-from trainer_side.detection import Detector
-from trainer_side.detection_held import HostHeld
-from trainer_side.detection_notes import Extracted
+from trainer_side.diff.buffers import HostBuffer
+from trainer_side.diff.engine import Detector
+from trainer_side.diff.undo_log import ChangeLog
 
 
 def own_speeds(bench: str, case: str, codecs: list[Own], pair: Pair, repeats: int) -> list[Row]:
@@ -61,7 +61,7 @@ def _detection(pair: Pair, dense: int, live: torch.dtype) -> Method:
 
     def run() -> None:
         for spec, bits, tensor in zip(table, baseline, tensors, strict=True):
-            detector.collect(spec, HostHeld(bits), tensor, Extracted(spec.element))
+            detector.collect(spec, HostBuffer(bits), tensor, ChangeLog(spec.element))
 
     name = str(live).removeprefix("torch.")
     return Method(f"detect changes, {name}", run, dense, lambda: memcpy(baseline, flats(pair.old)))

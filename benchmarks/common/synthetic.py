@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.common.training_data import Pair, Weights, changed_share
-from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 BETA_1, BETA_2 = 0.9, 0.999
 ROW_SPREAD = 0.25

@@ -26,7 +26,7 @@ from benchmarks.common.training_data import (
     Weights,
     changed_share,
 )
-from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 PROMPTS, SAMPLES, MAX_NORM = 8, 8, 1.0
 BETAS, EPS = (0.9, 0.999), 1e-8

@@ -17,8 +17,8 @@ from tests.support.s3_store import serving
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.checkpoint import Checkpoint
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 TRAINER = "trainer"
 WEIGHTS = "model.safetensors"

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from vllm_delta_sync.torch_bits import bits_of
-from vllm_delta_sync.wire.bits import Bits
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 RATE = 2e-6
 """Changes about 1 % of the weights in a step."""

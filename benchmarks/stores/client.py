@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.opening import place_of
+from vllm_delta_sync.bucket.factory import place_of
 
 Transfer = Callable[[str, str, Path], Callable[[], object]]
 

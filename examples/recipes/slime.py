@@ -23,9 +23,9 @@ import torch
 
 from trainer_side import Publisher
 from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
-from vllm_delta_sync.checkpoint import INDEX_NAME, Checkpoint
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.torch_bits import tensor_from_bits
+from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, Checkpoint
+from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
 _VERSION = re.compile(r"weight_v(\d+)")
 

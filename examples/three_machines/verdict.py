@@ -23,8 +23,8 @@ from transformers import Qwen3ForCausalLM
 
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.checkpoint import Checkpoint
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 ENDS = 20
 """Versions at the beginning and at the end whose mean rewards are compared."""

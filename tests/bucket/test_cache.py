@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.errors import NotFoundError, StoreError
-from vllm_delta_sync.wire.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import ObjectRef, object_key
+from vllm_delta_sync.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0

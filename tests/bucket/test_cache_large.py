@@ -15,15 +15,15 @@ import pytest
 
 from tests.bucket.test_cache import MANY, SECONDS, Source, names, ref_of, script
 from tests.support.running import context_of_processes, eventually
-from vllm_delta_sync.bucket import download as downloads
-from vllm_delta_sync.bucket.download import CONNECTIONS, PIECE_BYTES
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.mirror import MirrorBucket
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
-from vllm_delta_sync.cache import ObjectCache, objects
+from vllm_delta_sync.bucket.middleware import ranged as downloads
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
+from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, PIECE_BYTES
+from vllm_delta_sync.cache import ObjectCache, object_cache
 from vllm_delta_sync.cache.folder import STALE_SECONDS
 from vllm_delta_sync.errors import DigestError, NotFoundError, UnavailableError
-from vllm_delta_sync.wire.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 SERVERS = context_of_processes(__name__)
 PIECE = 300_000
@@ -64,7 +64,7 @@ def source() -> Source:
 # Among processes
 
 
-class Logged(WrappedBucket):
+class Logged(BucketMiddleware):
     """Writes a line to a file of all processes for each read."""
 
     def __init__(self, folder: Path, log: Path) -> None:
@@ -367,7 +367,7 @@ def test_who_waits_goes_on_waiting_while_something_comes(
     """Longer than it would wait for nothing."""
     journal = tmp_path / f"{source.ref.sha256}.pieces"
     own, got, clock = Source(source.data), list[bytes](), Clock()
-    monkeypatch.setattr(objects, "time", clock)
+    monkeypatch.setattr(object_cache, "time", clock)
     cache = ObjectCache(tmp_path, MANY, stall_seconds=10.0)
     waiting = threading.Thread(target=lambda: got.append(cache.get(own.ref, own)))
     waiting.start()

@@ -13,14 +13,14 @@ from tests.support.running import stores_are_closed, stores_of_before_end
 from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync import cli
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.engine.lineage import run_with_id
-from vllm_delta_sync.engine.rank_runs import RankRuns
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.planning.lineage import run_with_id
+from vllm_delta_sync.engine.staging.run_cache import RunCache
 from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError
+from vllm_delta_sync.format.manifest import RUN_KEY
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.repair import repair
-from vllm_delta_sync.wire.manifest import RUN_KEY
 
 
 def copied(source: str, target: str) -> str:
@@ -75,7 +75,7 @@ def test_a_run_that_is_not_there_leaves_nothing_open(url: str) -> None:
 
 def test_another_run_than_the_one_meant_leaves_nothing_open(url: str) -> None:
     with pytest.raises(DigestError):
-        RankRuns().open(url, "0" * 64)
+        RunCache().open(url, "0" * 64)
     assert run_with_id(url, "0" * 32, Keyring()) is None
 
 

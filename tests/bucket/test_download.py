@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_delta_sync.bucket import StoreOptions, flow
-from vllm_delta_sync.bucket import download as downloads
-from vllm_delta_sync.bucket.download import RangedBucket, download
+from vllm_delta_sync.bucket import StoreOptions, transfer_observers
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.objects import download_object
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.bucket.middleware import ranged as downloads
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.ranged import RangedBucket, download
+from vllm_delta_sync.bucket.verified import download_object
 from vllm_delta_sync.errors import DigestError, NotFoundError, StoreError, UnavailableError
-from vllm_delta_sync.wire.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
@@ -37,7 +37,7 @@ def ref_of(data: bytes) -> ObjectRef:
     return ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
 
 
-class Counting(WrappedBucket):
+class Counting(BucketMiddleware):
     """Counts ranges by the number of their piece; ``before`` is called with it."""
 
     def __init__(self, folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_ranges_are_asked_for_at_once(store: Counting, tmp_path: Path) -> None:
 
 
 def test_who_watches_sees_all_that_moves(store: Counting, tmp_path: Path) -> None:
-    class Sum(flow.Watcher):
+    class Sum(transfer_observers.TransferObserver):
         total = 0
         lock = threading.Lock()
 
@@ -114,7 +114,7 @@ def test_who_watches_sees_all_that_moves(store: Counting, tmp_path: Path) -> Non
 
     ref, _ = put(store, 5 * PIECE + 1)
     seen = Sum()
-    with flow.watched(seen):
+    with transfer_observers.watched(seen):
         download(store, ref.key, ref.bytes, tmp_path / "file")
     assert seen.total == ref.bytes
 

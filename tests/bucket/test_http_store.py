@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import Answer, Answers, Asked, answering, in_pieces
-from vllm_delta_sync.bucket.flow import Watcher, watched
-from vllm_delta_sync.bucket.http_store import HttpBucket
-from vllm_delta_sync.config import StoreOptions
+from vllm_delta_sync.bucket.http_bucket import HttpBucket
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
+from vllm_delta_sync.settings import StoreOptions
 
 DATA = bytes(range(256)) * 10_000
 OPTIONS = StoreOptions(store_deadline=60)
@@ -27,7 +27,7 @@ def mirror(answers: Answers) -> HttpBucket:
     return HttpBucket(f"{answers.url}/runs/one/", OPTIONS)
 
 
-class Sum(Watcher):
+class Sum(TransferObserver):
     total = 0
 
     def moved(self, count: int) -> None:

@@ -15,10 +15,10 @@ import pytest
 from tests.support.hub_buckets import URL, opened
 from tests.support.hub_store import Hub
 from tests.support.running import eventually
-from vllm_delta_sync.bucket import StoreOptions, flow
-from vllm_delta_sync.bucket.hub import HubBucket
-from vllm_delta_sync.bucket.hub_gateway import ENDPOINT, KEY_ID, SECRET
-from vllm_delta_sync.bucket.opening import place_of
+from vllm_delta_sync.bucket import StoreOptions, transfer_observers
+from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.bucket.hub.bucket import HubBucket
+from vllm_delta_sync.bucket.hub.s3_gateway import ENDPOINT, KEY_ID, SECRET
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -194,7 +194,7 @@ def test_time_is_the_hubs(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
 
 
 def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
-    class Count(flow.Watcher):
+    class Count(transfer_observers.TransferObserver):
         total = 0
 
         def moved(self, count: int) -> None:
@@ -210,19 +210,19 @@ def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
     }
     for call, expected in calls.items():
         count = Count()
-        with flow.watched(count):
+        with transfer_observers.watched(count):
             call()
         assert count.total == expected
 
 
 def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket, tmp_path: Path) -> None:
-    class Refuse(flow.Watcher):
+    class Refuse(transfer_observers.TransferObserver):
         def moved(self, count: int) -> None:
             raise UnavailableError("given up meanwhile")
 
     bucket.put("a", os.urandom(3_000_000))
     (tmp_path / "copy").write_bytes(b"old")
-    with flow.watched(Refuse()):
+    with transfer_observers.watched(Refuse()):
         with pytest.raises(UnavailableError, match="given up meanwhile"):
             bucket.put("b", os.urandom(3_000_000))
         with pytest.raises(UnavailableError, match="given up meanwhile"):

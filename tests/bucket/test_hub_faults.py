@@ -15,8 +15,8 @@ from tests.support.hub_buckets import ID, URL, opened
 from tests.support.hub_store import Hub
 from tests.support.running import eventually
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
-from vllm_delta_sync.bucket.hub_gateway import ENDPOINT, KEY_ID, SECRET
-from vllm_delta_sync.bucket.objects import fetch_object
+from vllm_delta_sync.bucket.hub.s3_gateway import ENDPOINT, KEY_ID, SECRET
+from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -25,7 +25,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     StoreError,
 )
-from vllm_delta_sync.wire.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 PATIENCE_SECONDS = 60.0
 """Of a try, where no deadline is under test: on a busy machine a try may take seconds."""

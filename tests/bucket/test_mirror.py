@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
-from vllm_delta_sync.bucket import download as downloads
-from vllm_delta_sync.bucket import mirror as mirrors
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.mirror import FAILURES, PAUSE_SECONDS, MirrorBucket, verifying
-from vllm_delta_sync.bucket.objects import download_object, fetch_object
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.bucket.middleware import mirror as mirrors
+from vllm_delta_sync.bucket.middleware import ranged as downloads
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.mirror import FAILURES, PAUSE_SECONDS, MirrorBucket, verifying
+from vllm_delta_sync.bucket.verified import download_object, fetch_object
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -25,7 +25,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     UnavailableError,
 )
-from vllm_delta_sync.wire.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 PIECE = 1000
 
@@ -35,7 +35,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "PIECE_BYTES", PIECE)
 
 
-class Calls(WrappedBucket):
+class Calls(BucketMiddleware):
     """Notes who is asked for what, and may spoil what it reads."""
 
     def __init__(self, folder: Path) -> None:

@@ -15,9 +15,9 @@ from tests.support.answers import Answer, Answers, answering, closed_port, in_pi
 from tests.support.clouds import ANYBODY, KEYS, far_from_clouds, opened
 from tests.support.stores import s3_server
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.flow import Watcher, watched
-from vllm_delta_sync.bucket.object_config import CREATE_BYTES, PART_BYTES
-from vllm_delta_sync.bucket.object_store import ObjectStoreBucket
+from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
+from vllm_delta_sync.bucket.obstore_clients import CREATE_BYTES, PART_BYTES
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def test_memory_is_shared_by_name() -> None:
 # Moving bytes
 
 
-class Heard(Watcher):
+class Heard(TransferObserver):
     """Adds up; ``limit``: fails when there was more."""
 
     def __init__(self, limit: int = 1 << 60) -> None:

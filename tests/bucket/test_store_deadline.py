@@ -14,11 +14,11 @@ import pytest
 
 from tests.support.running import eventually
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
-from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, crew, open_bucket
-from vllm_delta_sync.bucket.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.flow import moved, waited, watched
-from vllm_delta_sync.bucket.metered import Tally
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket, thread_pool
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
+from vllm_delta_sync.bucket.middleware.metrics import Tally
+from vllm_delta_sync.bucket.transfer_observers import moved, waited, watched
 from vllm_delta_sync.errors import StoreError, UnavailableError
 
 LONG = StoreOptions(store_deadline=3600)
@@ -61,7 +61,7 @@ def test_what_hangs_is_given_up(local: Bucket, tmp_path: Path, name: str) -> Non
 def test_a_listing_that_hangs_is_given_up(local: Bucket) -> None:
     gate, closed, hangs = threading.Event(), threading.Event(), threading.Event()
 
-    class Hanging(WrappedBucket):
+    class Hanging(BucketMiddleware):
         def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
             try:
                 yield from self._inner.list(prefix)
@@ -212,7 +212,7 @@ def test_a_hanging_call_does_not_hold_up_the_end_of_the_process(tmp_path: Path) 
 import threading
 from tests.support.store_faults import GatedBucket
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.bucket.deadline import DeadlineBucket
+from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.errors import UnavailableError
 bucket = DeadlineBucket(GatedBucket(open_bucket({str(tmp_path / "run")!r}), "put"), StoreOptions(store_deadline=0.05))
 try:
@@ -239,7 +239,7 @@ def test_what_watches_the_caller_watches_the_call(local: Bucket) -> None:
 def test_keys_come_a_page_at_a_time_and_before_the_error(local: Bucket) -> None:
     read: list[int] = []
 
-    class Long(WrappedBucket):
+    class Long(BucketMiddleware):
         def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
             for number in range(2500):
                 read.append(number)
@@ -274,7 +274,7 @@ def test_after_a_fork_both_halves_work(local: Bucket) -> None:
 def test_calls_that_follow_each_other_share_a_thread(local: Bucket) -> None:
     threads: set[int] = set()
 
-    class Noting(WrappedBucket):
+    class Noting(BucketMiddleware):
         def stat(self, key: str) -> ObjectInfo:
             threads.add(threading.get_ident())
             return self._inner.stat(key)
@@ -287,7 +287,7 @@ def test_calls_that_follow_each_other_share_a_thread(local: Bucket) -> None:
 
 
 def test_idle_threads_keep_no_bytes(local: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(thread_pool, "IDLE_SECONDS", 3600.0)
 
     class Watched(bytes):
         """Bytes that say when they go."""

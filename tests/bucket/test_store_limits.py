@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.store_faults import GatedBucket, PlannedBucket, ReportingBucket, SilentBucket, SwallowingBucket, fail
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
-from vllm_delta_sync.bucket.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.flow import watched
-from vllm_delta_sync.bucket.limited import LimitedBucket
-from vllm_delta_sync.bucket.metered import MeteredBucket, Metrics, Tally
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
+from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
+from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics, Tally
+from vllm_delta_sync.bucket.transfer_observers import watched
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -72,7 +72,7 @@ def test_a_limit_of_one_way_leaves_the_other_alone(local: Bucket) -> None:
 
 
 def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:
-    class Counting(WrappedBucket):
+    class Counting(BucketMiddleware):
         def __init__(self, inner: Bucket) -> None:
             super().__init__(inner)
             self.lock = threading.Lock()

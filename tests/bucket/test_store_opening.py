@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.clouds import KEYS, far_from_clouds
 from vllm_delta_sync.bucket import StoreOptions, open_beside, open_bucket
-from vllm_delta_sync.bucket.opening import OpenedBucket
-from vllm_delta_sync.config import client_settings, load_settings
+from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.errors import SettingsError, UsageError
-from vllm_delta_sync.wire.manifest import object_key
+from vllm_delta_sync.format.manifest import object_key
+from vllm_delta_sync.settings import client_settings, load_settings
 
 ENDPOINT = "http://127.0.0.1:7"
 

@@ -17,9 +17,9 @@ PROCESS_SECONDS = 120
 USE = """
 import os, sys
 from pathlib import Path
-from vllm_delta_sync.bucket.hub import HubBucket
-from vllm_delta_sync.bucket.opening import place_of
-from vllm_delta_sync.config import StoreOptions
+from vllm_delta_sync.bucket.hub.bucket import HubBucket
+from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.settings import StoreOptions
 bucket, folder = HubBucket(place_of("hf://buckets/team/weights/run"), StoreOptions()), Path(sys.argv[1])
 def use(name):
     bucket.put(name, os.urandom(2_000_000))

@@ -17,9 +17,9 @@ import pytest
 
 from tests.support.store_faults import GatedBucket, ReportingBucket
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
-from vllm_delta_sync.bucket.metered import Metrics
-from vllm_delta_sync.bucket.progress import Mode, ProgressBucket
-from vllm_delta_sync.bucket.retrying import RetryingBucket
+from vllm_delta_sync.bucket.middleware.metrics import Metrics
+from vllm_delta_sync.bucket.middleware.progress import Mode, ProgressBucket
+from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
 from vllm_delta_sync.errors import NotFoundError, StoreError, UnavailableError
 
 MB = 1_000_000
@@ -270,7 +270,7 @@ def test_a_child_process_logs(tmp_path: Path, terminal: Terminal) -> None:
 import logging, multiprocessing, sys, threading
 from tests.support.store_faults import ReportingBucket
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.progress import ProgressBucket
+from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
 
 def work():
     logged = threading.Event()

@@ -25,11 +25,12 @@ from tests.support.store_faults import (
     dressed,
     fail,
 )
-from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket, retrying
-from vllm_delta_sync.bucket.flow import watched
-from vllm_delta_sync.bucket.metered import Metrics, Tally
-from vllm_delta_sync.bucket.retrying import RetryingBucket
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
+from vllm_delta_sync.bucket.middleware import retry
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally
+from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
+from vllm_delta_sync.bucket.transfer_observers import watched
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -52,8 +53,8 @@ def local(url: str) -> Bucket:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Next to no pauses between tries."""
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_SECONDS", 1e-5)
-    monkeypatch.setattr(retrying, "LONGEST_PAUSE_SECONDS", 1e-4)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 1e-5)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 1e-4)
 
 
 @pytest.mark.parametrize("as_file", [False, True], ids=["bytes", "file"])
@@ -78,7 +79,7 @@ def test_another_writers_object_is_a_conflict_after_a_failure_too(local: Bucket,
 def test_a_large_object_of_ones_own_is_compared_in_pieces(
     local: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrying, "COMPARED_BYTES", 10)
+    monkeypatch.setattr(retry, "COMPARED_BYTES", 10)
     mine = tmp_path / "mine"
     mine.write_bytes(bytes(range(95)))
     for theirs, same in ((bytes(range(95)), True), (bytes(range(94)) + b"x", False)):
@@ -162,7 +163,7 @@ def test_a_file_that_is_not_there_is_no_matter_of_the_store(local: Bucket, tmp_p
 
 @pytest.mark.usefixtures("hurried")
 def test_a_listing_goes_on_where_it_broke_off(local: Bucket) -> None:
-    class Breaking(WrappedBucket):
+    class Breaking(BucketMiddleware):
         """Breaks off after 3 more keys than the time before, and twice without any."""
 
         breaks = 0
@@ -184,7 +185,7 @@ def test_a_listing_goes_on_where_it_broke_off(local: Bucket) -> None:
 
 @pytest.mark.usefixtures("hurried")
 def test_a_listing_that_gets_on_may_take_its_time(local: Bucket) -> None:
-    class OneMore(WrappedBucket):
+    class OneMore(BucketMiddleware):
         """Breaks off behind one more key each time."""
 
         rounds = 0
@@ -207,8 +208,8 @@ def test_a_listing_that_gets_on_may_take_its_time(local: Bucket) -> None:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Pauses are ten minutes; the event says that one begins."""
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_SECONDS", 600.0)
-    monkeypatch.setattr(retrying, "LONGEST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 600.0)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
     begun = threading.Event()
 
@@ -217,9 +218,9 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             begun.set()
 
     handler = Telling()
-    retrying.logger.addHandler(handler)
+    retry.logger.addHandler(handler)
     yield begun
-    retrying.logger.removeHandler(handler)
+    retry.logger.removeHandler(handler)
 
 
 @pytest.fixture
@@ -367,7 +368,7 @@ def test_a_store_that_breaks_off_at_random_is_still_a_dict(all_of_them: bool) ->
 def test_a_hanging_request_is_tried_again_through_all_wrappers(local: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     gated = GatedBucket(local, "put")
     # Once it is given up there is time again.
-    monkeypatch.setattr(retrying.logger, "warning", lambda *arguments: gated.begun["put"].clear())
+    monkeypatch.setattr(retry.logger, "warning", lambda *arguments: gated.begun["put"].clear())
     metrics = Metrics()
     bucket = dressed(gated, Impatience.while_set(gated.begun["put"]), metrics)
     bucket.put("HEAD.json", b"new", if_absent=True)

@@ -13,12 +13,12 @@ from tests.golden.regenerate import DIRECTORY
 from tests.support.commands import answer, delta_sync, kind, process, shown
 from tests.support.written import SMALL, reference_run, save_base
 from vllm_delta_sync import __version__, cli
-from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.cli.text import clean, percent, shape, size, times
-from vllm_delta_sync.upkeep.compaction import make_anchor, make_fold
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.container import write_container
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.safetensors_file import write_container
+from vllm_delta_sync.maintenance.compact import make_anchor, make_fold
 
 GOLDEN = str(DIRECTORY)
 

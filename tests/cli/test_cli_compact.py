@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import SMALL, Written
-from vllm_delta_sync.chain.plan import path
-from vllm_delta_sync.chain.read import restore
+from vllm_delta_sync.run.plan import path
+from vllm_delta_sync.run.restore import restore
 
 
 @pytest.fixture

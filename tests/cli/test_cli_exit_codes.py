@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import Written
-from vllm_delta_sync.wire.manifest import HEAD_KEY, version_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, version_key
 
 
 @pytest.fixture

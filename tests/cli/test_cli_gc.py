@@ -12,10 +12,10 @@ from tests.support.collecting import TABLE
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.upkeep import retention
-from vllm_delta_sync.wire.documents import Lease, lease_key
-from vllm_delta_sync.wire.manifest import timestamp
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.format.documents import Lease, lease_key
+from vllm_delta_sync.format.manifest import timestamp
+from vllm_delta_sync.maintenance.gc import collect as retention
 
 VERSIONS = 20
 
@@ -69,10 +69,10 @@ def test_gc_for_people(url: str) -> None:
 
 
 def test_gc_takes_its_policy_from_the_command_line(url: str) -> None:
-    chosen: list[retention.Policy] = []
+    chosen: list[retention.RetentionPolicy] = []
     collect = retention.collect
 
-    def spy(run: Any, policy: retention.Policy, *rest: Any) -> retention.Report:
+    def spy(run: Any, policy: retention.RetentionPolicy, *rest: Any) -> retention.CollectionReport:
         chosen.append(policy)
         return collect(run, policy, *rest)
 
@@ -83,10 +83,10 @@ def test_gc_takes_its_policy_from_the_command_line(url: str) -> None:
         answer("gc", "--bucket", url, *flags.split())
         answer("gc", "--bucket", url, "--keep-for", "90s", "--min-age", "0s", "--dry-run")
     assert chosen == [
-        retention.Policy(),
-        retention.Policy(),
-        retention.Policy(5, 3, False, 7 * 86400.0, 900.0, 7200.0),
-        retention.Policy(keep_seconds=90.0, min_age=0.0),
+        retention.RetentionPolicy(),
+        retention.RetentionPolicy(),
+        retention.RetentionPolicy(5, 3, False, 7 * 86400.0, 900.0, 7200.0),
+        retention.RetentionPolicy(keep_seconds=90.0, min_age=0.0),
     ]
 
 

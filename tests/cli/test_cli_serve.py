@@ -13,7 +13,7 @@ from tests.support.commands import answer, delta_sync, shown
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.cli import split_serve
-from vllm_delta_sync.config import Settings
+from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import keys
 
 GOLDEN = str(DIRECTORY)

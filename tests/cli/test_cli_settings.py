@@ -17,9 +17,9 @@ from tests.support.stores import s3_server
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.bucket.opening import OpenedBucket
-from vllm_delta_sync.config import load_settings
+from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.errors import SettingsError, SignatureError, UsageError
+from vllm_delta_sync.settings import load_settings
 from vllm_delta_sync.trust import Keyring
 
 

@@ -34,22 +34,23 @@ from trainer_side import Publisher
 from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain.census import Census
-from vllm_delta_sync.config import environment_name
-from vllm_delta_sync.engine import WORKER_EXTENSION, compat
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.doctor import access_checks, doctor, server_client, store_checks
+from vllm_delta_sync.doctor.doctor import BUCKET_CHECKS, SERVER_CHECKS, DoctorRequest, examine
+from vllm_delta_sync.doctor.findings import CheckResult
+from vllm_delta_sync.doctor.run_checks import ago
+from vllm_delta_sync.doctor.server_checks import NOT_LOADED
+from vllm_delta_sync.doctor.server_client import MAX_ANSWER_BYTES, ServerClient
+from vllm_delta_sync.engine import WORKER_EXTENSION
+from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.errors import AccessError, ConflictError, StoreError, UnavailableError, UsageError
+from vllm_delta_sync.format.manifest import Head
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.gc.collect import collect
+from vllm_delta_sync.settings import environment_name
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.upkeep import doctor, doctor_client, doctor_door, doctor_store
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.doctor import BUCKET_CHECKS, SERVER_CHECKS, Request, examine
-from vllm_delta_sync.upkeep.doctor_client import MAX_ANSWER_BYTES, Client
-from vllm_delta_sync.upkeep.doctor_findings import Finding
-from vllm_delta_sync.upkeep.doctor_run import ago
-from vllm_delta_sync.upkeep.doctor_server import NOT_LOADED
-from vllm_delta_sync.upkeep.retention import collect
-from vllm_delta_sync.wire.manifest import Head
+from vllm_delta_sync.verify.document_audit import DocumentAudit
 
 GOLDEN = str(DIRECTORY)
 OPTIONS = StoreOptions(store_deadline=60)
@@ -58,16 +59,16 @@ LEFT = "doctor/" + "0123456789abcdef" * 2
 WRITING = ["put", "create", "race", "overwrite", "delete", "clock"]
 
 
-def look(url: str | Path, **request: Any) -> dict[str, Finding]:
+def look(url: str | Path, **request: Any) -> dict[str, CheckResult]:
     """Findings by check, of a doctor who goes on."""
     chosen = {"size": SIZE, "keep_going": True, **request}
     options = chosen.pop("options", OPTIONS)
-    found = examine(Request(str(url), options, **chosen))
+    found = examine(DoctorRequest(str(url), options, **chosen))
     assert [finding.check for finding in found][: len(BUCKET_CHECKS)] == list(BUCKET_CHECKS)
     return {finding.check: finding for finding in found}
 
 
-def verdicts(findings: dict[str, Finding]) -> dict[str, list[str]]:
+def verdicts(findings: dict[str, CheckResult]) -> dict[str, list[str]]:
     """Checks by verdict, without those that came out well."""
     found: dict[str, list[str]] = {}
     for finding in findings.values():
@@ -76,7 +77,7 @@ def verdicts(findings: dict[str, Finding]) -> dict[str, list[str]]:
     return found
 
 
-def error_of(finding: Finding) -> tuple[str, int]:
+def error_of(finding: CheckResult) -> tuple[str, int]:
     """Kind and exit code of a failure; ``("", 0)`` where there is none."""
     return ("", 0) if finding.error is None else (finding.error.kind, finding.error.exit_code)
 
@@ -90,7 +91,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine nothing is found to hang that does not."""
-    for module in (doctor, doctor_client):
+    for module in (doctor, server_client):
         monkeypatch.setattr(module, "REQUEST_SECONDS", 120.0)
 
 
@@ -102,9 +103,9 @@ def test_a_sound_bucket(run: Path) -> None:
     found = look(run)
     assert verdicts(found) == {"skipped": ["mirror", "cache"]}
     assert found["url"].figures["exists"] is True
-    assert found["get"].figures["bytes"] == doctor_store.SMALL_BYTES
+    assert found["get"].figures["bytes"] == store_checks.SMALL_BYTES
     assert found["race"].figures == {"writers": 16, "winners": 1, "exclusive": True}
-    assert found["latency"].figures["rounds"] == doctor_store.ROUNDS
+    assert found["latency"].figures["rounds"] == store_checks.ROUNDS
     assert 0 < found["latency"].figures["get_ms_p50"] <= found["latency"].figures["get_ms_worst"]
     assert found["throughput"].figures["bytes"] == SIZE
     assert found["throughput"].figures["up_bytes_per_second"] > 0
@@ -132,12 +133,12 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert error_of(look(url, reads_only=True)["url"]) == ("not_found", 3)
     assert list(tmp_path.iterdir()) == []
 
-    def put(finding: Finding) -> None:
+    def put(finding: CheckResult) -> None:
         if finding.check == "clock":
             open_bucket(url).put("run.json", b"{}")
 
     # What others put there meanwhile stays.
-    examine(Request(str(url), OPTIONS, size=0), put)
+    examine(DoctorRequest(str(url), OPTIONS, size=0), put)
     assert keys(str(url)) == {"run.json"}
 
 
@@ -186,7 +187,7 @@ def test_nobody_takes_offence_at_what_a_killed_doctor_left(tmp_path: Path) -> No
             assert publisher.publish(step, wait=True).version == step
     opened = open_run(url)
     assert opened.verify(base, findings=True).findings == []
-    assert Census(opened).findings == []
+    assert DocumentAudit(opened).findings == []
     assert collect(opened).objects == []
     branch(opened, 1, str(tmp_path / "branch"))
     for command in ("verify", "gc --yes", "compact", "repair"):
@@ -199,7 +200,7 @@ def test_what_killed_doctors_left_goes_a_day_later(tmp_path: Path) -> None:
     old, young, foreign = f"{LEFT}-small", f"{LEFT}-large", "doctor/notes"
     for key in (old, young, foreign):
         bucket.put(key, b"x")
-    before = time.time() - doctor_store.STALE_SECONDS - 60
+    before = time.time() - store_checks.STALE_SECONDS - 60
     for key in (old, foreign):
         os.utime(tmp_path / key, (before, before))
     assert look(tmp_path)["delete"].figures == {"stale_removed": 1}
@@ -209,12 +210,12 @@ def test_what_killed_doctors_left_goes_a_day_later(tmp_path: Path) -> None:
 def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("url", "put", "race", "throughput", "run"):
 
-        def interrupt(finding: Finding, check: str = check) -> None:
+        def interrupt(finding: CheckResult, check: str = check) -> None:
             if finding.check == check:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            examine(Request(str(tmp_path), OPTIONS, size=SIZE), interrupt)
+            examine(DoctorRequest(str(tmp_path), OPTIONS, size=SIZE), interrupt)
         assert keys(str(tmp_path)) == set(), check
     put = LocalBucket.put
 
@@ -281,7 +282,7 @@ def test_ago() -> None:
 def test_mirrors(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "mirror")
 
-    def asked(bucket: Path = run) -> Finding:
+    def asked(bucket: Path = run) -> CheckResult:
         return look(bucket, size=0, reads_only=True, options=StoreOptions(mirror=str(tmp_path / "mirror")))["mirror"]
 
     good = asked()
@@ -299,7 +300,7 @@ def test_mirrors(run: Path, tmp_path: Path) -> None:
 
 
 def test_caches(run: Path, tmp_path: Path) -> None:
-    def asked(folder: Path, limit: int = 1000) -> Finding:
+    def asked(folder: Path, limit: int = 1000) -> CheckResult:
         return look(run, size=0, reads_only=True, cache=(folder, limit))["cache"]
 
     made = asked(tmp_path / "new" / "cache")
@@ -312,7 +313,7 @@ def test_caches(run: Path, tmp_path: Path) -> None:
 
 
 def test_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def asked(url: str, version: str | None) -> dict[str, Finding]:
+    def asked(url: str, version: str | None) -> dict[str, CheckResult]:
         def installed(name: str) -> str:
             if version is None:
                 raise importlib.metadata.PackageNotFoundError(name)
@@ -333,19 +334,19 @@ def test_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     extras = project["project"]["optional-dependencies"]
     wanted = dict(line.split(">=") for line in [*extras["hub"], *extras["object-stores"]])
     assert extras["stores"] == ["vllm-delta-sync[hub,object-stores]"]
-    assert {name: ".".join(map(str, least)) for name, least in doctor_door.LEAST.items()} == wanted
+    assert {name: ".".join(map(str, least)) for name, least in access_checks.LEAST.items()} == wanted
 
 
 # Stores that break a promise
 
 
-class Broken(WrappedBucket):
+class Broken(BucketMiddleware):
     """A directory of which some methods do otherwise: each is called with the bucket, and what the method is given."""
 
     def __init__(self, root: Path, **methods: Callable[..., Any]) -> None:
         super().__init__(LocalBucket(root))
         self.memory: dict[str, Any] = {}
-        self.barrier, self.hangs = threading.Barrier(doctor_store.WRITERS), threading.Event()
+        self.barrier, self.hangs = threading.Barrier(store_checks.WRITERS), threading.Event()
         for name, method in methods.items():
             setattr(self, name, lambda *given, method=method, **options: method(self, *given, **options))
 
@@ -442,7 +443,7 @@ FAILURES: dict[str, tuple[dict[str, Callable[..., Any]], str, str, str]] = {
     "surprising": ({"get_range": _raises(ZeroDivisionError("of a library"))}, "range", "of a library", "store"),
 }
 
-Broke = Callable[..., dict[str, Finding]]
+Broke = Callable[..., dict[str, CheckResult]]
 
 
 @pytest.fixture
@@ -450,13 +451,15 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broke]:
     """Findings of a broken bucket in an empty directory."""
     opened: list[Broken] = []
 
-    def findings(methods: dict[str, Callable[..., Any]], exclusive: bool = True, **request: Any) -> dict[str, Finding]:
+    def findings(
+        methods: dict[str, Callable[..., Any]], exclusive: bool = True, **request: Any
+    ) -> dict[str, CheckResult]:
         def open_broken(url: str, options: StoreOptions) -> Bucket:
             opened.append(Broken(Path(url), **methods))
             opened[-1].exclusive = exclusive
             return opened[-1]
 
-        monkeypatch.setattr(doctor_door, "open_bucket", open_broken)
+        monkeypatch.setattr(access_checks, "open_bucket", open_broken)
         return look(tmp_path, **request)
 
     yield findings
@@ -627,9 +630,9 @@ WELL: dict[str, Any] = {
 }
 
 
-def look_at(server: str, bucket: Path | str = "/nowhere") -> dict[str, Finding]:
+def look_at(server: str, bucket: Path | str = "/nowhere") -> dict[str, CheckResult]:
     """Findings on the server's side, of a doctor who goes on and puts nothing."""
-    found = examine(Request(str(bucket), OPTIONS, server=server, keep_going=True, reads_only=True, size=0))
+    found = examine(DoctorRequest(str(bucket), OPTIONS, server=server, keep_going=True, reads_only=True, size=0))
     assert [finding.check for finding in found[len(BUCKET_CHECKS) :]] == list(SERVER_CHECKS)
     return {finding.check: finding for finding in found[len(BUCKET_CHECKS) :]}
 
@@ -653,7 +656,7 @@ def status_of(**members: Any) -> dict[str, tuple[int, bytes]]:
     return {"/health": (200, b""), "/delta_sync/status": (200, document), "/delta_sync/rollback": (415, b"{}")}
 
 
-def told(**members: Any) -> dict[str, Finding]:
+def told(**members: Any) -> dict[str, CheckResult]:
     with answering(status_of(**members)) as server:
         return look_at(server.url)
 
@@ -680,7 +683,7 @@ def test_a_server_that_follows(site: Site) -> None:
     site.publish(1)
     with listening(site.app) as port:
         url = f"http://127.0.0.1:{port}"
-        Client(url).ask("/delta_sync/wait?version=1&timeout=120")
+        ServerClient(url).ask("/delta_sync/wait?version=1&timeout=120")
         found = look_at(url, site.settings.bucket)
         assert verdicts(found) == {}
         assert found["server"].figures == {"health": 200, "models": ["tiny"], "api_key": False}
@@ -719,7 +722,7 @@ def test_a_plain_vllm_has_no_plugin() -> None:
         assert word in found["plugin"].mend
     assert [finding.verdict for finding in found.values()][2:] == ["skipped"] * 8
     # What is said to be set is what is read.
-    assert all(word in NOT_LOADED for word in (WORKER_EXTENSION, compat.PLUGIN_NAME, environment_name("bucket")))
+    assert all(word in NOT_LOADED for word in (WORKER_EXTENSION, patches.PLUGIN_NAME, environment_name("bucket")))
 
 
 def test_nothing_but_the_unknown_run_is_wrong_with_that_status() -> None:
@@ -823,7 +826,7 @@ def test_nobody_there() -> None:
     ids=["no HTTP", "drips"],
 )
 def test_what_is_no_http_server_or_drips(monkeypatch: pytest.MonkeyPatch, data: bytes, pause: float, said: str) -> None:
-    monkeypatch.setattr(doctor_client, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(server_client, "REQUEST_SECONDS", 1.0)
     stop = threading.Event()
 
     def serve() -> None:
@@ -840,7 +843,7 @@ def test_what_is_no_http_server_or_drips(monkeypatch: pytest.MonkeyPatch, data: 
         began = time.monotonic()
         try:
             with pytest.raises(UnavailableError, match=said):
-                Client(f"http://127.0.0.1:{opened.getsockname()[1]}").ask("/health")
+                ServerClient(f"http://127.0.0.1:{opened.getsockname()[1]}").ask("/health")
             assert time.monotonic() - began < 120
         finally:
             stop.set()
@@ -850,16 +853,16 @@ def test_what_is_no_http_server_or_drips(monkeypatch: pytest.MonkeyPatch, data: 
 def test_urls_that_are_none_of_a_server() -> None:
     for url in ("", "localhost:8000", "ftp://x", "http://", "http://u:p@x", "http://x?y", "http://x#y", "http://[x"):
         with pytest.raises(UsageError, match="server URL"):
-            Client(url)
+            ServerClient(url)
     with pytest.raises(UsageError):
-        Client("http://x:99999")
+        ServerClient("http://x:99999")
 
 
 def test_proxies_are_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://192.0.2.1:1")
     with answering({"/health": (200, b"")}) as server:
-        assert Client(server.url).ask("/health").status == 200
+        assert ServerClient(server.url).ask("/health").status == 200
 
 
 # The command

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.hostile import EMPTY, FRAMES, MAGIC, declaring
+from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression, compress, decompress
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, LimitError
-from vllm_delta_sync.wire.compression import COMPRESSIONS, Compression, compress, decompress
 
 
 def plane(data: bytes) -> np.ndarray:

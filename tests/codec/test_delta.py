@@ -16,15 +16,15 @@ from tests.support.samples import (
     random_bits,
     state_of,
 )
+from vllm_delta_sync.codec import packed
+from vllm_delta_sync.codec.delta_object import Codec, decode, encode, required_features
+from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.wire import packed
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.changes import Changes, Sparse
-from vllm_delta_sync.wire.compression import Compression
-from vllm_delta_sync.wire.container import Container
-from vllm_delta_sync.wire.delta import Codec, decode, encode, required_features
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.safetensors_file import Container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 WAYS: list[tuple[Codec, Compression]] = [("packed", "zstd"), ("packed", "none"), ("raw", "none")]
 ways = pytest.mark.parametrize(("codec", "compression"), WAYS)

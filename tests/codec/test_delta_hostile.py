@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.samples import CONTEXT, changes_between
+from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, decode, encode
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -16,9 +17,8 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UnsupportedError,
 )
-from vllm_delta_sync.wire.container import Container, write_container
-from vllm_delta_sync.wire.delta import Codec, DeltaContext, decode, encode
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.safetensors_file import Container, write_container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 TABLE = TensorTable(
     [

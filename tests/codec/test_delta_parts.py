@@ -12,8 +12,8 @@ from tests.support.publishing import assert_holds, snapshot
 from tests.support.samples import changes_between, every_dtype_table, nudge, random_bits
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.upkeep.compaction import compact
-from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.maintenance.compact import compact
+from vllm_delta_sync.tensors.changes import Changes
 
 
 def _by_tensor(changes: Changes) -> dict[int, Any]:

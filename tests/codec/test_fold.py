@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
+from vllm_delta_sync.codec import merge as folding
+from vllm_delta_sync.codec import merge_kernels
+from vllm_delta_sync.codec.delta_object import Codec, decode, encode
+from vllm_delta_sync.codec.merge import fold, warm_up
 from vllm_delta_sync.errors import ChainError, FingerprintError
-from vllm_delta_sync.wire import fold as folding
-from vllm_delta_sync.wire import fold_kernels
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.changes import Changes, Full, Sparse
-from vllm_delta_sync.wire.delta import Codec, decode, encode
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.fold import fold, warm_up
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 DTYPE_NAMES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I64", "I32", "I8", "U16", "BOOL"]
 KINDS = ["packed", "raw", "mixed", "full", "same"]
@@ -152,7 +152,7 @@ def test_distances_there_and_back_fold_to_nothing(
 def test_batches_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors larger than a tile, in several batches, dense and thin, from steps in every codec."""
     monkeypatch.setattr(folding, "BATCH_ELEMENTS", 9_000)
-    tile = int(fold_kernels.TILE)
+    tile = int(merge_kernels.TILE)
     sizes = [1, tile - 1, tile, tile + 1, 3 * tile + 5, 40 * tile]
     specs = [TensorSpec(f"{dtype}.{n}", dtype, (n,)) for dtype in ("BF16", "F32", "F8_E4M3", "F64") for n in sizes]
     table = TensorTable(specs)
@@ -259,12 +259,12 @@ def test_a_change_of_fingerprint_without_elements_is_left_to_be_refused() -> Non
 COMPILED_AHEAD = """
 import json, sys
 import numpy as np
-from vllm_delta_sync.wire.fold import fold, warm_up
+from vllm_delta_sync.codec.merge import fold, warm_up
 assert "numba" not in sys.modules
 from tests.support.samples import changes_between, every_dtype_table, nudge, random_bits
-from vllm_delta_sync.wire.dtypes import DTYPES
+from vllm_delta_sync.format.dtypes import DTYPES
 warm_up(DTYPES.values())
-from vllm_delta_sync.wire import fold_kernels, kernels
+from vllm_delta_sync.format import fold_kernels, kernels
 loops = (fold_kernels.fold_layers, kernels.add_distances)
 before = [len(loop.signatures) for loop in loops]
 table, random = every_dtype_table(50), np.random.default_rng(1)

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from tests.support.reference import fingerprint as reference_fingerprint
-from trainer_side.detection import _Room, _Share
-from trainer_side.detection_live import boxes, shares
-from trainer_side.tracing import View, trace
-from vllm_delta_sync.wire.bits import apply_distances, revert_distances
-from vllm_delta_sync.wire.changes import Changes, Sparse
-from vllm_delta_sync.wire.delta import DeltaContext, decode, encode
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
-from vllm_delta_sync.wire.fold import fold
-from vllm_delta_sync.wire.segments import Segment, joined
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from trainer_side.diff.engine import _Share, _ThreadBuffers
+from trainer_side.diff.reader import boxes, shares
+from trainer_side.model.conversion_trace import View, trace
+from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
+from vllm_delta_sync.codec.merge import fold
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import apply_distances, revert_distances
+from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.segments import Segment, joined
 
 NUMEL = 2**33 + 4096
 EDGES = [2**31 - 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**33 - 1, 2**33, NUMEL - 1]
@@ -41,7 +41,7 @@ def test_changes_are_found_where_they_are_and_arrive_there(tmp_path: Path) -> No
     for number, position in enumerate(EDGES, 1):
         live[position] = number
     notes: list[Segment] = []
-    share = _Share(spec, baseline, live, _Room(), notes)  # type: ignore[arg-type]
+    share = _Share(spec, baseline, live, _ThreadBuffers(), notes)  # type: ignore[arg-type]
     # What a thread is given: pieces of the tensor, only those here that something is in.
     around = [(end - 64, end) for end in (2**31 + 1, 2**32 + 6, 2**33 + 1, NUMEL)]
     change = share.collect([(start, (slice(start, stop),)) for start, stop in around])

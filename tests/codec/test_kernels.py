@@ -15,10 +15,10 @@ import vllm_delta_sync
 from tests.support import reference
 from tests.support.samples import patterns
 from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.wire import bits as wire_bits
-from vllm_delta_sync.wire import kernels
-from vllm_delta_sync.wire.dtypes import DTYPES, DType
-from vllm_delta_sync.wire.fingerprint import tensor_seed
+from vllm_delta_sync.format import kernels
+from vllm_delta_sync.format.dtypes import DTYPES, DType
+from vllm_delta_sync.format.fingerprint import tensor_seed
+from vllm_delta_sync.tensors import bits as wire_bits
 
 DTYPE_NAMES = sorted(DTYPES)
 
@@ -177,7 +177,7 @@ def test_compiled_code_needs_no_place_to_be_kept(writable: bool, tmp_path: Path)
     nowhere = "/proc/nope"
     code = (
         "import numpy as np\n"
-        "from vllm_delta_sync.wire import kernels\n"
+        "from vllm_delta_sync.format import kernels\n"
         "print(kernels.__file__, kernels.first_not_ascending(*np.arange(3)[:, None]))\n"
     )
     done = subprocess.run(

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from tests.codec.test_fold import histories
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, random_bits, state_of
 from tests.support.written import TABLE
+from vllm_delta_sync.codec import delta_reader as reading
+from vllm_delta_sync.codec import delta_writer as spooling
+from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
+from vllm_delta_sync.codec.delta_reader import LazyDelta, fold_lazily
+from vllm_delta_sync.codec.delta_writer import DeltaSpool
+from vllm_delta_sync.codec.merge import fold
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
-from vllm_delta_sync.wire import lazy as reading
-from vllm_delta_sync.wire import spool as spooling
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.delta import DeltaContext, decode, encode
-from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.fold import fold
-from vllm_delta_sync.wire.lazy import LazyDelta, fold_lazily
-from vllm_delta_sync.wire.spool import DeltaSpool
-from vllm_delta_sync.wire.table import TensorTable
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Changes
 
 
 def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Changes, bytes]:

@@ -15,14 +15,14 @@ import pytest
 from tests.golden.regenerate import DIRECTORY, versions
 from tests.support.samples import state_of
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain.checks import decode_objects
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.manifest import Document, Head, Manifest, ObjectRef, RunInfo
-from vllm_delta_sync.wire.state import ModelState
-from vllm_delta_sync.wire.table import TensorTable
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.manifest import Document, Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.run.checks import decode_objects
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.state import ModelState
 
 OBJECT_MUTATIONS = 300
 DOCUMENT_MUTATIONS = 250

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from tests.support import reference_packed as reference
 from tests.support.samples import CONTEXT, changes_between, patterns
-from vllm_delta_sync.wire import packed, packed_kernels
-from vllm_delta_sync.wire.blocks import open_blocks, parse_blocks
-from vllm_delta_sync.wire.changes import Changes, Full, Sparse
-from vllm_delta_sync.wire.container import Container, write_container
-from vllm_delta_sync.wire.delta import decode, encode
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.full import FullReader, LazyFulls
-from vllm_delta_sync.wire.full import encode as encode_full
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.codec import packed, packed_kernels
+from vllm_delta_sync.codec.blocks import open_blocks, parse_blocks
+from vllm_delta_sync.codec.delta_object import decode, encode
+from vllm_delta_sync.codec.full_tensors import FullReader, LazyFulls
+from vllm_delta_sync.codec.full_tensors import encode as encode_full
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.safetensors_file import Container, write_container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 U64 = np.uint64
 
@@ -200,7 +200,7 @@ def test_tensors_in_full_come_back(data: st.DataObject, dtype: str, compression:
         bits = data.draw(st.lists(patterns(dtype), min_size=numel, max_size=numel))
         tensors.append(Full(tensor, np.array(bits, DTYPES[dtype].uint)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_delta_sync.wire.blocks.BLOCK_ELEMENTS", most)
+        patch.setattr("vllm_delta_sync.codec.blocks.BLOCK_ELEMENTS", most)
         arrays, rows = encode_full(tensors[::-1], table, compression, 3)  # type: ignore[arg-type]
     assert all(name.startswith(tuple(f"@{3 + row}." for row in range(len(rows)))) for name in arrays)
     blocks = parse_blocks([{"dtype": dtype, "kind": "full"}] * 3 + rows, "object")[3:]

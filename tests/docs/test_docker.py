@@ -16,8 +16,8 @@ from tests.support.compose import FOLDER, documents, interpolate, services
 from tests.tools.images import pip_here
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.admin_token import AdminToken
-from vllm_delta_sync.config import NO_SETTINGS, ClientSettings, Settings, environment_name
 from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, environment_name
 
 ROOT = FOLDER.parent
 DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))

@@ -20,9 +20,9 @@ from tests.support.tiny import make_model, save_checkpoint
 from trainer_side import Publisher
 from trainer_side.result import Seconds
 from vllm_delta_sync import cli, open_run
-from vllm_delta_sync.config import NO_SETTINGS, ClientSettings, Settings, environment_name
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import NotFoundError, error_kinds
+from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, environment_name
 from vllm_delta_sync.trust.keys import generate
 
 ROOT = Path(__file__).parents[2]

@@ -17,13 +17,13 @@ LOADED_IN_ORDER: list[dict[str, tuple[str, ...]]] = [
     {
         "vllm_delta_sync": (*VLLM, *TRAINERS, "torch", "numpy", "numba", "pydantic", "zmq"),
         "vllm_delta_sync.errors": (*VLLM, *TRAINERS, "torch", "numpy", "numba", "pydantic", "zmq"),
-        "vllm_delta_sync.wire": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
-        "vllm_delta_sync.wire.manifest": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
-        "vllm_delta_sync.wire.delta": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+        "vllm_delta_sync.format": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+        "vllm_delta_sync.format.manifest": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+        "vllm_delta_sync.codec.delta_object": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
         "vllm_delta_sync.bucket": (*VLLM, *TRAINERS, "torch", "numba", "zmq", "huggingface_hub", "obstore"),
-        "vllm_delta_sync.config": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+        "vllm_delta_sync.settings": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
         "vllm_delta_sync.cache": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
-        "vllm_delta_sync.chain": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
+        "vllm_delta_sync.client": (*VLLM, *TRAINERS, "torch", "numba", "zmq"),
         "vllm_delta_sync.cli": ("vllm", *TRAINERS, "torch", "numba", "zmq"),
     },
     {"vllm_delta_sync.notice": (*VLLM, *TRAINERS, "torch", "numba")},
@@ -31,8 +31,8 @@ LOADED_IN_ORDER: list[dict[str, tuple[str, ...]]] = [
     {
         "vllm_delta_sync.engine": (*TRAINERS, "vllm", "torch", "numba", "zmq"),
         # vLLM scans what is loaded while it builds a worker, and numba in there makes it crash.
-        "vllm_delta_sync.engine.plugin": (*TRAINERS, "numba", "zmq"),
-        "vllm_delta_sync.engine.worker": (*TRAINERS, "numba", "zmq"),
+        "vllm_delta_sync.engine.entrypoints.plugin": (*TRAINERS, "numba", "zmq"),
+        "vllm_delta_sync.engine.worker.extension": (*TRAINERS, "numba", "zmq"),
     },
 ]
 
@@ -90,9 +90,9 @@ def test_a_module_loads_only_what_it_may(modules: dict[str, tuple[str, ...]]) ->
 
 
 def test_parts_load_where_others_are_not_installed() -> None:
-    names = "trainer_side, vllm_delta_sync.cli, vllm_delta_sync.chain"
+    names = "trainer_side, vllm_delta_sync.cli, vllm_delta_sync.client"
     run_clean(f"{BLOCKED}\nimport {names}", json.dumps(["vllm", "transformers", "trl"]))
-    names = "vllm_delta_sync.engine, vllm_delta_sync.engine.plugin"
+    names = "vllm_delta_sync.engine, vllm_delta_sync.engine.entrypoints.plugin"
     run_clean(f"{BLOCKED}\nimport {names}", json.dumps(["trainer_side", "trl", "datasets", "accelerate"]))
 
 

@@ -24,8 +24,8 @@ def main(
     root: Path, family: str, ranks: int, codec: Any = "auto", vocabulary: int = VOCABULARY, **options: Any
 ) -> None:
     from trainer_side import Publisher
+    from vllm_delta_sync.codec.context import tiles
     from vllm_delta_sync.engine import attach
-    from vllm_delta_sync.wire import tiles
 
     model = make_model(family, seed=5, vocab_size=vocabulary)
     base = save_checkpoint(model, root / "base")

@@ -12,7 +12,7 @@ from tests.e2e.servers import plain_vllm_serve, serving
 from tests.e2e.siege.world import Siege
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync import __version__
-from vllm_delta_sync.engine import compat
+from vllm_delta_sync.engine.compat import patches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("signed")]
 
@@ -43,7 +43,7 @@ def test_the_doctor_finds_nothing_wrong(siege: Siege) -> None:
     assert found["same run"]["figures"]["run"] == siege.run_id
     assert found["lag"]["figures"] == {"served": head, "head": head, "lag": 0}
     assert found["versions"]["figures"] == {
-        "vllm": compat.distribution_version()[1],
+        "vllm": patches.distribution_version()[1],
         "torch": found["versions"]["figures"]["torch"],
         "vllm_delta_sync": __version__,
         "tested": True,

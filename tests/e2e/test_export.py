@@ -17,8 +17,8 @@ from tests.e2e.warm import ENVIRONMENT
 from tests.support.tiny import make_model, make_model_like, make_tokenizer, save_checkpoint, train_steps
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
+from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.trust import Keyring, keys
-from vllm_delta_sync.upkeep.branching import branch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("export")]
 

@@ -10,7 +10,7 @@ from tests.e2e.fresh import fresh_vllm
 from tests.e2e.servers import Load, Server, plain_vllm_serve, serving
 from tests.e2e.world import Follower, World
 from tests.support.forge import BAD_VERSIONS
-from vllm_delta_sync.engine.compat import allow_list
+from vllm_delta_sync.engine.compat.patches import allow_list
 
 VERSIONS = 3
 OF_EACH_KIND = list({bad.kind: bad for bad in BAD_VERSIONS}.values())

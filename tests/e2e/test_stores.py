@@ -17,7 +17,7 @@ from tests.e2e.trainer import Trainer
 from tests.support.stores import STORES, Store, hub
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync import open_run
-from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VERSIONS = 20

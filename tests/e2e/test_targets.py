@@ -8,8 +8,8 @@ from tests.e2e.servers import Server
 from tests.e2e.world import Follower, kill
 from tests.support.tiny import make_model, train_steps
 from trainer_side import Publisher
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.upkeep.branching import branch
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.maintenance.branch import branch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("follower")]
 BODY = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.wire.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 
 def main(family: str, base: str, url: str, shard_bytes: str, writers: str = "0") -> None:

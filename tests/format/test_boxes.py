@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.detection import NAME, compared, disturbed, expected, tensor_of
-from trainer_side.detection import Detector
-from trainer_side.detection_held import HostHeld
+from trainer_side.diff.buffers import HostBuffer
+from trainer_side.diff.engine import Detector
 from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.wire.boxes import Box, boxes_of_range
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
 
 WHOLE = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -120,7 +120,7 @@ def test_boxes_of_all_ranks_are_the_whole(dimension: int) -> None:
         offsets = tuple(start if axis == dimension else 0 for axis in range(3))
         box = Box(offsets, tuple(part.shape), shape)
         own = np.take(before, range(start, start + part.shape[dimension]), dimension).reshape(-1)
-        held = HostHeld(own.copy())
+        held = HostBuffer(own.copy())
         _, local = compared("BF16", held, part, Detector())
         where = np.array(local.positions, np.int64)
         pairs += zip(box.positions(where).tolist(), local.distances, strict=True)

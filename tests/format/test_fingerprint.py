@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support import reference
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
-from vllm_delta_sync.wire.fingerprint import (
+from vllm_delta_sync.format.fingerprint import (
     Fingerprint,
     fingerprint_change,
     fingerprint_strided,

@@ -6,31 +6,31 @@ from pathlib import Path
 import pytest
 
 from tests.golden.regenerate import DIRECTORY, SIGNED, TREE
-from vllm_delta_sync.chain.checks import PLAUSIBLE_RANKS, document_limit, object_limit
-from vllm_delta_sync.chain.newest import BAD_DOCUMENTS, BAD_IN_A_ROW
+from vllm_delta_sync.codec.blocks import BLOCK_ELEMENTS
+from vllm_delta_sync.codec.delta_object import CODECS
 from vllm_delta_sync.errors import error_kinds
-from vllm_delta_sync.upkeep.key_list import CHANGES_PREFIX
-from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.blocks import BLOCK_ELEMENTS
-from vllm_delta_sync.wire.delta import CODECS
-from vllm_delta_sync.wire.documents import (
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.documents import (
     KEYS_KEY,
     Anchor,
     Claim,
     Collection,
-    FoldedRange,
     KeyEntry,
     KeyFile,
     Lease,
+    MergedDelta,
     Retention,
     Tag,
     Turn,
     anchor_key,
     fold_key,
 )
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.manifest import FEATURES, Document, Head, Manifest, RunInfo, object_key, version_key
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.manifest import FEATURES, Document, Head, Manifest, RunInfo, object_key, version_key
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.key_list import CHANGES_PREFIX
+from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit
+from vllm_delta_sync.run.head import BAD_DOCUMENTS, BAD_IN_A_ROW
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
 
@@ -89,9 +89,9 @@ def test_members_of_documents() -> None:
         assert f"`{name}`" in section("HEAD.json")
 
 
-@pytest.mark.parametrize("kind", [Anchor, FoldedRange, Tag, Claim, Lease, Turn, Collection, Retention])
+@pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Lease, Turn, Collection, Retention])
 def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
-    titles = {Anchor: "Anchors", FoldedRange: "Folded ranges"}
+    titles = {Anchor: "Anchors", MergedDelta: "Folded ranges"}
     title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
     found = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", section("Beside the chain"), re.MULTILINE | re.DOTALL)
     assert found is not None
@@ -106,7 +106,7 @@ def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
         KeyFile.model_fields
     )
     assert all(f"`{name}`" in text for name in KeyEntry.model_fields)
-    for kind in (Anchor, Claim, Collection, FoldedRange, Head, KeyFile, Lease, Manifest, Retention, RunInfo, Tag, Turn):
+    for kind in (Anchor, Claim, Collection, MergedDelta, Head, KeyFile, Lease, Manifest, Retention, RunInfo, Tag, Turn):
         assert f"`{kind.KIND}`" in text
 
 

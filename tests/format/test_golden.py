@@ -22,13 +22,13 @@ from tests.golden.regenerate import (
     write_signed,
     write_tree,
 )
-from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.codec.delta_object import DeltaContext, decode
 from vllm_delta_sync.errors import NotFoundError, SignatureError
-from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.format.safetensors_file import Container
+from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.torch_views import bits_of
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.wire.changes import Changes, Sparse
-from vllm_delta_sync.wire.container import Container
-from vllm_delta_sync.wire.delta import DeltaContext, decode
 
 FINGERPRINTS = [
     "291827a3b04e1109c22c962c4026f63d",

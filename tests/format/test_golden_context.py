@@ -11,10 +11,10 @@ import zstandard
 from tests.golden.regenerate import CONTEXT, context_table, context_versions, write_context
 from tests.support.reference import moved
 from tests.support.reference_context import read_block
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.wire.container import Container
-from vllm_delta_sync.wire.delta import DeltaContext, decode
-from vllm_delta_sync.wire.old import OldTensor
+from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.codec.delta_object import DeltaContext, decode
+from vllm_delta_sync.format.safetensors_file import Container
+from vllm_delta_sync.tensors.base_bits import BaseTensor
 
 TENSORS = "797004b271f0857796f4b9a57baa01840af9e0c271e69c30076b110feb314a43"
 FINGERPRINTS = [
@@ -73,7 +73,7 @@ def test_the_writer_writes_what_reads_the_same(version: int, tmp_path: Path, run
     context = DeltaContext(run.info.run, version, version - 1)
     old = context_versions()[version - 1]
     first, second = (
-        decode(source.fetch(source.manifest(version).objects[0]), run.table, context, lambda i: OldTensor(old[i]))
+        decode(source.fetch(source.manifest(version).objects[0]), run.table, context, lambda i: BaseTensor(old[i]))
         for source in (open_run(str(tmp_path / "run")), run)
     )
     assert first.fingerprints == second.fingerprints

@@ -6,15 +6,7 @@ import pytest
 import rfc8785
 
 from vllm_delta_sync.errors import FormatError, LimitError, UnsupportedError
-from vllm_delta_sync.wire.manifest import (
-    Document,
-    Head,
-    Manifest,
-    RunInfo,
-    object_key,
-    version_key,
-    version_of_key,
-)
+from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, object_key, version_key, version_of_key
 
 RUN, DIGEST, TIME = "5eed" * 8, "ab" * 32, "2026-01-02T03:04:05.678901Z"
 REF = {"bytes": 9, "key": object_key(DIGEST), "rank": 0, "sha256": DIGEST}

@@ -7,7 +7,7 @@ import rfc8785
 
 from tests.support.samples import every_dtype_table
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, LimitError, TensorMismatchError, UnsupportedError
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 ROW = {"name": "w", "dtype": "BF16", "shape": [2, 3]}
 

@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.support.samples import CREATED, RunWriter
 from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.documents import Claim, KeyEntry, KeyValidity, Lease, Retention, Tag, Turn
+from vllm_delta_sync.format.manifest import Document
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.documents import Claim, KeyEntry, LastWord, Lease, Retention, Tag, Turn
-from vllm_delta_sync.wire.manifest import Document
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 DIRECTORY = Path(__file__).parent / "run"
 TREE = Path(__file__).parent / "tree"
@@ -149,7 +149,7 @@ def write_signed(directory: Path) -> RunWriter:
         write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
         writer.anchor(bits[0], path.read_bytes())
         writer.delta(bits[1])
-        last = LastWord(version=1, manifest=writer.manifests[1].digest)
+        last = KeyValidity(version=1, manifest=writer.manifests[1].digest)
         entries = [KeyEntry(key=first.public or "", last=last), KeyEntry(key=second.public or "")]
         writer.key_file(1, entries)
         writer.keyring = second

@@ -12,9 +12,9 @@ import zmq.auth
 
 from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, hear, hears_nothing, process, public
 from trainer_side import Publisher
-from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber, curve
+from vllm_delta_sync.settings import load_settings
 
 SECONDS = 1.5
 

@@ -9,12 +9,12 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.support.notices import DIGEST, LOOPBACK, RUN, hear
+from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
+from vllm_delta_sync.format.manifest import Signature
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber
-from vllm_delta_sync.notice.messages import MAX_CHECKS, Believer, encode, parse
+from vllm_delta_sync.notice.messages import MAX_CHECKS, NoticeVerifier, encode, parse
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
-from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
-from vllm_delta_sync.wire.manifest import Signature
 
 
 class Counting(Keyring):
@@ -128,7 +128,7 @@ def test_what_is_no_signature_is_malformed(site: Site, signature: object) -> Non
 def test_the_newest_of_several_counts() -> None:
     """In whatever order they come."""
     messages = [parse(encode(notice(version), None), RUN) for version in (5, 9, 6)]
-    assert Believer(Keyring(), None).newest(messages) == notice(9)
+    assert NoticeVerifier(Keyring(), None).newest(messages) == notice(9)
 
 
 def test_another_runs_signed_notice_is_no_news_of_this(site: Site) -> None:
@@ -152,7 +152,7 @@ def test_without_trusted_keys_a_signature_is_no_matter(site: Site) -> None:
 
 def test_a_key_that_is_no_longer_in_use_vouches_for_nothing(site: Site) -> None:
     in_use = set(site.signing.trusted)
-    believer = Believer(site.trusting, lambda: frozenset(in_use))
+    believer = NoticeVerifier(site.trusting, lambda: frozenset(in_use))
     message = parse(encode(notice(4), site.signing), RUN)
     assert believer.newest([message]) == notice(4)
     in_use.clear()
@@ -164,7 +164,7 @@ def test_a_flood_of_forgeries_costs_few_checks(site: Site) -> None:
     """With the right key's name, so that each has to be looked into."""
     template = encode(notice(5), site.signing)
     messages = [parse(changed(template, version=number), RUN) for number in range(100, 1100)]
-    believer = Believer(site.trusting, None)
+    believer = NoticeVerifier(site.trusting, None)
     began = time.thread_time()
     assert believer.newest(messages) is None
     assert time.thread_time() - began < 5

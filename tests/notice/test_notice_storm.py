@@ -15,10 +15,10 @@ from tests.support.notices import DIGEST, LOOPBACK, BrokerProcess, Keys, public
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.service import SHORTEST_LOOK_SECONDS, ReceiverService
+from vllm_delta_sync.engine.follow.service import SHORTEST_LOOK_SECONDS, ReceiverService
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.notice import Notice, NoticePublisher
+from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
 

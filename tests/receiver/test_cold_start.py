@@ -16,19 +16,19 @@ from vllm.model_executor.model_loader import get_model_loader
 from tests.golden.regenerate import DIRECTORY, table, versions
 from tests.support.samples import RunWriter
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import loader
-from vllm_delta_sync.engine.loader import DeltaSyncLoader
-from vllm_delta_sync.engine.rebuild import drain, newest, rebuild
-from vllm_delta_sync.engine.standing import Order, OrderFile
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.entrypoints import load_format
+from vllm_delta_sync.engine.entrypoints.load_format import DeltaSyncLoader
+from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
+from vllm_delta_sync.engine.staging.reconstruct import drain, newest, rebuild
 from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, SettingsError
-from vllm_delta_sync.torch_bits import bits_of, tensor_from_bits
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 
 HEAD = 5
 
@@ -73,10 +73,10 @@ def assert_version(url: str, version: int, folder: str = "/nowhere") -> None:
 
 
 def test_vllm_finds_the_loader_and_hears_of_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    loader.register()
+    load_format.register()
     logging.getLogger("vllm").addHandler(caplog.handler)
     try:
-        loader.register()
+        load_format.register()
     finally:
         logging.getLogger("vllm").removeHandler(caplog.handler)
     assert caplog.records == []
@@ -199,7 +199,7 @@ def test_what_is_to_be_served_is_loaded(
     set_tag(run, "good", 3)
     settings = Settings(bucket=str(path), target=target, state_dir=tmp_path / "state")
     if order:
-        OrderFile(settings).save(Order(**{"setting": target, "run": run.info.run} | order))
+        StandingOrderStore(settings).save(StandingOrder(**{"setting": target, "run": run.info.run} | order))
     for name, value in (("BUCKET", path), ("TARGET", target), ("STATE_DIR", settings.state_dir)):
         monkeypatch.setenv(f"DELTA_SYNC_{name}", str(value))
     assert DeltaSyncLoader(LoadConfig(load_format="delta_sync")).chosen()[1].version == expected
@@ -209,7 +209,7 @@ def test_the_run_of_a_standing_order_is_loaded(path: Path, tmp_path: Path, monke
     beside = path.with_name("other")
     shutil.copytree(path, beside)
     settings = Settings(bucket=str(path), state_dir=tmp_path / "state")
-    OrderFile(settings).save(Order(setting="head", bucket=str(beside)))
+    StandingOrderStore(settings).save(StandingOrder(setting="head", bucket=str(beside)))
     monkeypatch.setenv("DELTA_SYNC_BUCKET", str(path))
     monkeypatch.setenv("DELTA_SYNC_STATE_DIR", str(settings.state_dir))
     run, _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).chosen()

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_delta_sync.engine.commit import apply_torch, commit
-from vllm_delta_sync.engine.patch import SparsePatch, StagedPatch, stage
-from vllm_delta_sync.engine.regions import Region
-from vllm_delta_sync.engine.routes import Destination, Route, RouteMap
-from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES
-from vllm_delta_sync.wire.changes import Changes, Full
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.engine.commit.apply import apply_torch, commit
+from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, stage
+from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import Changes, Full
+from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 
 
 def destination_of(bits: np.ndarray, dtype: str) -> Destination:
@@ -113,7 +113,7 @@ class FailingTensor(torch.Tensor):
 
 @pytest.mark.parametrize("relative", [True, False])
 def test_torch_path_that_fails_midway_takes_its_pieces_back(relative: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_delta_sync.engine.commit.HASH_ELEMENTS", 4)
+    monkeypatch.setattr("vllm_delta_sync.engine.commit.apply.HASH_ELEMENTS", 4)
     element = DTYPES["BF16"]
     bits = np.arange(64, dtype=element.uint)
     good = destination_of(bits, "BF16")
@@ -157,7 +157,7 @@ class CountingTensor(torch.Tensor):
 def test_exchange_takes_little_memory_whatever_the_shape(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_sync.engine.commit.HASH_ELEMENTS", 16)
+    monkeypatch.setattr("vllm_delta_sync.engine.commit.apply.HASH_ELEMENTS", 16)
     monkeypatch.setattr(CountingTensor, "largest", 0)
     element = DTYPES["BF16"]
     numel = int(np.prod(shape))

@@ -20,14 +20,13 @@ from tests.support.modules import ModulePort
 from tests.support.seeds import seeds
 from tests.support.world import World
 from trainer_side import Publisher
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import commit as commits
-from vllm_delta_sync.engine import transaction
-from vllm_delta_sync.engine.background import Background
-from vllm_delta_sync.engine.interrupts import postponed
-from vllm_delta_sync.engine.lease import common_version, is_settled
-from vllm_delta_sync.engine.mover import REPAIRS
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.commit import apply as commits
+from vllm_delta_sync.engine.commit import transaction
+from vllm_delta_sync.engine.commit.interrupts import postponed
+from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.follow.updater import REPAIRS
+from vllm_delta_sync.engine.worker.background import Background
 from vllm_delta_sync.errors import (
     BusyError,
     DeltaSyncError,
@@ -38,6 +37,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     WeightsLostError,
 )
+from vllm_delta_sync.settings import Settings
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])

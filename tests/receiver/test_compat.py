@@ -16,12 +16,14 @@ from typing import Any, get_args
 import pytest
 from packaging.version import Version
 
-from vllm_delta_sync.engine import compat, core_guard, features, foreign_writers, plain_moe, plugin
+from vllm_delta_sync.engine.compat import cpu_experts, features, patches, write_hooks
+from vllm_delta_sync.engine.core import hooks
+from vllm_delta_sync.engine.entrypoints import plugin
 
-ENGINE = Path(compat.__file__).parent
+ENGINE = Path(patches.__file__).parent
 
 
-INSTALLED = compat.distribution_version()
+INSTALLED = patches.distribution_version()
 
 
 @dataclass(frozen=True)
@@ -187,11 +189,11 @@ def touches_of(table: str) -> Iterator[Touch]:
             ours, breaks = line.split(" | ")
             continue
         module, names = line.strip().split(": ", 1)
-        for entry in names.replace("APPLY_PARAMETERS", ", ".join(plain_moe.APPLY_PARAMETERS)).split("; "):
+        for entry in names.replace("APPLY_PARAMETERS", ", ".join(cpu_experts.APPLY_PARAMETERS)).split("; "):
             found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?( only)?(?: since ([\d.]+))?", entry)
             assert found is not None, entry
             owner, _, last = found[1].rpartition(".")
-            for name in foreign_writers.WRITERS if last == "WRITERS" else [last]:
+            for name in write_hooks.WRITERS if last == "WRITERS" else [last]:
                 where = f"{owner}.{name}" if owner else name
                 takes = tuple(found[2].split(", ")) if found[2] else ()
                 yield Touch(ours, module, where, BREAKS.get(breaks, breaks), takes, bool(found[3]), found[4] or "0")
@@ -217,14 +219,14 @@ def test_vllm_has_what_we_touch(touch: Touch) -> None:
 
 
 def test_engine_core_has_what_the_watchdog_needs() -> None:
-    assert core_guard.missing_names() == [], CORE
+    assert hooks.missing_names() == [], CORE
 
 
 def test_plugins_are_found_where_we_register_them() -> None:
     from vllm import plugins
 
     found = {value for name, value in vars(plugins).items() if name.endswith("_PLUGINS_GROUP")}
-    assert found == set(compat.PLUGIN_GROUPS), "VLLM_PLUGINS as delta-sync serve sets it would drop plugins"
+    assert found == set(patches.PLUGIN_GROUPS), "VLLM_PLUGINS as delta-sync serve sets it would drop plugins"
 
 
 def serve_parser() -> Any:
@@ -279,7 +281,7 @@ def test_every_import_of_vllm_is_listed() -> None:
 
 def test_every_file_that_touches_vllm_is_named_in_compat() -> None:
     named = {touch.ours for touch in TOUCHES} | {file for file, _ in imports_of_vllm()}
-    documented = compat.__doc__ or ""
+    documented = patches.__doc__ or ""
     assert [file for file in sorted(named) if file != "compat.py" and f"``{file}``" not in documented] == []
 
 
@@ -352,7 +354,7 @@ def test_queues_sleep_between_two_looks_on_the_cpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
     monkeypatch.setattr(utils.os, "sched_yield", lambda: calls.append("yielded"))
     utils.sched_yield()
-    compat.sleep_between_looks()
+    patches.sleep_between_looks()
     utils.sched_yield()
     assert calls == ["yielded"] * (1 if current_platform.is_cpu() else 2)
 
@@ -362,7 +364,7 @@ def test_the_current_configuration_is_left_set_only_where_none_is(monkeypatch: p
 
     one, other = object(), object()
     monkeypatch.setattr(current, "_current_vllm_config", None)
-    compat.keep_current_config(one)
+    patches.keep_current_config(one)
     assert current.get_current_vllm_config() is one
-    compat.keep_current_config(other)
+    patches.keep_current_config(other)
     assert current.get_current_vllm_config() is one

@@ -16,13 +16,15 @@ from torch import nn
 from tests.support.chains import TABLE, Chain, Server, models_of, tensors_of
 from tests.support.hooks import HookedPort
 from tests.support.samples import changes_between, random_bits
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain.plan import Step
-from vllm_delta_sync.engine import reading
-from vllm_delta_sync.engine.compiling import trace_routes
-from vllm_delta_sync.engine.old import MOST_RECTANGLES, HeldBits, held_rectangles, moved
-from vllm_delta_sync.engine.reading import Clock, read_steps
-from vllm_delta_sync.engine.regions import Region, coalesce
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.codec.context import tiles
+from vllm_delta_sync.codec.context.tiles import extent
+from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.engine.model.regions import Region, coalesce
+from vllm_delta_sync.engine.model.route_compiler import trace_routes
+from vllm_delta_sync.engine.staging import read_steps as reading
+from vllm_delta_sync.engine.staging.live_base import MOST_RECTANGLES, LiveBaseReader, held_rectangles, moved
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps
 from vllm_delta_sync.errors import (
     DeltaSyncError,
     EngineError,
@@ -30,15 +32,13 @@ from vllm_delta_sync.errors import (
     FormatError,
     UnsupportedError,
 )
-from vllm_delta_sync.torch_bits import tensor_from_bits
-from vllm_delta_sync.wire import tiles
-from vllm_delta_sync.wire.bits import Bits, Positions
-from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
-from vllm_delta_sync.wire.old import OldTensor
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
-from vllm_delta_sync.wire.tiles import extent
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run.plan import Step
+from vllm_delta_sync.tensors.base_bits import BaseTensor
+from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
 
 def trained(bits: list[Bits], random: np.random.Generator) -> list[Bits]:
@@ -124,7 +124,7 @@ def forge(chain: Trained, old: list[Bits]) -> None:
     version = len(chain.manifests)
     data = encode(
         changes, chain.table, "context", "zstd", DeltaContext(chain.run, version, version - 1),
-        lambda tensor: OldTensor(old[tensor]),
+        lambda tensor: BaseTensor(old[tensor]),
     )  # fmt: skip
     fields = {"requires": ["context", "zstd"], "base_version": version - 1, "codec": "context", "compression": "zstd"}
     chain._commit(new, [data], "delta", changes.changed, **fields)
@@ -280,7 +280,7 @@ def test_two_ranks_decode_what_they_hold_and_together_all(sliced: SlicedChain) -
     parts = []
     for model in sliced.models(sliced.bits[0], 2):
         routes = trace_routes(model, SLICED)
-        parts.append(read_steps(steps, declared, routes, Clock(), HeldBits(routes, lambda: 0)))
+        parts.append(read_steps(steps, declared, routes, PhaseTimer(), LiveBaseReader(routes, lambda: 0)))
     for tensor, spec in enumerate(SLICED):
         every, *mine = (positions_of(changes, tensor) for changes in (expected, *parts))
         if spec.name == "norm.weight":
@@ -363,13 +363,13 @@ class Experts(nn.Module):
                 self.gate.data.copy_(tensor[self.mine].transpose(1, 2))
 
 
-def held_by(model: Any, table: TensorTable, bits: list[Bits]) -> list[OldTensor]:
+def held_by(model: Any, table: TensorTable, bits: list[Bits]) -> list[BaseTensor]:
     model.load_weights((spec.name, tensor_from_bits(bits[i].copy(), spec)) for i, spec in enumerate(table))
-    ask = HeldBits(trace_routes(model, table), lambda: 0)
+    ask = LiveBaseReader(trace_routes(model, table), lambda: 0)
     return [ask(tensor) for tensor in range(len(table))]
 
 
-def covered(spec: TensorSpec, held: OldTensor) -> np.ndarray:
+def covered(spec: TensorSpec, held: BaseTensor) -> np.ndarray:
     """(rows, columns) how often each element is named."""
     count = np.zeros(extent(spec.shape), np.int64)
     whole = ((0, count.shape[0], 0, count.shape[1]),)
@@ -380,7 +380,7 @@ def covered(spec: TensorSpec, held: OldTensor) -> np.ndarray:
     return count
 
 
-def expect_held(spec: TensorSpec, held: OldTensor, bits: Bits) -> np.ndarray:
+def expect_held(spec: TensorSpec, held: BaseTensor, bits: Bits) -> np.ndarray:
     count = covered(spec, held)
     assert count.max(initial=0) <= 1
     inside = count.reshape(-1) == 1
@@ -410,7 +410,7 @@ def test_rectangles_are_what_a_view_covers(data: st.DataObject) -> None:
         view = view.movedim(0, -1)
     region, _ = coalesce(view.shape, (int(view.storage_offset()), view.stride()), (0, view.contiguous().stride()))
     spec = TensorSpec("a", "U8", shape)
-    count = covered(spec, OldTensor(np.empty(0, np.uint8), held_rectangles(spec, [region])))
+    count = covered(spec, BaseTensor(np.empty(0, np.uint8), held_rectangles(spec, [region])))
     expected = np.zeros(spec.numel, np.int64)
     expected[view.reshape(-1).numpy()] = 1
     assert np.array_equal(count.reshape(-1), expected)
@@ -441,8 +441,8 @@ def test_steps_before_are_laid_over_a_copy() -> None:
         changes_between(TABLE, states[2], states[3], "raw"),
         changes_between(TABLE, states[3], states[4]),
     ]
-    held = OldTensor(states[0][0].copy(), ((0, 1, 0, 1),))
-    after = moved(lambda tensor: held if tensor == 0 else OldTensor(states[0][tensor].copy()), parts)
+    held = BaseTensor(states[0][0].copy(), ((0, 1, 0, 1),))
+    after = moved(lambda tensor: held if tensor == 0 else BaseTensor(states[0][tensor].copy()), parts)
     for tensor, spec in enumerate(TABLE):
         assert np.array_equal(after(tensor).bits, states[4][tensor]), spec.name
     assert after(0).held == held.held
@@ -452,7 +452,7 @@ def test_steps_before_are_laid_over_a_copy() -> None:
 def test_weights_that_move_while_they_are_copied_are_not_handed_on() -> None:
     model = models_of(random_bits(TABLE, np.random.default_rng(1)))[0]
     moves = 0
-    ask = HeldBits(trace_routes(model, TABLE), lambda: moves)
+    ask = LiveBaseReader(trace_routes(model, TABLE), lambda: moves)
     ask(0)
     moves = 1
     with pytest.raises(EngineError, match="staged again"):

@@ -16,17 +16,17 @@ from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel, c
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import load_watch
-from vllm_delta_sync.engine.compiling import trace_routes
-from vllm_delta_sync.engine.load_watch import Process
-from vllm_delta_sync.engine.loader import Loaded
-from vllm_delta_sync.engine.loading import is_runtime_state
-from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.engine.replica import walk
+from vllm_delta_sync.engine.compat.load_hook import is_runtime_state
+from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.model import load_record
+from vllm_delta_sync.engine.model.load_record import Process
+from vllm_delta_sync.engine.model.model_replica import walk
+from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.torch_bits import bits_of
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 DERIVED = ["model.norm.weight", "v.weight"]
 
@@ -75,7 +75,7 @@ def load(tensors: dict[str, torch.Tensor], ranks: int = 1) -> list[Any]:
     models = [Worked(rank, ranks) for rank in range(ranks)]
     for model in models:
         model.load_weights((name, tensor.bfloat16()) for name, tensor in tensors.items())
-        load_watch.watched(model, finish)
+        load_record.watched(model, finish)
     return models
 
 
@@ -129,7 +129,7 @@ def serve(world: WorkedWorld, process: Process = finish, prepare: Prepare = lamb
         model: Any = world.loads(0, 1)
         model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
         prepare(model)
-        world.record = load_watch.watched(model, process, is_runtime_state)
+        world.record = load_record.watched(model, process, is_runtime_state)
         return [model]
 
     world.fresh = fresh  # type: ignore[method-assign]
@@ -195,7 +195,7 @@ def test_shadows_come_from_the_version_that_a_server_was_started_from(tmp_path: 
     world.train(1, 2)
     run = open_run(world.url)
     fingerprints = [fingerprint_tensor(spec.name, bits_of(world.served(spec.name))).hex() for spec in run.table]
-    loaded = Loaded(run.info.run, world.url, 2, run.manifest(2).digest, tuple(fingerprints))
+    loaded = LoadedVersion(run.info.run, world.url, 2, run.manifest(2).digest, tuple(fingerprints))
     world.models = world.fresh()
     for model in world.models:
         model.delta_sync_loaded = loaded
@@ -368,7 +368,7 @@ def test_copies_made_while_loading_are_in_host_memory(tmp_path: Path) -> None:
     # As vLLM leaves what it does not serve of a multimodal model.
     model.tower = nn.Linear(2, 2, device="meta")
     with Copies() as copies:
-        record = load_watch.watched(model, lambda model, paths: None)
+        record = load_record.watched(model, lambda model, paths: None)
     assert ("tower", "weight") not in record.initial
     assert record.initial
     assert {tensor.device.type for tensor in record.initial.values()} == {"cpu"}
@@ -473,7 +473,7 @@ def step(tensors: dict[str, torch.Tensor], seed: int) -> None:
 def made_of(tensors: dict[str, torch.Tensor], process: Process) -> BlockQuantized:
     model = BlockQuantized()
     model.load_weights(tensors.items())
-    load_watch.watched(model, process)
+    load_record.watched(model, process)
     return model
 
 

@@ -10,14 +10,15 @@ import pytest
 
 from tests.e2e.warm import ENVIRONMENT
 from tests.support.tiny import make_model, save_checkpoint
-from vllm_delta_sync.engine import features, launch
+from vllm_delta_sync.engine.compat import features
+from vllm_delta_sync.engine.entrypoints import serve_command
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, UsageError
 
 # vLLM's configuration registers much in its process, so that is another one.
 ASK = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from vllm_delta_sync.engine.features import check_features
+from vllm_delta_sync.engine.compat.features import check_features
 from vllm_delta_sync.errors import DeltaSyncError
 
 answers = []
@@ -97,4 +98,4 @@ def test_serve_refuses_servers_without_plugins(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(kind, match=words):
-        launch.serve_command("model", {"bucket": str(tmp_path)}, flags)
+        serve_command.serve_command("model", {"bucket": str(tmp_path)}, flags)

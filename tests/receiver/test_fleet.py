@@ -20,15 +20,15 @@ from tests.support.services import WAIT, serving, wait_until
 from tests.support.stores import STORES
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.chain.leases import read_leases
-from vllm_delta_sync.config import Settings, load_settings
-from vllm_delta_sync.engine import keeper as keeper_module
-from vllm_delta_sync.engine.keeper import LeaseKeeper
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.follow import heartbeat as keeper_module
+from vllm_delta_sync.engine.follow.heartbeat import Heartbeat
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import AccessError, SettingsError, StoreError
-from vllm_delta_sync.turns import Held, Turns
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.fleet.heartbeats import read_leases
+from vllm_delta_sync.fleet.pause_slots import HeldSlot, PauseSlots
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.settings import Settings, load_settings
 
 NAMES = [f"r{number}" for number in range(5)]
 
@@ -36,7 +36,7 @@ NAMES = [f"r{number}" for number in range(5)]
 HOLDER = """
 import sys, time
 from vllm_delta_sync import open_run
-from vllm_delta_sync.turns import Turns
+from vllm_delta_sync.fleet.pause_slots import Turns
 assert Turns(open_run(sys.argv[1]), "killed", 1, 1.0).attempt(1) is not None
 print("holds", flush=True)
 time.sleep(600)
@@ -90,10 +90,10 @@ def test_without_the_setting_nobody_waits(fleet: Rollouts) -> None:
 
 
 def test_killed_holder_delays_others_by_the_life_of_its_claim(fleet: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_delta_sync.turns.MARGIN_SECONDS", 2)
+    monkeypatch.setattr("vllm_delta_sync.fleet.pause_slots.MARGIN_SECONDS", 2)
     service = fleet.serve("a", fleet_pauses=1)
     wait_until(lambda: service.receiver.served_version == 0)
-    program = HOLDER.replace("assert", "import vllm_delta_sync.turns as t; t.MARGIN_SECONDS = 2\nassert")
+    program = HOLDER.replace("assert", "import vllm_delta_sync.fleet.pause_slots as t; t.MARGIN_SECONDS = 2\nassert")
     holder = subprocess.Popen([sys.executable, "-c", program, fleet.url], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
@@ -111,9 +111,9 @@ def test_killed_holder_delays_others_by_the_life_of_its_claim(fleet: Rollouts, m
     assert fleet.pauses.log == ["a"]
 
 
-def holding(fleet: Rollouts) -> Turns:
+def holding(fleet: Rollouts) -> PauseSlots:
     """Somebody else has the turn."""
-    turns = Turns(open_run(fleet.url), "other", 1, 600.0)
+    turns = PauseSlots(open_run(fleet.url), "other", 1, 600.0)
     assert turns.attempt(1) is not None
     return turns
 
@@ -152,7 +152,7 @@ class Broken:
 def test_where_turns_cannot_be_had_versions_are_taken_all_the_same(
     fleet: Rollouts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: StoreError
 ) -> None:
-    monkeypatch.setattr("vllm_delta_sync.turns.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("vllm_delta_sync.fleet.pause_slots.PATIENCE_SECONDS", 0.2)
     caplog.set_level(logging.INFO, "vllm.delta_sync")
     service = fleet.serve("a", fleet_pauses=1)
     wait_until(lambda: service.receiver.served_version == 0)
@@ -173,15 +173,15 @@ def test_where_turns_cannot_be_had_versions_are_taken_all_the_same(
 def test_end_that_cannot_be_written_keeps_nothing_up(fleet: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the commit while the store hangs, and not the next one: that would wait for a turn of its own."""
     hangs = threading.Event()
-    end = Turns.end
+    end = PauseSlots.end
 
-    def hanging(turns: Turns, held: Held) -> None:
+    def hanging(turns: PauseSlots, held: HeldSlot) -> None:
         if not hangs.is_set():
             hangs.wait(WAIT)
             raise StoreError("the store is down")
         end(turns, held)
 
-    monkeypatch.setattr(Turns, "end", hanging)
+    monkeypatch.setattr(PauseSlots, "end", hanging)
     service = fleet.serve("a", fleet_pauses=1, pause_seconds=2 * WAIT)
     wait_until(lambda: service.receiver.served_version == 0)
     fleet.train(1)
@@ -217,7 +217,7 @@ def leases(chain: Chain) -> list[Any]:
 
 def test_lease_says_what_is_served_and_what_can_be_gone_back_to(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
-    keeper = LeaseKeeper(server.receiver, "one")
+    keeper = Heartbeat(server.receiver, "one")
     keeper.write_if_due()
     assert leases(chain) == []
     for version in (2, 5):
@@ -234,12 +234,12 @@ def test_lease_is_written_again_before_it_ends(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
     path = chain.folder / "receivers" / "one.json"
-    slow = LeaseKeeper(server.receiver, "one")
+    slow = Heartbeat(server.receiver, "one")
     slow.write_if_due()
     path.unlink()
     slow.write_if_due()
     assert not path.exists()
-    fast = LeaseKeeper(server.receiver, "one", seconds=1)
+    fast = Heartbeat(server.receiver, "one", seconds=1)
     stop = threading.Event()
     thread = threading.Thread(target=fast.keep, args=(stop,))
     thread.start()
@@ -256,7 +256,7 @@ def test_lease_that_cannot_be_written_is_said_once(chain: Chain, caplog: pytest.
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
     (chain.folder / "receivers").write_text("in the way")
-    keeper = LeaseKeeper(server.receiver, "one", seconds=0)
+    keeper = Heartbeat(server.receiver, "one", seconds=0)
     for _ in range(3):
         keeper.write_if_due()
     assert sum("the bucket is not told" in record.getMessage() for record in caplog.records) == 1
@@ -278,7 +278,7 @@ def test_a_heartbeat_outlives_an_unexpected_error(
 
     monkeypatch.setattr(server.receiver.board, "document", broken)
     monkeypatch.setattr(keeper_module, "SPACING_SECONDS", 0.01)
-    keeper, stop = LeaseKeeper(server.receiver, "one", seconds=1), threading.Event()
+    keeper, stop = Heartbeat(server.receiver, "one", seconds=1), threading.Event()
     thread = threading.Thread(target=keeper.keep, args=(stop,))
     thread.start()
     wait_until(lambda: any("failed unexpectedly" in record.getMessage() for record in caplog.records))
@@ -349,8 +349,8 @@ from pathlib import Path
 from tests.support.fleets import Pauses, RecordedPort
 from tests.support.modules import FusedModel, checkpoint_tensors
 from tests.support.services import wait_until
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.engine.follow.service import ReceiverService
 import torch, tempfile
 model = FusedModel()
 model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in checkpoint_tensors().items())

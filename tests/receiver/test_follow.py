@@ -12,8 +12,7 @@ from tests.support.hooks import failing, hooked
 from tests.support.modules import FusedModel, ModulePort, save_base
 from tests.support.world import World
 from trainer_side import Publisher
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import (
     ChainError,
     EngineError,
@@ -23,6 +22,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     WeightsLostError,
 )
+from vllm_delta_sync.settings import Settings
 
 
 @pytest.fixture

@@ -16,17 +16,17 @@ from tests.support.hooks import hooked, nothing
 from tests.support.modules import FusedModel, ModulePort
 from tests.support.services import WAIT
 from tests.support.world import World
-from vllm_delta_sync.engine import commit as commits
-from vllm_delta_sync.engine import foreign_writers
-from vllm_delta_sync.engine import routes as engine_routes
-from vllm_delta_sync.engine.patch import SparsePatch, StagedPatch, to_device
-from vllm_delta_sync.engine.rank import RankReceiver
-from vllm_delta_sync.engine.routes import Destination
-from vllm_delta_sync.engine.undo_log import Applied, UndoLog
-from vllm_delta_sync.engine.weight_memory import WeightMemory
+from vllm_delta_sync.engine.commit import apply as commits
+from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
+from vllm_delta_sync.engine.compat import write_hooks
+from vllm_delta_sync.engine.model import route_map as engine_routes
+from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, to_device
+from vllm_delta_sync.engine.model.route_map import Destination
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, FingerprintError
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
@@ -219,7 +219,7 @@ def recorded(tmp_path: Path) -> tuple[World, Recorded]:
     """A world whose one rank asks a recording accelerator."""
     world, accelerator = World(tmp_path), Recorded()
     port = ModulePort(world.model)
-    port.ranks = [RankReceiver(world.model, 0, memory=WeightMemory(accelerator))]
+    port.ranks = [RankWorker(world.model, 0, memory=WeightMemory(accelerator))]
     world.use(port)
     return world, accelerator
 
@@ -307,7 +307,7 @@ def test_a_patch_stays_on_the_device_until_its_commit_is_confirmed(relative: boo
     staged = StagedPatch(1, [sparse], Fingerprint(), [], [Fingerprint()])
     change = commits.apply_torch(sparse, destination, False)
     log = UndoLog()
-    log.push(Applied(staged, {0: change}, [Fingerprint()], 0))
+    log.push(UndoEntry(staged, {0: change}, [Fingerprint()], 0))
     assert not np.array_equal(destination.bits, bits)
     # A revert within the same pause takes what is on the device, and copies nothing to it.
     sparse.positions, sparse.premix = np.full(20, -1, np.int32), np.zeros(20, np.uint64)
@@ -397,7 +397,7 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     world = World(tmp_path)
     world.receiver.advance()
     rank, worker = world.port.ranks[0], Worker(world.model)
-    foreign_writers.watch(worker, world.model, rank)
+    write_hooks.watch(worker, world.model, rank)
     slow = SlowRead(worker, monkeypatch)
     rank.start("scan", {"tensors": list(range(len(world.tensors)))})
     assert slow.begun.wait(WAIT)
@@ -432,7 +432,7 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.follow_each(1)
     rank, worker = world.port.ranks[0], Worker(world.model)
-    foreign_writers.watch(worker, world.model, rank)
+    write_hooks.watch(worker, world.model, rank)
     worker.sleep()
     assert rank.routes is not None
     for read in (lambda: rank.routes.fingerprints(0), lambda: list(rank.routes.measured([0, 1]))):  # type: ignore[union-attr]

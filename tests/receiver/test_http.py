@@ -19,12 +19,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from tests.support.web import BEARER, CHANGING, ELSEWHERE, Site, listening
-from vllm_delta_sync.engine import admission, http, http_guard, metrics
-from vllm_delta_sync.engine.leading import Desk, Follower
-from vllm_delta_sync.engine.readiness import readiness
-from vllm_delta_sync.engine.siblings import Siblings
+from vllm_delta_sync.engine.api import access, admission, routes
+from vllm_delta_sync.engine.api.api_server_group import ApiServerGroup
+from vllm_delta_sync.engine.api.api_servers import FollowerClient, LeaderServer
+from vllm_delta_sync.engine.observe import metrics
+from vllm_delta_sync.engine.observe.readiness import readiness
 from vllm_delta_sync.errors import StoreError
-from vllm_delta_sync.wire.limits import MAX_VERSION
+from vllm_delta_sync.format.limits import MAX_VERSION
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_every_route_that_is_not_read_only_is_guarded(site: Site) -> None:
     ours = {path: set(methods) for path, methods in document["paths"].items() if path.startswith("/delta_sync")}
     changing = {path for path, methods in ours.items() if methods != {"get"}}
     assert changing == {f"/delta_sync/{name}" for name in CHANGING}
-    assert all(isinstance(route, http_guard.GuardedRoute) for route in http.router.routes)
+    assert all(isinstance(route, access.GuardedRoute) for route in routes.router.routes)
 
 
 @pytest.mark.parametrize(
@@ -384,17 +385,17 @@ def test_follower_admits_by_what_the_leader_serves(tmp_path: Path) -> None:
     """Of several API servers, one that does not lead; and while nobody does."""
 
     async def exchange() -> None:
-        leads, follows = (Siblings(Path(folder), "launch", index, 2) for index in range(2))
-        follower = Follower(follows)
+        leads, follows = (ApiServerGroup(Path(folder), "launch", index, 2) for index in range(2))
+        follower = FollowerClient(follows)
         app = FastAPI()
-        http.attach(app)
+        routes.attach(app)
         app.add_api_route(PATH, answer, methods=["POST"])
         app.state.delta_sync = SimpleNamespace(receiver=follower)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
         nobody = await client.get("/delta_sync/ready")
         assert (nobody.status_code, nobody.json()["ready"], nobody.json()["served"]) == (503, False, None)
         waiting = asyncio.ensure_future(client.post(PATH, headers={"X-Delta-Sync-Min-Version": "1"}))
-        desk = Desk(leads, site.service)
+        desk = LeaderServer(leads, site.service)
         await desk.open()
         site.service.start()
         following = asyncio.ensure_future(follower.follow())

@@ -18,14 +18,14 @@ import torch
 
 from tests.support.modules import ModulePort
 from tests.support.world import World
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import engines
-from vllm_delta_sync.engine.layout import check_layout
-from vllm_delta_sync.engine.lease import Guard
-from vllm_delta_sync.engine.plain_moe import plain_experts
-from vllm_delta_sync.engine.ports import ServerPort
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.compat.cpu_experts import plain_experts
+from vllm_delta_sync.engine.compat.layout_checks import check_layout
+from vllm_delta_sync.engine.core import clients
+from vllm_delta_sync.engine.core.ports import ServerEnginePort
+from vllm_delta_sync.engine.core.watchdog import PauseWatchdog
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
+from vllm_delta_sync.settings import Settings
 
 ENGINES, RANKS = 2, 2
 
@@ -47,7 +47,7 @@ class Core:
     """What a guard needs of an engine core, and the utilities that one has; its ranks are those of a ModulePort."""
 
     def __init__(self, port: ModulePort) -> None:
-        self.guard = Guard(self)
+        self.guard = PauseWatchdog(self)
         self.scheduler = Scheduler()
         self.model_executor = self
         self.is_sleeping = False
@@ -116,7 +116,7 @@ class Site:
         self.models = [self.world.models, self.world.fresh()]
         self.cores = [Core(ModulePort(*models)) for models in self.models]
         settings = Settings(bucket=self.world.url)
-        self.receiver = Receiver(ServerPort(Client(self.cores), loop, settings), settings)
+        self.receiver = Receiver(ServerEnginePort(Client(self.cores), loop, settings), settings)
 
     def expect(self, version: int) -> None:
         """Every rank of every engine holds the version, is labelled with it, and generates."""
@@ -136,8 +136,8 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     # Both would load vLLM: what its engine core lacks, and how its loop is woken up when a lease runs out.
-    monkeypatch.setattr(engines, "missing_names", list)
-    monkeypatch.setattr(Guard, "_watch", lambda guard, lease: None)
+    monkeypatch.setattr(clients, "missing_names", list)
+    monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -249,7 +249,7 @@ class InStep(Core):
 
 
 def test_pause_that_the_others_never_join_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guard, "_watch", lambda guard, lease: None)
+    monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
     core = InStep(ModulePort())
     pending = core.guard.pause("keep", True, 60.0)
     assert pending is not None

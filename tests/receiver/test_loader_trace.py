@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from tests.support.modules import FusedModel, checkpoint_tensors
-from vllm_delta_sync.engine import routes as engine_routes
-from vllm_delta_sync.engine.compiling import trace_routes
-from vllm_delta_sync.engine.replica import READABLE_ELEMENTS, MetaLeaf, replicate
-from vllm_delta_sync.engine.routes import fingerprint_copied
+from vllm_delta_sync.engine.model import route_map as engine_routes
+from vllm_delta_sync.engine.model.model_replica import READABLE_ELEMENTS, MetaLeaf, replicate
+from vllm_delta_sync.engine.model.route_compiler import trace_routes
+from vllm_delta_sync.engine.model.route_map import fingerprint_copied
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.torch_bits import bits_of, dtype_name
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.torch_views import bits_of, dtype_name
 
 Load = Callable[["Toy", str, torch.Tensor], object]
 

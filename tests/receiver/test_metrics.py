@@ -13,10 +13,10 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.support.world import World
-from vllm_delta_sync.bucket.hashing import hashed_seconds, hashing
-from vllm_delta_sync.engine import metrics, telling
-from vllm_delta_sync.engine.reading import Clock
-from vllm_delta_sync.engine.status import STATES
+from vllm_delta_sync.bucket.hash_timing import hashed_seconds, hashing
+from vllm_delta_sync.engine.observe import log_lines, metrics
+from vllm_delta_sync.engine.observe.status import STATES
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ import os
 from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm_delta_sync.engine import metrics
-from vllm_delta_sync.engine.status import Board
+from vllm_delta_sync.engine.observe.status import Board
 
 def serve(role, versions=0, state=""):
     metrics.observe_gap(0.01)
@@ -216,7 +216,7 @@ def test_every_move_has_one_line_of_the_same_form(tmp_path: Path, caplog: pytest
 
 
 def test_digests_count_as_verified_wherever_they_are_computed() -> None:
-    clock = Clock()
+    clock = PhaseTimer()
     before = hashed_seconds()
     with hashing():
         sum(range(100_000))
@@ -237,7 +237,7 @@ def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: py
     (line,) = lines(caplog)
     timings = world.receiver.status()["timings_ms"]
     assert re.match(r"version 0 \(step \d+\) served: taken whole, [\d.]+ kB; ", line)
-    assert line.endswith(telling.durations(timings))
-    assert list(timings) == [phase for phase in telling.ORDER if phase in timings]
+    assert line.endswith(log_lines.durations(timings))
+    assert list(timings) == [phase for phase in log_lines.ORDER if phase in timings]
     assert {"fetch", "verify", "decode", "route", "turn"} <= timings.keys()
     assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0

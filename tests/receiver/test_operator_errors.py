@@ -23,14 +23,14 @@ from tests.support.services import WAIT, serving, wait_until
 from tests.support.stores import s3_server
 from tests.support.world import World, expect_equal
 from trainer_side import Publisher
-from vllm_delta_sync.bucket import object_config
-from vllm_delta_sync.config import load_settings
-from vllm_delta_sync.engine import service as service_module
-from vllm_delta_sync.engine import worker
-from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.engine.service import ReceiverService
-from vllm_delta_sync.engine.telling import Repeats
+from vllm_delta_sync.bucket import obstore_clients
+from vllm_delta_sync.engine.follow import service as service_module
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
+from vllm_delta_sync.engine.worker import extension
 from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.settings import load_settings
 
 POLL = 0.02
 
@@ -211,9 +211,9 @@ def test_run_of_another_model_is_refused_once_and_another_run_in_its_place_heals
 
 def test_worker_without_a_controller_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     contacted = threading.Event()
-    monkeypatch.setattr(worker, "contacted", contacted)
-    monkeypatch.setattr(worker, "CONTACT_SECONDS", POLL)
-    worker.watch_for_controller()
+    monkeypatch.setattr(extension, "contacted", contacted)
+    monkeypatch.setattr(extension, "CONTACT_SECONDS", POLL)
+    extension.watch_for_controller()
     wait_until(lambda: len(warned(caplog)) >= 2)
     contacted.set()
     (line,) = set(warned(caplog))
@@ -294,7 +294,7 @@ def test_renewed_credentials_in_a_file_are_taken_up(
         monkeypatch.delenv(name)
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.setattr(object_config, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(obstore_clients, "RENEW_SECONDS", 0.1)
     file.write_text("[default]\naws_access_key_id=ended\naws_secret_access_key=ended\n")
     service = serve(base_model(), url)
     wait_until(lambda: service.receiver.board.looks > 2 and error_of(service)["kind"] == "access")
@@ -323,7 +323,7 @@ def test_clock_that_jumps_stops_nothing(
 
 
 def test_lines_that_differ_in_numbers_only_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Repeats(60)
+    told = RepeatedErrors(60)
     assert told.is_due("given up after 7 tries in 60.2 s")
     assert not told.is_due("given up after 9 tries in 61.0 s")
     assert told.is_due("another thing")

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_delta_sync.engine.ownership import assign, region_from_plain, region_to_plain
-from vllm_delta_sync.engine.regions import Region, coalesce, find_overlap, pieces
+from vllm_delta_sync.engine.model.regions import Region, coalesce, find_overlap, pieces
+from vllm_delta_sync.engine.model.shard_ownership import assign, region_from_plain, region_to_plain
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 
 @st.composite

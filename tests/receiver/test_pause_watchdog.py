@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_delta_sync.engine.lease import common_version, is_settled
+from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
 from vllm_delta_sync.errors import WeightsLostError
 
 LOST = -1

@@ -14,18 +14,18 @@ from tests.support.chains import Chain, Server, models_of
 from tests.support.hooks import Hook, HookedPort, failing
 from tests.support.samples import changes_between
 from tests.support.seeds import seeds
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain.plan import FOLD_WIDTH
-from vllm_delta_sync.chain.read import restore
-from vllm_delta_sync.engine.lineage import across, line
-from vllm_delta_sync.engine.loader import Loaded
-from vllm_delta_sync.engine.rebuild import newest, rebuild
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
+from vllm_delta_sync.engine.planning.lineage import across, line
+from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, EngineError, FormatError, NotFoundError
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.documents import Anchor, FoldedRange
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.documents import Anchor, MergedDelta
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.restore import restore
 
 
 @pytest.fixture
@@ -366,7 +366,7 @@ class Story:
         chain, chance = self.chain, self.chance
         share = chance.choice([0.0, 0.1, 0.3, 0.8])
         run = open_run(chain.url)
-        documents: list[Manifest | FoldedRange | Anchor] = [*chain.manifests[1:]]
+        documents: list[Manifest | MergedDelta | Anchor] = [*chain.manifests[1:]]
         documents += [run.folded(*pair) for pair in self.folds]
         documents += [run.anchor(version) for version in self.anchors]
         for document in documents:
@@ -565,7 +565,7 @@ def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) ->
     models = models_of(branch.bits[3], ranks)
     for model in models:
         fingerprints = tuple(value.hex() for value in state.fingerprints)
-        model.delta_sync_loaded = Loaded(branch.run, branch.url, 3, manifest.digest, fingerprints)
+        model.delta_sync_loaded = LoadedVersion(branch.run, branch.url, 3, manifest.digest, fingerprints)
     server = Server(branch, branch.bits[3], ranks)
     for model, loaded in zip(server.models, models, strict=True):
         model.delta_sync_loaded = loaded.delta_sync_loaded

@@ -15,17 +15,17 @@ from tests.support.seeds import seeds
 from tests.support.world import World
 from trainer_side import Gate, Publisher
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.cli import run as run_command
-from vllm_delta_sync.config import Settings, load_settings
-from vllm_delta_sync.engine.offline import OfflineSync
-from vllm_delta_sync.engine.rebuild import newest, rebuild
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.api.offline import OfflineSync
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, SettingsError
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.manifest import Quarantine, version_key
+from vllm_delta_sync.format.manifest import Quarantine, version_key
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.settings import Settings, load_settings
+from vllm_delta_sync.tensors.bits import Bits
 
 
 @pytest.fixture

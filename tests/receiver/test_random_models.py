@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.samples import changes_between
-from vllm_delta_sync.engine import load_watch
-from vllm_delta_sync.engine.commit import commit
-from vllm_delta_sync.engine.compiling import trace_routes
-from vllm_delta_sync.engine.patch import StagedPatch, stage
-from vllm_delta_sync.engine.replica import walk, walk_numbers
-from vllm_delta_sync.engine.routes import RouteMap
+from vllm_delta_sync.engine.commit.apply import commit
+from vllm_delta_sync.engine.model import load_record
+from vllm_delta_sync.engine.model.model_replica import walk, walk_numbers
+from vllm_delta_sync.engine.model.patch import StagedPatch, stage
+from vllm_delta_sync.engine.model.route_compiler import trace_routes
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.torch_bits import bits_of, tensor_from_bits
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
 
@@ -308,7 +308,7 @@ def made(drawn: list[tuple[Layer, str]], dtype: str, both: str, version: "Versio
     table, bits = version.table, version.bits
     model = Finished(drawn, DTYPES[dtype], both)
     model.load_weights((spec.name, tensor_from_bits(one.copy(), spec)) for spec, one in zip(table, bits, strict=True))
-    load_watch.watched(model, finish)
+    load_record.watched(model, finish)
     return model
 
 

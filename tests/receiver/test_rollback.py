@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.support.world import World
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.lease import common_version
-from vllm_delta_sync.engine.patch import StagedPatch
-from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.engine.undo_log import ENTRIES, FINGERPRINT_BYTES, Applied, UndoLog
+from vllm_delta_sync.engine.commit.undo_log import ENTRIES, FINGERPRINT_BYTES, UndoEntry, UndoLog
+from vllm_delta_sync.engine.core.watchdog import common_version
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.errors import BusyError, ChainError, FingerprintError, NotFoundError
-from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.settings import Settings
 
 
 @pytest.fixture(params=[("packed", 1), ("raw", 2)], ids=str)
@@ -157,7 +157,7 @@ def test_commits_that_change_nothing_take_room_too(world: World) -> None:
 
 def push(log: UndoLog, version: int, fingerprints: int) -> None:
     patch = StagedPatch(version, [], Fingerprint(), [], [])
-    log.push(Applied(patch, {}, [Fingerprint()] * fingerprints, version - 1))
+    log.push(UndoEntry(patch, {}, [Fingerprint()] * fingerprints, version - 1))
 
 
 def test_log_keeps_so_many_commits_and_no_more() -> None:

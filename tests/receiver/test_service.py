@@ -14,11 +14,11 @@ import pytest
 from tests.support.hooks import hooked
 from tests.support.services import POLL, WAIT, Site, wait_until
 from tests.support.world import World
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import service as service_module
-from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.engine.follow import service as service_module
+from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import BusyError
 from vllm_delta_sync.notice import NoticeSubscriber
+from vllm_delta_sync.settings import Settings
 
 
 @pytest.fixture(params=[True], ids=["with a base"])

@@ -17,8 +17,8 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.utils.async_utils import merge_async_iterators
 
-from vllm_delta_sync.engine import metrics, spans
-from vllm_delta_sync.engine.span_stream import amended
+from vllm_delta_sync.engine.observe import metrics, spans
+from vllm_delta_sync.engine.observe.span_stream import amended
 
 DONE = "data: [DONE]\n\n"
 

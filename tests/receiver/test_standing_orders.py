@@ -15,14 +15,14 @@ from tests.support.chains import Chain, models_of
 from tests.support.modules import ModulePort
 from tests.support.seeds import seeds
 from tests.support.services import WAIT, wait_until
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.loader import Loaded
-from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.engine.service import ReceiverService
-from vllm_delta_sync.engine.standing import Order, OrderFile
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.settings import Settings
 
 
 class Life:
@@ -43,7 +43,7 @@ class Life:
             sums = tuple(fingerprint_tensor(spec.name, bits[at]).hex() for at, spec in enumerate(self.chain.table))
             digest = self.chain.manifests[loaded].digest
             for rank in self.port.ranks:
-                rank.model.delta_sync_loaded = Loaded(self.chain.run, self.chain.url, loaded, digest, sums)  # type: ignore[attr-defined]
+                rank.model.delta_sync_loaded = LoadedVersion(self.chain.run, self.chain.url, loaded, digest, sums)  # type: ignore[attr-defined]
         service = ReceiverService(self.port, Settings(**{**self.settings, **settings}))
         self.services.append(service)
         service.start()
@@ -157,7 +157,7 @@ DAMAGED = ["", "{", "{}", '{"setting":"head","holding":1}', '{"setting":"head","
 def test_damaged_order_holds_what_the_server_starts_with(
     life: Life, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    path = OrderFile(Settings(**life.settings)).path
+    path = StandingOrderStore(Settings(**life.settings)).path
     assert path is not None
     path.parent.mkdir()
     path.write_text(text)
@@ -172,11 +172,11 @@ def test_damaged_order_holds_what_the_server_starts_with(
 
 @pytest.mark.parametrize("how", ["link", "others"])
 def test_order_that_another_may_have_written_is_not_believed(life: Life, how: str) -> None:
-    path = OrderFile(Settings(**life.settings)).path
+    path = StandingOrderStore(Settings(**life.settings)).path
     assert path is not None
     path.parent.mkdir()
     written = path if how == "others" else life.chain.root / "order.json"
-    written.write_text(Order(setting="head", target="3").model_dump_json())
+    written.write_text(StandingOrder(setting="head", target="3").model_dump_json())
     written.chmod(0o666 if how == "others" else 0o600)
     if how == "link":
         path.symlink_to(written)
@@ -211,10 +211,10 @@ def test_version_that_was_held_and_is_gone_is_said(life: Life) -> None:
 
 def test_another_server_of_this_user_has_orders_of_its_own(life: Life, tmp_path: Path) -> None:
     """Another process holds the file's lock."""
-    path = OrderFile(Settings(**life.settings)).path
+    path = StandingOrderStore(Settings(**life.settings)).path
     assert path is not None
     path.parent.mkdir()
-    path.write_text(Order(setting="head", target="3").model_dump_json())
+    path.write_text(StandingOrder(setting="head", target="3").model_dump_json())
     path.chmod(0o600)
     script = (
         "import fcntl, sys\n"
@@ -233,8 +233,8 @@ def test_another_server_of_this_user_has_orders_of_its_own(life: Life, tmp_path:
         life.serves(7)
         service.request("hold").result(WAIT)
         assert json.loads(path.read_bytes())["target"] == "3"
-        named = OrderFile(Settings(**life.settings, receiver_id="two"))
-        named.save(Order(setting="head", holding=True))
+        named = StandingOrderStore(Settings(**life.settings, receiver_id="two"))
+        named.save(StandingOrder(setting="head", holding=True))
         assert named.path is not None
         assert named.path.exists()
     finally:

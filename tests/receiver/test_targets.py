@@ -12,9 +12,8 @@ import pytest
 from tests.support.chains import TABLE, Chain, Server
 from tests.support.hooks import HookedPort, failing
 from tests.support.services import serving, wait_until
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.config import load_settings
-from vllm_delta_sync.engine.standing import sibling
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.follow.standing_orders import sibling
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -24,9 +23,10 @@ from vllm_delta_sync.errors import (
     SettingsError,
     UsageError,
 )
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.settings import load_settings
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_version_that_was_let_go_of_is_refused_by_name(long: Chain) -> None:
     server = Server(long, long.bits[0])
     server.receiver.advance()
     long.beside_it(7)
-    collect(open_run(long.url), Policy(keep_last=1, min_age=0), now=time.time() + 1e6)
+    collect(open_run(long.url), RetentionPolicy(keep_last=1, min_age=0), now=time.time() + 1e6)
     with pytest.raises(NotFoundError, match="version 3 is no longer kept"):
         server.receiver.rollback(3)
     server.serves(8)
@@ -427,8 +427,8 @@ def test_only_a_run_beside_the_configured_one_can_be_named(configured: str, aske
 def test_other_tensors_are_refused(tmp_path: Path, long: Chain) -> None:
     from tests.support.samples import RunWriter
     from vllm_delta_sync.bucket import open_bucket
-    from vllm_delta_sync.wire.anchor import write_anchor
-    from vllm_delta_sync.wire.table import TensorTable
+    from vllm_delta_sync.format.anchor_file import write_anchor
+    from vllm_delta_sync.format.table import TensorTable
 
     table = TensorTable(list(TABLE)[:-1])
     writer = RunWriter(open_bucket(tmp_path / "small"), table, run=f"{9:032x}")

@@ -15,16 +15,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.services import WAIT, Site
 from tests.support.world import World
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import foreign_writers, transfer
-from vllm_delta_sync.engine.offline import OfflineSync, attach
-from vllm_delta_sync.engine.ports import ServerPort
-from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.engine.service import ReceiverService
-from vllm_delta_sync.engine.transaction import DrainError
-from vllm_delta_sync.engine.transfer import OverdueError
-from vllm_delta_sync.engine.weight_memory import WeightMemory
+from vllm_delta_sync.engine.api import weight_transfer
+from vllm_delta_sync.engine.api.offline import OfflineSync, attach
+from vllm_delta_sync.engine.api.weight_transfer import OverdueError
+from vllm_delta_sync.engine.commit.transaction import DrainError
+from vllm_delta_sync.engine.compat import write_hooks
+from vllm_delta_sync.engine.core.ports import ServerEnginePort
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError
+from vllm_delta_sync.settings import Settings
 
 
 class Reached(Exception):
@@ -39,7 +40,7 @@ class Core:
         """Called when the client is collected."""
 
 
-def make_client(backend: str | None = transfer.BACKEND) -> Any:
+def make_client(backend: str | None = weight_transfer.BACKEND) -> Any:
     """VLLM's own client, without an engine behind it."""
     client = object.__new__(AsyncLLM)
     chosen = None if backend is None else SimpleNamespace(backend=backend)
@@ -86,8 +87,8 @@ def forwarding(site: Site, shown: Any = None) -> tuple[Any, ReceiverService]:
     async def ask(action: str, argument: Any) -> Any:
         return await asyncio.wrap_future(service.request(action, argument))
 
-    checks = transfer.Checks(site.world.url, service.receiver.status)
-    transfer.AsyncTransfer(checks, ask, *([] if shown is None else [shown])).install(client)
+    checks = weight_transfer.Checks(site.world.url, service.receiver.status)
+    weight_transfer.AsyncTransfer(checks, ask, *([] if shown is None else [shown])).install(client)
     return client, service
 
 
@@ -176,7 +177,7 @@ def test_labels_of_others_are_refused_without_a_backend_and_left_alone_with_anot
     service.request("sync", 0).result(WAIT)
     plain, other = make_client(None), make_client("nccl")
     for client in (plain, other):
-        transfer.install_on_server(client, service, site.world.url)
+        weight_transfer.install_on_server(client, service, site.world.url)
     (refused, passed) = run(lambda: plain.update_weight_version("7"), plain.start_weight_update)
     assert (type(refused).__name__, "version 0 is served" in str(refused)) == ("GracefulHTTPError", True)
     assert (type(passed), str(passed)) == (Reached, "start_weight_update")
@@ -189,7 +190,7 @@ def test_server_shows_errors_with_the_status_of_our_own_routes(site: Site) -> No
     service.start()
     service.request("sync", 0).result(WAIT)
     client = make_client()
-    transfer.install_on_server(client, service, site.world.url)
+    weight_transfer.install_on_server(client, service, site.world.url)
     service.request("hold").result(WAIT)
     outcomes = run(update(client, version=3), update(client), update(client, names=[]))
     assert [int(error.http_status) for error in outcomes] == [404, 409, 400]
@@ -197,7 +198,7 @@ def test_server_shows_errors_with_the_status_of_our_own_routes(site: Site) -> No
 
 
 def test_nothing_is_finished_before_a_version_is_served(site: Site) -> None:
-    checks = transfer.Checks(site.world.url, Receiver(site.port, Settings(bucket=site.world.url)).status)
+    checks = weight_transfer.Checks(site.world.url, Receiver(site.port, Settings(bucket=site.world.url)).status)
     with pytest.raises(EngineError, match="no version is served yet"):
         checks.label(None)
     checks.start()
@@ -221,9 +222,9 @@ class Llm:
 
 
 def test_offline_calls_move_between_two_generate_calls(site: Site) -> None:
-    world, llm = site.world, Llm(transfer.BACKEND)
+    world, llm = site.world, Llm(weight_transfer.BACKEND)
     sync = OfflineSync(world.receiver)
-    transfer.install_offline(llm, transfer.Checks(world.url, sync.status), sync.to)
+    weight_transfer.install_offline(llm, weight_transfer.Checks(world.url, sync.status), sync.to)
     world.train(1)
     llm.start_weight_update()
     llm.update_weights({"update_info": {"version": 1}})
@@ -236,15 +237,15 @@ def test_offline_calls_move_between_two_generate_calls(site: Site) -> None:
         with pytest.raises(DeltaSyncError, match=r"version 2 is not published|weight_version is '2'"):
             call()
     plain = Llm(None)
-    transfer.install_offline(plain, transfer.Checks(world.url, sync.status), sync.to)
+    weight_transfer.install_offline(plain, weight_transfer.Checks(world.url, sync.status), sync.to)
     with pytest.raises(Reached, match="update_weights"):
         plain.update_weights({"update_info": {}})
 
 
 def test_worker_refuses_what_nobody_forwarded() -> None:
-    transfer.register()
-    transfer.register()
-    config = SimpleNamespace(backend=transfer.BACKEND)
+    weight_transfer.register()
+    weight_transfer.register()
+    config = SimpleNamespace(backend=weight_transfer.BACKEND)
     vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
     engine = WeightTransferEngineFactory.create_engine(config, vllm_config, None, None)  # type: ignore[arg-type]
     for name, call in {
@@ -274,12 +275,12 @@ class Worker:
         """Another door."""
 
 
-@pytest.mark.parametrize(("backend", "told"), [(transfer.BACKEND, 0), ("nccl", 2)])
+@pytest.mark.parametrize(("backend", "told"), [(weight_transfer.BACKEND, 0), ("nccl", 2)])
 def test_calls_of_our_own_backend_are_nobody_elses_writing(backend: str, told: int) -> None:
     said: list[str] = []
     watched = SimpleNamespace(memory=WeightMemory(), touch=said.append)
     worker = Worker(backend)
-    foreign_writers.watch(worker, SimpleNamespace(), watched)
+    write_hooks.watch(worker, SimpleNamespace(), watched)
     with pytest.raises(Reached):
         worker.update_weights({})
     assert said == ["update_weights"] * told
@@ -324,7 +325,7 @@ def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        port = object.__new__(ServerPort)
+        port = object.__new__(ServerEnginePort)
         engines = Waiting()
         values = {"_engines": engines, "_loop": loop, "_mode": "wait", "_clear": True, "_seconds": 9, "_patience": 0.05}
         vars(port).update(values)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.support.hub import COMMIT, serving
 from vllm_delta_sync import open_run
-from vllm_delta_sync.checkpoint import resolve_base
+from vllm_delta_sync.tensors.checkpoint import resolve_base
 
 # The client reads where the Hub is when it is imported.
 PUBLISH = """

@@ -14,19 +14,19 @@ from tests.support.hub_buckets import ID
 from tests.support.hub_store import Hub
 from tests.support.running import stores_are_closed, stores_of_before_end
 from tests.support.samples import RunWriter, nudge, random_bits
-from vllm_delta_sync.bucket import StoreOptions, creation, open_bucket
+from vllm_delta_sync.bucket import StoreOptions, conditional_put, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain.slices import restore_boxes
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError, StoreError, UsageError
-from vllm_delta_sync.upkeep.branching import branch, branch_tag, tensor_fingerprints
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.boxes import Box
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
-from vllm_delta_sync.wire.manifest import Document, Manifest, RunInfo
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format.manifest import Document, Manifest, RunInfo
+from vllm_delta_sync.maintenance.branch import branch, branch_tag, tensor_fingerprints
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
+from vllm_delta_sync.run.partial import restore_boxes
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.boxes import Box
 
 VERSIONS = 10
 
@@ -83,7 +83,7 @@ def test_a_branch_keeps_its_version(source: Source, tmp_path: Path) -> None:
     run, bits = source
     made = branch(run, 9, str(tmp_path / "branch"))
     other = branch(made, 0, str(tmp_path / "other"))
-    policy = Policy(keep_last=1, keep_tagged=False, min_age=0.0)
+    policy = RetentionPolicy(keep_last=1, keep_tagged=False, min_age=0.0)
     for each in (run, made):
         collect(each, policy)
     assert same(made, None, bits[9])
@@ -207,7 +207,7 @@ def test_the_run_whose_documents_stay_counts(
 ) -> None:
     run, _ = source
     late = Late(tmp_path / "branch", after, key)
-    monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
     monkeypatch.setattr(LocalBucket, "exclusive", exclusive)
     with mock.patch.object(LocalBucket, "put", lambda *args, **options: late(*args, **options)):
         with pytest.raises(ConflictError, match=f"holds {key} of another writer; branch to a new URL"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_delta_sync.checkpoint import Checkpoint
 from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, TensorMismatchError
-from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 TENSORS = {
     "a": torch.randn(3, 4).to(torch.bfloat16),

@@ -18,13 +18,9 @@ from tests.support.damage import TABLE as SMALL
 from tests.support.written import TABLE, Written, assert_bits, reference_run, save_base
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain import read as chain_read
-from vllm_delta_sync.chain.checks import decode_objects
-from vllm_delta_sync.chain.lazy import open_step, scratch_folder
-from vllm_delta_sync.chain.plan import GapError, path
-from vllm_delta_sync.chain.read import restore
-from vllm_delta_sync.chain.verify import verify_run
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.codec import delta_reader as reading
+from vllm_delta_sync.codec import delta_writer as spooling
 from vllm_delta_sync.errors import (
     ChainError,
     FingerprintError,
@@ -34,19 +30,23 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
-from vllm_delta_sync.upkeep import compaction_weights
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.compaction import StoppedError, compact, due_folds, make_anchor, make_fold, upkeep
-from vllm_delta_sync.upkeep.compaction_fold import Folding
-from vllm_delta_sync.upkeep.compaction_weights import Weights
-from vllm_delta_sync.upkeep.repair import repair
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import lazy as reading
-from vllm_delta_sync.wire import spool as spooling
-from vllm_delta_sync.wire.container import Container
-from vllm_delta_sync.wire.manifest import HEAD_KEY, ObjectRef, object_key, version_key
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.manifest import HEAD_KEY, ObjectRef, object_key, version_key
+from vllm_delta_sync.format.safetensors_file import Container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance import rolling_weights
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.compact import StoppedError, compact, due_folds, make_anchor, make_fold, upkeep
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.merge_writer import Folding
+from vllm_delta_sync.maintenance.repair.repair import repair
+from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
+from vllm_delta_sync.run import restore as chain_read
+from vllm_delta_sync.run.checks import decode_objects
+from vllm_delta_sync.run.lazy_objects import open_step, scratch_folder
+from vllm_delta_sync.run.plan import GapError, path
+from vllm_delta_sync.run.restore import restore
+from vllm_delta_sync.verify.verify import verify_run
 
 CREATED = "2026-01-02T03:04:05Z"
 CODECS: tuple[Folding, Folding] = ("packed", "context")
@@ -128,7 +128,7 @@ def test_tensors_in_full_and_changes_after_them(tmp_path: Path) -> None:
 def test_several_objects(tmp_path: Path, codec: Folding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 1)
     written = make(tmp_path, 4)
-    folded = make_fold(written.run, 0, 4, object_bytes=1, codec=codec, weights=Weights(written.run))
+    folded = make_fold(written.run, 0, 4, object_bytes=1, codec=codec, weights=RollingWeights(written.run))
     assert len(folded.objects) >= 3
     written.check(0, 4)
     assert_bits(restore(written.run, written.run.manifest(4)).state, written.writer.bits[4])
@@ -202,8 +202,8 @@ def test_another_maker_was_first(tmp_path: Path) -> None:
     written.check(0, 4)
 
 
-@pytest.mark.parametrize("kind", [side.FoldedRange, side.Anchor])
-def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.FoldedRange] | type[side.Anchor]) -> None:
+@pytest.mark.parametrize("kind", [side.MergedDelta, side.Anchor])
+def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.MergedDelta] | type[side.Anchor]) -> None:
     """An object that no document names yet looks like nobody's."""
     written = make(tmp_path, 4)
     removed: list[str] = []
@@ -215,7 +215,7 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Fol
             written.lose(removed[0])
         real()
 
-    if kind is side.FoldedRange:
+    if kind is side.MergedDelta:
         with_put(put, lambda: make_fold(written.run, 0, 4))
         written.check(0, 4)
     else:
@@ -245,7 +245,7 @@ def test_ranges_over_codec_context(tmp_path: Path, codec: Folding, batch: int, m
         make_fold(run, 0, 4)
     upkeep(run, written.writer.manifests[8])
     assert not run.folds(), "without weights nothing is merged"
-    weights = Weights(run, scratch=tmp_path)
+    weights = RollingWeights(run, scratch=tmp_path)
     for first, last in [(0, 4), (4, 8), (0, 8), (3, 5)]:
         folded = make_fold(run, first, last, codec=codec, weights=weights)
         assert codec in folded.requires
@@ -264,7 +264,7 @@ def test_ranges_over_codec_context(tmp_path: Path, codec: Folding, batch: int, m
 
 def test_packed_versions_become_a_range_of_codec_context_which_is_repaired(tmp_path: Path) -> None:
     written = grown(tmp_path, 4, "packed")
-    small = make_fold(written.run, 0, 4, codec="context", weights=Weights(written.run))
+    small = make_fold(written.run, 0, 4, codec="context", weights=RollingWeights(written.run))
     written.check(0, 4)
     written.lose(small.objects[0].key)
     report = repair(written.run)
@@ -276,7 +276,7 @@ def test_packed_versions_become_a_range_of_codec_context_which_is_repaired(tmp_p
 def test_weights_go_on_from_where_they_are(tmp_path: Path) -> None:
     """The next range costs what leads to it: version 0 is read once."""
     written = grown(tmp_path, 9)
-    weights = Weights(written.run)
+    weights = RollingWeights(written.run)
     manifests, bits, root = written.writer.manifests, written.writer.bits, written.object_of(0)
     assert_bits(weights.at(manifests[0]), bits[0])
     whole = written.bucket.get(root)
@@ -298,7 +298,7 @@ def test_compact_and_then_collect(tmp_path: Path, codec: Folding) -> None:
     assert (report.folds, report.skipped) == ([(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)], [])
     for pair in report.folds:
         written.check(*pair)
-    collect(written.run, Policy(keep_last=1, keep_every=8, min_age=0.0), now=4e9)
+    collect(written.run, RetentionPolicy(keep_last=1, keep_every=8, min_age=0.0), now=4e9)
     checked = verify_run(written.run)
     assert (checked.replayed, checked.gone > 0) == (True, True)
     for version in (8, 16, 17):
@@ -349,7 +349,7 @@ def test_an_anchor_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert make_anchor(written.run, 5, shard_bytes=20_000).objects == anchor.objects
         assert written.run.anchor(5).manifest == written.writer.manifests[5].digest
     # Of raw versions, and of a model that is large.
-    monkeypatch.setattr(compaction_weights, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(rolling_weights, "IN_MEMORY_BYTES", 0)
     written.publish(codec="raw")
     assert make_anchor(written.run, 7).payload_bytes >= TABLE.full_bytes
     assert restore(written.run, written.run.manifest(7)).plan.beside
@@ -373,7 +373,7 @@ def test_everything_temporary_goes_where_it_is_told_to(
     expected = restore(run, run.head()).state.fingerprint
     if branched:
         run = branch(run, None, str(tmp_path / "branch"))
-    monkeypatch.setattr(compaction_weights, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(rolling_weights, "IN_MEMORY_BYTES", 0)
     for name in ("IN_MEMORY_BYTES", "DECODED_ELEMENTS", "MAPPED_BYTES"):
         monkeypatch.setattr(chain_read, name, 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
@@ -418,11 +418,11 @@ def test_whatever_ends_it_leaves_nothing(tmp_path: Path, scratch: Path, monkeypa
 
 SMALL_FILES = """
 import resource, sys
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.upkeep.compaction import make_fold
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.maintenance.compact import make_fold
 from vllm_delta_sync.errors import StoreError
-from vllm_delta_sync.wire.kernels import add_distances
-from vllm_delta_sync.wire import fold_kernels
+from vllm_delta_sync.format.kernels import add_distances
+from vllm_delta_sync.format import fold_kernels
 run = open_run(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
@@ -448,7 +448,7 @@ def test_scratch_that_fills_up(tmp_path: Path, scratch: Path) -> None:
 
 HOLD = """
 import sys
-from vllm_delta_sync.chain.lazy import scratch_folder
+from vllm_delta_sync.run.lazy_objects import scratch_folder
 with scratch_folder(sys.argv[1], "a test", 0) as folder:
     (folder / "left").write_bytes(b"x")
     print(folder, flush=True)

@@ -10,21 +10,21 @@ from tests.support.damage import Whole
 from tests.support.samples import RunWriter, changes_between, nudge, random_bits, state_of
 from tests.support.written import TABLE, Written, assert_bits
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain import read as chain_read
-from vllm_delta_sync.chain.plan import GapError, Step, path
-from vllm_delta_sync.chain.read import apply_mapped, apply_step
-from vllm_delta_sync.chain.verify import verify_run
-from vllm_delta_sync.cli.views import version_document
+from vllm_delta_sync.cli.log import version_document
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.codec import delta_reader as reading
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, DeltaContext, encode
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.repair import repair
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import lazy as reading
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.container import Container
-from vllm_delta_sync.wire.delta import FINGERPRINTS, DeltaContext, encode
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.safetensors_file import Container
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.repair.repair import repair
+from vllm_delta_sync.run import restore as chain_read
+from vllm_delta_sync.run.plan import GapError, Step, path
+from vllm_delta_sync.run.restore import apply_mapped, apply_step
+from vllm_delta_sync.verify.verify import verify_run
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_a_collection_keeps_what_leads_to_versions() -> None:
     whole.deltas(*["context", "packed"] * 6)
     whole.folds()
     whole.beside(8)
-    collect(whole.run, Policy(keep_last=2, keep_every=4, min_age=0.0), now=whole.bucket.clock + 1e7)
+    collect(whole.run, RetentionPolicy(keep_last=2, keep_every=4, min_age=0.0), now=whole.bucket.clock + 1e7)
     assert {4, 8, 11, 12} <= set(whole.readable())
     report = verify_run(whole.run)
     assert (report.replayed, report.undecoded) == (True, [])

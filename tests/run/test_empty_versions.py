@@ -7,8 +7,8 @@ from tests.support.world import World
 from tests.support.written import TABLE, Written, assert_bits
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.upkeep.compaction import compact
-from vllm_delta_sync.wire.changes import Changes
+from vllm_delta_sync.maintenance.compact import compact
+from vllm_delta_sync.tensors.changes import Changes
 
 CHANGING = {5, 6, 8}
 """Of eight versions, those that change anything."""

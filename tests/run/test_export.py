@@ -31,10 +31,8 @@ from tests.support.written import Written
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.read import restore
-from vllm_delta_sync.checkpoint import EXPORT_NAME, INDEX_NAME, SINGLE_NAME
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -46,10 +44,12 @@ from vllm_delta_sync.errors import (
     StoreError,
     UsageError,
 )
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.export import WORK_NAME, ExportReport, export
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire.manifest import version_key
+from vllm_delta_sync.format.manifest import version_key
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.export import WORK_NAME, ExportReport, export
+from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.run.restore import restore
+from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME, INDEX_NAME, SINGLE_NAME
 
 Published = tuple[Path, list[dict[str, torch.Tensor]], PreTrainedModel]
 SHARD_BYTES = 2000
@@ -379,7 +379,7 @@ def test_a_lock_whose_owner_is_gone_is_nobodys(chain: Chain, tmp_path: Path) -> 
 # What is fetched
 
 
-class Counted(WrappedBucket):
+class Counted(BucketMiddleware):
     """Counts what is read of each object, and may fail."""
 
     def __init__(self, inner: Bucket) -> None:
@@ -684,7 +684,7 @@ def test_no_room_is_said_at_once_and_given_back(chain: Chain, tmp_path: Path) ->
 def test_sizes_that_make_no_sense_are_refused(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="shard_bytes is 0"):
         export(open_run(chain.url), tmp_path / "out", shard_bytes=0)
-    monkeypatch.setattr("vllm_delta_sync.wire.limits.check_object_count.__defaults__", (3,))
+    monkeypatch.setattr("vllm_delta_sync.format.limits.check_object_count.__defaults__", (3,))
     with pytest.raises(LimitError, match="shard_bytes is 1"):
         export(open_run(chain.url), tmp_path / "out", shard_bytes=1)
     assert not (tmp_path / "out").exists()
@@ -803,7 +803,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_delta_sync.upkeep.export.restore", interrupted)
+        patch.setattr("vllm_delta_sync.maintenance.export.restore", interrupted)
         done = delta_sync("export", "--bucket", chain.url, "--to", tmp_path / "out")
     assert (done.code, "the same command goes on from here" in done.err) == (130, True)
     assert stored(tmp_path / "out") == {}

@@ -13,18 +13,19 @@ from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.turn_model import FleetRun
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run, leases
-from vllm_delta_sync.chain.fleet import FleetLateError
-from vllm_delta_sync.chain.leases import read_leases
 from vllm_delta_sync.cli import fleet as cli_fleet
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError, UsageError
-from vllm_delta_sync.upkeep.leases import write_lease
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.upkeep.retention_plan import DAY
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.documents import Lease
+from vllm_delta_sync.fleet import heartbeats
+from vllm_delta_sync.fleet.fleet import FleetLateError
+from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import read_leases
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.documents import Lease
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.gc.policy import DAY
+from vllm_delta_sync.maintenance.tags import set_tag
 
 
 @pytest.fixture
@@ -223,7 +224,7 @@ def test_what_is_not_believed(world: FleetRun, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_flood_is_read_up_to_a_bound(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_LEASES", 5)
+    monkeypatch.setattr(heartbeats, "MAX_LEASES", 5)
     for number in range(8):
         world.bucket.now += 1
         world.heartbeat(f"r{number}", number)
@@ -244,9 +245,9 @@ def test_collection_removes_what_is_long_over_and_nothing_live(world: FleetRun) 
     world.bucket.now += 100
     world.heartbeat("live", 1)
     before = {info.key for info in world.bucket.list()}
-    dry = collect(world.run, Policy(), dry_run=True, now=world.bucket.now)
+    dry = collect(world.run, RetentionPolicy(), dry_run=True, now=world.bucket.now)
     assert {info.key for info in world.bucket.list()} == before
-    report = collect(world.run, Policy())
+    report = collect(world.run, RetentionPolicy())
     assert report.leases == dry.leases == [side.lease_key("dead")]
     assert report.turns == dry.turns != []
     left = {info.key for info in world.bucket.list()}

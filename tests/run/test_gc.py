@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
 from tests.support.marked import MarkedGrown
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.plan import Planner, path
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -19,21 +18,22 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     UsageError,
 )
-from vllm_delta_sync.upkeep.leases import write_lease
-from vllm_delta_sync.upkeep.retention import Policy, Report, collect
-from vllm_delta_sync.upkeep.retention_lock import CLAIM_SECONDS
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.documents import FoldedRange, Tag
-from vllm_delta_sync.wire.manifest import RunInfo
+from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.documents import MergedDelta, Tag
+from vllm_delta_sync.format.manifest import RunInfo
+from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
+from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
+from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.run.plan import Planner, path
 
 quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
 LEASES = st.lists(st.tuples(st.integers(0, 30), st.none() | st.integers(0, 30), st.integers(1, 20_000)), max_size=2)
 
 
-def expected(grown: Grown, policy: Policy, leases: list[tuple[int, int | None, int]], now: float) -> set[int]:
+def expected(grown: Grown, policy: RetentionPolicy, leases: list[tuple[int, int | None, int]], now: float) -> set[int]:
     """What a policy promises to keep, in the plainest words."""
     head = grown.newest
     found = {head, *range(max(0, head - policy.keep_last + 1), head + 1)}
@@ -60,7 +60,7 @@ def lay(grown: Grown, leases: list[tuple[int, int | None, int]]) -> list[tuple[i
     return laid
 
 
-def check(grown: Grown, report: Report, wanted: set[int], policy: Policy) -> None:
+def check(grown: Grown, report: CollectionReport, wanted: set[int], policy: RetentionPolicy) -> None:
     assert set(report.kept) == wanted
     assert not report.lost
     for version in wanted:
@@ -89,7 +89,7 @@ def test_whatever_is_kept_can_be_rebuilt(
     seed: int,
     whole: bool,
     steps: list[tuple[str, int]],
-    policy: Policy,
+    policy: RetentionPolicy,
     leases: list[tuple[int, int | None, int]],
     later: int,
 ) -> None:
@@ -144,7 +144,7 @@ class CrashAt:
     late=st.booleans(),
 )
 def test_a_crash_anywhere_breaks_nothing(
-    tmp_path: Path, seed: int, steps: list[tuple[str, int]], policy: Policy, late: bool
+    tmp_path: Path, seed: int, steps: list[tuple[str, int]], policy: RetentionPolicy, late: bool
 ) -> None:
     grown = Grown(MemoryBucket(), tmp_path, seed)
     play(grown, steps)
@@ -174,7 +174,7 @@ def test_a_crash_anywhere_breaks_nothing(
     assert count
 
 
-FEW = Policy(keep_last=3)
+FEW = RetentionPolicy(keep_last=3)
 
 
 def of_versions(folder: Path, count: int, seed: int = 7, **options: Any) -> Grown:
@@ -257,7 +257,7 @@ def test_milestones_on_a_way_not_taken(tmp_path: Path) -> None:
     for _ in range(4):
         grown.grow()
     grown.memory.clock += 2 * HOUR
-    report = collect(grown.run_, Policy(keep_last=2))
+    report = collect(grown.run_, RetentionPolicy(keep_last=2))
     assert set(report.kept) == {11, 12, 13, 14, 18, 19}
     for version in report.kept:
         assert grown.equals(version)
@@ -269,20 +269,20 @@ def test_a_version_published_lately_keeps_its_delta(tmp_path: Path) -> None:
     for key in objects(grown.memory):
         grown.memory.held[key] = (grown.memory.held[key][0], 0.0)
     grown.fold_all()
-    assert collect(grown.run_, Policy(keep_last=1)).bytes == 0
+    assert collect(grown.run_, RetentionPolicy(keep_last=1)).bytes == 0
     grown.memory.clock += HOUR
-    assert collect(grown.run_, Policy(keep_last=1)).bytes
+    assert collect(grown.run_, RetentionPolicy(keep_last=1)).bytes
 
 
 def test_a_receiver_with_a_lease_finds_its_way_on(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
     write_lease(grown.run_, "slow", 7, target=19, seconds=600)
-    report = collect(grown.run_, Policy(keep_last=1))
+    report = collect(grown.run_, RetentionPolicy(keep_last=1))
     assert report.kept[7] == report.kept[19] == ["lease slow"]
     for step in path(grown.run_, 7, 40, [side.fold_key(0, 4)]):
         assert {ref.key for ref in step.objects} <= objects(grown.memory)
     grown.memory.clock += 600
-    assert 7 not in collect(grown.run_, Policy(keep_last=1)).kept
+    assert 7 not in collect(grown.run_, RetentionPolicy(keep_last=1)).kept
 
 
 def test_forged_leases_do_not_hold_for_ever(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_damage_is_not_taken_for_what_was_given_up(tmp_path: Path) -> None:
 def test_what_was_given_up_once_is_not_missed(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
     collect(grown.run_, FEW)
-    report = collect(grown.run_, Policy(keep_last=3, keep_every=10))
+    report = collect(grown.run_, RetentionPolicy(keep_last=3, keep_every=10))
     assert report.lost == {}
     assert set(report.kept) == {38, 39, 40}
     assert "given up by an earlier collection, and not kept: versions 10, 20, 30" in report.notes
@@ -366,13 +366,13 @@ def test_policies_that_make_no_sense() -> None:
     )
     for fields in wrong:
         with pytest.raises(UsageError):
-            Policy(**fields)
+            RetentionPolicy(**fields)
 
 
 def test_version_that_was_let_go_of_is_said_to_be_no_longer_kept(tmp_path: Path) -> None:
     grown = long_run(tmp_path, 24)
     run = grown.run_
-    report = collect(run, Policy(keep_last=1, min_age=0.0))
+    report = collect(run, RetentionPolicy(keep_last=1, min_age=0.0))
     let_go = max(set(range(25)) - set(report.kept) - {0})
     with pytest.raises(NotFoundError, match=f"version {let_go} is no longer kept"):
         run.snapshot(let_go)
@@ -415,7 +415,7 @@ def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: 
     tag = Tag(run="0" * 32, name="foreign", version=4, manifest=manifest.digest, created_at=manifest.created_at)
     grown.bucket.put(side.tag_key("foreign"), tag.to_bytes())
     folded = grown.run_.folded(0, 4)
-    other = FoldedRange.model_validate({**folded.model_dump(), "last_manifest": "0" * 64})
+    other = MergedDelta.model_validate({**folded.model_dump(), "last_manifest": "0" * 64})
     grown.bucket.put(side.fold_key(0, 4), other.to_bytes())
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)
@@ -443,7 +443,7 @@ def test_ranges_that_readers_do_not_look_for_are_no_path(tmp_path: Path) -> None
 
 # While the head is quarantined: what servers stand at, and their path on
 
-TIGHT = Policy(keep_last=1, min_age=0, keep_tagged=False)
+TIGHT = RetentionPolicy(keep_last=1, min_age=0, keep_tagged=False)
 
 
 def marked(tmp_path: Path, marks: str, whole: bool = True) -> MarkedGrown:
@@ -522,7 +522,7 @@ def test_sound_version_stays_readable_whatever_is_collected(
     for version in anchors:
         if version <= run.newest:
             run.beside(version, tmp_path)
-    policy = Policy(keep_last=keep_last, min_age=0, keep_tagged=False)
+    policy = RetentionPolicy(keep_last=keep_last, min_age=0, keep_tagged=False)
     for marks_then in ("", more):
         run.play(marks_then)
         run.memory.clock += HOUR

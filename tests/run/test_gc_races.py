@@ -9,20 +9,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
-from vllm_delta_sync.bucket import creation
+from vllm_delta_sync.bucket import conditional_put
 from vllm_delta_sync.errors import ConflictError, NotFoundError
-from vllm_delta_sync.upkeep import retention
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.upkeep.retention_lock import CLAIM_SECONDS, KEPT
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.documents import Collection
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.documents import Collection
+from vllm_delta_sync.maintenance.gc import collect as retention
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS, KEPT
+from vllm_delta_sync.maintenance.tags import set_tag
 
-FEW = Policy(keep_last=3)
+FEW = RetentionPolicy(keep_last=3)
 Meanwhile = Callable[[Grown], object]
 
 
-def interleaved(folder: Path, make: Callable[[Path], Grown], policy: Policy, meanwhile: Meanwhile) -> list[Grown]:
+def interleaved(
+    folder: Path, make: Callable[[Path], Grown], policy: RetentionPolicy, meanwhile: Meanwhile
+) -> list[Grown]:
     """Collect once for each change that a collection makes, and let something happen right before that change.
 
     Where another collection took over, or began at the same moment, the first one is refused.
@@ -58,7 +60,7 @@ def test_a_tag_set_meanwhile_holds_or_is_refused(tmp_path: Path, second: bool) -
     def tag(grown: Grown) -> None:
         if second:
             with suppress(ConflictError):
-                collect(grown.run_, Policy(keep_last=3, keep_every=6))
+                collect(grown.run_, RetentionPolicy(keep_last=3, keep_every=6))
         try:
             set_tag(grown.run_, "late", 18)
             outcomes.append(True)
@@ -103,7 +105,7 @@ def test_of_two_collections_one_is_refused(tmp_path: Path) -> None:
     def meanwhile(grown: Grown) -> None:
         before = dict(grown.memory.held)
         try:
-            collect(grown.run_, Policy(keep_last=1))
+            collect(grown.run_, RetentionPolicy(keep_last=1))
             refused.append("")
         except ConflictError as error:
             refused.append(str(error))
@@ -126,7 +128,7 @@ def test_a_collection_that_stood_still_for_too_long_is_taken_over_from_and_stops
     def meanwhile(grown: Grown) -> None:
         grown.beside(12, grown.folder)
         grown.memory.clock += CLAIM_SECONDS + 2
-        removed = collect(grown.run_, Policy(keep_last=1)).objects
+        removed = collect(grown.run_, RetentionPolicy(keep_last=1)).objects
         held = objects(grown.memory)
 
         def hook(action: str, key: str) -> None:
@@ -142,7 +144,7 @@ def test_a_collection_that_stood_still_for_too_long_is_taken_over_from_and_stops
         grown.memory.after = lambda action, key: None
         assert grown.equals(16)
         # And the next one finds the run free.
-        assert collect(grown.run_, Policy(keep_last=1)).head == 16
+        assert collect(grown.run_, RetentionPolicy(keep_last=1)).head == 16
 
 
 def test_a_collection_that_was_killed_delays_the_next_one_for_as_long_as_its_claim_holds(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_a_long_collection_renews_its_claim_and_old_claims_are_removed(tmp_path:
 def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
     grown = long_run(tmp_path, 16)
     grown.memory.exclusive = False
     held = dict(grown.memory.held)
@@ -224,7 +226,7 @@ def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
     """As by one of a release that claims nothing; where create-if-absent holds, it is looked for every few seconds."""
     monkeypatch.setattr(retention, "CHECK_SECONDS", 0.0)
     grown = long_run(tmp_path, 24)
-    other = Policy(keep_last=3, keep_every=6)
+    other = RetentionPolicy(keep_last=3, keep_every=6)
 
     def second(action: str, key: str) -> None:
         if action == "delete" and key.startswith("objects/"):
@@ -253,7 +255,7 @@ def test_collectors_that_do_not_know_of_each_other(
     tmp_path: Path,
     seed: int,
     steps: list[tuple[str, int]],
-    policies: tuple[Policy, Policy],
+    policies: tuple[RetentionPolicy, RetentionPolicy],
     at: int,
     meanwhile: list[tuple[str, int]],
     stalled: bool,

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 import vllm_delta_sync
 from tests.golden.regenerate import DIRECTORY, table, versions
 from tests.support.written import SMALL, Written, assert_bits, reference_run, save_base
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain.checks import object_limit
-from vllm_delta_sync.chain.verify import VerifyReport
+from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.codec.delta_object import DeltaContext, encode
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -33,11 +32,12 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
-from vllm_delta_sync.torch_bits import bits_of
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.manifest import Manifest
-from vllm_delta_sync.wire.table import TensorTable
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.run.checks import object_limit
+from vllm_delta_sync.tensors.torch_views import bits_of
+from vllm_delta_sync.verify.verify import VerifyReport
 
 HEAD = 5
 NO_DIGEST = "0" * 64

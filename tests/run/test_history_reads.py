@@ -19,16 +19,12 @@ from tests.support.signed_runs import PUBLISHER, ROOT, Signed, name_of
 from tests.support.trusted import keyring_at
 from tests.support.written import Written
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.bucket.calls import PARALLEL, in_parallel
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.metered import MeteredBucket, Metrics
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
-from vllm_delta_sync.chain import Run, ahead, open_run
-from vllm_delta_sync.chain.documents import RunDocuments
-from vllm_delta_sync.chain.glance import GLANCE_BYTES, check_glance
-from vllm_delta_sync.chain.newest import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
-from vllm_delta_sync.chain.verify import verify_run
-from vllm_delta_sync.cli.views import log_document
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
+from vllm_delta_sync.bucket.parallel import PARALLEL, in_parallel
+from vllm_delta_sync.cli.log import log_document
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -38,13 +34,18 @@ from vllm_delta_sync.errors import (
     SignatureError,
     StoreError,
 )
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
+from vllm_delta_sync.format.documents import KeyEntry
+from vllm_delta_sync.format.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest, Signature, version_key
+from vllm_delta_sync.maintenance.anchor_writer import make_anchor
+from vllm_delta_sync.maintenance.merge_writer import make_fold
+from vllm_delta_sync.run import prefetch
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.head import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.upkeep.compaction_anchor import make_anchor
-from vllm_delta_sync.upkeep.compaction_fold import make_fold
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
-from vllm_delta_sync.wire.documents import KeyEntry
-from vllm_delta_sync.wire.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest, Signature, version_key
+from vllm_delta_sync.trust.precheck import GLANCE_BYTES, check_glance
+from vllm_delta_sync.verify.verify import verify_run
 
 VERSIONS = 40
 PATIENCE_SECONDS = 60.0
@@ -55,7 +56,7 @@ HEAD = 3
 # Prefetching
 
 
-class Far(WrappedBucket):
+class Far(BucketMiddleware):
     """A store that answers the first ``together`` reads only once all of them have been asked for."""
 
     def __init__(self, inner: Bucket) -> None:
@@ -220,7 +221,7 @@ def test_verify_reads_each_manifest_once_and_many_at_a_time(folder: Path, monkey
     assert slow.most == PARALLEL
     # What does not fit into memory is read again: once for the documents, and once for the weights.
     sizes = [(folder / version_key(version)).stat().st_size for version in range(VERSIONS + 1)]
-    monkeypatch.setattr(ahead, "KEPT_BYTES", sum(sizes) // 4)
+    monkeypatch.setattr(prefetch, "KEPT_BYTES", sum(sizes) // 4)
     again = Slow(folder, PARALLEL)
     assert verify_run(again.run).head == VERSIONS
     assert max(again.reads.values()) == 2
@@ -372,7 +373,7 @@ def parsing() -> Iterator[list[int]]:
         sizes.append(len(data))
         return load_canonical(data, *arguments)
 
-    with mock.patch("vllm_delta_sync.wire.manifest.load_canonical", load):
+    with mock.patch("vllm_delta_sync.format.manifest.load_canonical", load):
         yield sizes
 
 

@@ -18,12 +18,12 @@ from tests.run.machine.nursery import Nursery
 from tests.support.exporting import expected, held, names
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.checkpoint import EXPORT_NAME, INDEX_NAME, SINGLE_NAME
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import NotFoundError
-from vllm_delta_sync.upkeep.export import WORK_NAME
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.manifest import object_key
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.manifest import object_key
+from vllm_delta_sync.maintenance.export import WORK_NAME
+from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME, INDEX_NAME, SINGLE_NAME
 
 LONGEST_SECONDS, MOST_SECONDS = 0.8, 3.0
 """How long a publisher may live, at least; and at most, where the first one took long for its first version."""

@@ -9,9 +9,9 @@ import pytest
 from tests.run.machine.tensors import ServedModel, copy_bits, equal, first_tensors, gather, train
 from tests.support.modules import ModulePort
 from trainer_side import Publisher
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.notice import Notice, NoticePublisher
+from vllm_delta_sync.settings import Settings
 
 DEADLINE_SECONDS = 120.0
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.support.turn_model import FleetRun, Stage
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import AccessError, StoreError
-from vllm_delta_sync.turns import KEPT, MARGIN_SECONDS, PATIENCE_SECONDS, Held, Turns
-from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.fleet.pause_slots import KEPT, MARGIN_SECONDS, PATIENCE_SECONDS, HeldSlot, PauseSlots
+from vllm_delta_sync.format import documents as side
 
 PAUSE = 4.0
 LIFE = int(PAUSE) + 1 + MARGIN_SECONDS
@@ -28,7 +28,7 @@ def claims(world: FleetRun) -> list[str]:
     return [info.key for info in world.bucket.list(side.TURNS_PREFIX)]
 
 
-def taken(turns: Turns) -> Held:
+def taken(turns: PauseSlots) -> HeldSlot:
     held = turns.attempt(1)
     assert held is not None
     return held

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.support.damage import TABLE
 from tests.support.samples import state_of
 from tests.support.written import Written, assert_bits
-from vllm_delta_sync.chain.plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
-from vllm_delta_sync.chain.read import apply_mapped, apply_step
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.run.plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
+from vllm_delta_sync.run.restore import apply_mapped, apply_step
 
 
 @pytest.fixture

@@ -13,19 +13,19 @@ from tests.support.running import counted
 from tests.support.samples import RunWriter, nudge, random_bits, state_of
 from tests.support.written import reference_run, save_base
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.measure import measure
-from vllm_delta_sync.chain.verify import verify_run
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, NotFoundError
-from vllm_delta_sync.upkeep.repair import RepairReport, repair
-from vllm_delta_sync.upkeep.repair_deltas import difference, lost_object, put_anchor, put_fold, put_lost_shard
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.anchor import shard_tables
-from vllm_delta_sync.wire.delta import Codec
-from vllm_delta_sync.wire.manifest import Head
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.anchor_file import shard_tables
+from vllm_delta_sync.format.manifest import Head
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.repair.deltas import difference, lost_object, put_anchor, put_fold, put_lost_shard
+from vllm_delta_sync.maintenance.repair.repair import RepairReport, repair
+from vllm_delta_sync.verify.simulate import measure
+from vllm_delta_sync.verify.verify import verify_run
 
 SEEDS = st.integers(0, 2**32)
 DAMAGES = st.lists(st.builds(Damage, *[st.integers(0, 10**6)] * 3), min_size=1, max_size=4)
@@ -389,18 +389,18 @@ def _provable(version: int, intact: set[str]) -> bool:
 # Runs from which retention has removed what it does not keep
 
 POLICIES = st.builds(
-    Policy, keep_last=st.integers(1, 5), keep_every=st.sampled_from([None, 3, 4, 8]), min_age=st.just(0.0)
+    RetentionPolicy, keep_last=st.integers(1, 5), keep_every=st.sampled_from([None, 3, 4, 8]), min_age=st.just(0.0)
 )
 
 
-def collected(seed: int, policy: Policy) -> Whole:
+def collected(seed: int, policy: RetentionPolicy) -> Whole:
     whole = random_run(seed)
     collect(whole.run, policy, now=whole.bucket.clock + 1e7)
     return whole
 
 
 @given(seed=SEEDS, policy=POLICIES, damages=DAMAGES)
-def test_what_was_kept_comes_back_from_a_mirror(seed: int, policy: Policy, damages: list[Damage]) -> None:
+def test_what_was_kept_comes_back_from_a_mirror(seed: int, policy: RetentionPolicy, damages: list[Damage]) -> None:
     whole = collected(seed, policy)
     report = verify_run(whole.run)
     assert report.replayed
@@ -426,7 +426,7 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
     whole.deltas(*["packed"] * 12)
     whole.folds()
     whole.beside(8)
-    collect(whole.run, Policy(keep_last=2, keep_every=8, min_age=0.0), now=whole.bucket.clock + 1e7)
+    collect(whole.run, RetentionPolicy(keep_last=2, keep_every=8, min_age=0.0), now=whole.bucket.clock + 1e7)
     assert whole.readable() == [8, 9, 10, 11, 12]
     mirror = whole.bucket.copy()
     whole.bucket.delete(side.anchor_key(8))
@@ -497,7 +497,7 @@ WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", ["BF16", "F32"][layer % 
 def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_sync.wire.spool.SPOOL_ELEMENTS", 64 * 1024)
+    monkeypatch.setattr("vllm_delta_sync.codec.delta_writer.SPOOL_ELEMENTS", 64 * 1024)
     random = np.random.default_rng(9)
     writer = RunWriter(open_bucket(str(tmp_path / "run")), WIDE)
     writer.reference(random_bits(WIDE, random), str(tmp_path))

@@ -11,10 +11,7 @@ import torch
 from tests.support.damage import TABLE
 from tests.support.samples import state_of
 from tests.support.written import Written, assert_bits
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain import read as chain_read
-from vllm_delta_sync.chain.plan import Step, path
-from vllm_delta_sync.chain.read import apply_mapped, apply_step, restore, scratch_file
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -25,8 +22,11 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UsageError,
 )
-from vllm_delta_sync.torch_bits import bits_of, tensor_from_bits
-from vllm_delta_sync.wire import documents as side
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.run import restore as chain_read
+from vllm_delta_sync.run.plan import Step, path
+from vllm_delta_sync.run.restore import apply_mapped, apply_step, restore, scratch_file
+from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 
 State = dict[str, torch.Tensor]
 

@@ -20,12 +20,11 @@ from tests.support.sidecars import trainer as trainer
 from tests.support.signed import Keys, assert_signed
 from tests.support.tiny import make_model, make_tokenizer, save_checkpoint
 from tests.support.trainers import trainer_of
-from trainer_side import Publisher, model_files
+from trainer_side import Publisher, run_files
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.files import write_files
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -38,11 +37,12 @@ from vllm_delta_sync.errors import (
     StoreError,
     UsageError,
 )
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.repair import repair
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.wire.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
-from vllm_delta_sync.wire.manifest import FILES_PREFIX, RUN_KEY, TABLE_KEY, RunInfo, file_key, version_key
+from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
+from vllm_delta_sync.format.manifest import FILES_PREFIX, RUN_KEY, TABLE_KEY, RunInfo, file_key, version_key
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.repair.repair import repair
+from vllm_delta_sync.run.model_files import write_files
 
 CONFIG = b'{"model_type":"qwen3"}'
 TOKENIZER = b'{"model":{"type":"BPE"}}'
@@ -239,17 +239,17 @@ class Saves:
 
 def test_what_a_tokenizer_cannot_give_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"large.json": MAX_RUN_FILE_BYTES + 1, "tokenizer.json": 9, "a b.txt": 1, "other.bin": 5}
-    with model_files.tokenizer_folder(Saves(sizes)) as folder:
+    with run_files.tokenizer_folder(Saves(sizes)) as folder:
         assert folder is not None
         assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "other.bin"}
-        model_files.check_folder(folder)
+        run_files.check_folder(folder)
     assert not folder.exists()
     assert ("'large.json'" in caplog.text, "'a b.txt'" in caplog.text) == (True, True)
     caplog.clear()
     errors = (OSError(28, "No space left on device"), NotImplementedError("slow"), KeyError("vocab"))
     failing = [Saves({"tokenizer.json": 9}, error) for error in errors]
     for nothing_to_save in (*failing, None, object(), Saves({}), Saves({"other.bin": 5})):
-        with model_files.tokenizer_folder(nothing_to_save) as folder:
+        with run_files.tokenizer_folder(nothing_to_save) as folder:
             assert folder is None
     assert caplog.text.count("cannot be saved") == 3
 
@@ -552,7 +552,9 @@ def test_a_collection_leaves_them(written: Run, bucket: Hooked, trainer: Trainer
             publisher.publish(step, wait=True)
         publisher.anchor()
     age(bucket.folder)
-    assert collect(open_run(bucket.url), Policy(keep_last=1, min_age=0.0)).objects, "there was something to collect"
+    assert collect(open_run(bucket.url), RetentionPolicy(keep_last=1, min_age=0.0)).objects, (
+        "there was something to collect"
+    )
     assert kept(bucket.url) == SMALL
     assert open_run(bucket.url).verify().files == 2
 

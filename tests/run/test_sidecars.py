@@ -20,7 +20,7 @@ from tests.support.sidecars import trainer as trainer
 from tests.support.signed import Keys
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.chain import Run
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     DigestError,
     FormatError,
@@ -31,11 +31,11 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
-from vllm_delta_sync.upkeep.repair import repair
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
-from vllm_delta_sync.wire.manifest import SIDECARS_PREFIX, Manifest, sidecar_key, version_key
+from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
+from vllm_delta_sync.format.manifest import SIDECARS_PREFIX, Manifest, sidecar_key, version_key
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.repair.repair import repair
+from vllm_delta_sync.maintenance.tags import set_tag
 
 
 def key_of(data: bytes) -> str:
@@ -277,9 +277,9 @@ def test_gc_keeps_and_drops_them_with_their_versions(bucket: Hooked, trainer: Tr
     young = b"young"
     bucket.put(key_of(young), young)
     before = held(bucket.url)
-    planned = collect(open_run(bucket.url), Policy(keep_last=1), dry_run=True)
+    planned = collect(open_run(bucket.url), RetentionPolicy(keep_last=1), dry_run=True)
     assert held(bucket.url) == before
-    report = collect(open_run(bucket.url), Policy(keep_last=1))
+    report = collect(open_run(bucket.url), RetentionPolicy(keep_last=1))
     assert sorted(planned.sidecars) == sorted(report.sidecars)
     run = open_run(bucket.url)
     assert set(report.kept) == {2, 6}
@@ -327,7 +327,7 @@ def test_gc_that_crashed_is_finished_by_the_next(removals: int, bucket: Hooked, 
             publish(publisher, trainer, step, state=b"state %d" % step)
         publisher.anchor()
     age(bucket.folder)
-    policy = Policy(keep_last=1)
+    policy = RetentionPolicy(keep_last=1)
     with pytest.raises(Crash):
         collect(Run(CrashesAt(bucket.folder, removals)), policy)
     run = open_run(bucket.url)

@@ -14,16 +14,16 @@ from tests.support.running import counted
 from tests.support.samples import changes_between, nudge
 from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain import read as chain_read
-from vllm_delta_sync.chain.plan import FOLD_WIDTH
-from vllm_delta_sync.chain.slices import fingerprint_box, restore_boxes
+from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.codec.delta_object import DeltaContext, encode, required_features
 from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, TensorMismatchError
-from vllm_delta_sync.wire.boxes import Box, boxes_of_range
-from vllm_delta_sync.wire.delta import DeltaContext, encode, required_features
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.wire.manifest import version_key
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.manifest import version_key
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run import restore as chain_read
+from vllm_delta_sync.run.partial import fingerprint_box, restore_boxes
+from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
 
 TABLE = TensorTable(
     [
@@ -265,7 +265,7 @@ def test_takes_the_memory_of_the_boxes_and_little_more(
 ) -> None:
     monkeypatch.setattr(chain_read, "MAPPED_BYTES", 1024 * 1024)
     monkeypatch.setattr(chain_read, "DECODED_ELEMENTS", 0)
-    monkeypatch.setattr("vllm_delta_sync.wire.lazy.LAZY_ELEMENTS", 64 * 1024)
+    monkeypatch.setattr("vllm_delta_sync.codec.delta_reader.LAZY_ELEMENTS", 64 * 1024)
     made = Grove(tmp_path, start, table=WIDE)
     for _ in range(3):
         made.publish(0.01)

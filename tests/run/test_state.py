@@ -6,10 +6,10 @@ import pytest
 from tests.support.samples import changes_between, every_dtype_table, nudge, random_bits, state_of
 from tests.support.written import assert_bits
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
-from vllm_delta_sync.wire.changes import Changes, Full
-from vllm_delta_sync.wire.fingerprint import Fingerprint
-from vllm_delta_sync.wire.state import ModelState
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import Changes, Full
+from vllm_delta_sync.tensors.state import ModelState
 
 TABLE = TensorTable([TensorSpec("a", "BF16", (40,)), TensorSpec("b", "F32", (3,))])
 

@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.collecting import Crash, Grown, MemoryBucket, long_run
 from vllm_delta_sync.errors import ConflictError, NotFoundError, UsageError
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.upkeep.retention_record import empty_record
-from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.documents import RETENTION_KEY, Tag
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.documents import RETENTION_KEY, Tag
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.gc.record import empty_record
+from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_names_and_versions_that_are_none(grown: Grown) -> None:
 def test_a_version_that_is_not_kept_gets_no_tag(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
     set_tag(grown.run_, "best", 40)
-    collect(grown.run_, Policy(keep_last=3))
+    collect(grown.run_, RetentionPolicy(keep_last=3))
     assert set_tag(grown.run_, "kept", 16).version == 16
     with pytest.raises(NotFoundError, match="version 17 cannot be rebuilt"):
         set_tag(grown.run_, "best", 17)

@@ -14,9 +14,7 @@ from safetensors.torch import load, save
 
 from tests.support.damage import TABLE, Damage, Whole, random_run
 from tests.support.samples import CREATED, RUN, changes_between, nudge, state_of
-from vllm_delta_sync.chain import read as chain_read
-from vllm_delta_sync.chain.measure import measure
-from vllm_delta_sync.chain.verify import VerifyReport, verify_run
+from vllm_delta_sync.codec.delta_object import DeltaContext, encode
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -25,12 +23,14 @@ from vllm_delta_sync.errors import (
     FormatError,
     NotFoundError,
 )
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
-from vllm_delta_sync.wire.manifest import ObjectRef
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format.manifest import ObjectRef
+from vllm_delta_sync.run import restore as chain_read
+from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.verify.simulate import measure
+from vllm_delta_sync.verify.verify import VerifyReport, verify_run
 
 SEEDS = st.integers(0, 2**32)
 DAMAGES = st.lists(st.builds(Damage, *[st.integers(0, 10**6)] * 3), min_size=1, max_size=4)
@@ -317,11 +317,11 @@ def test_verify_names_something_true_of_any_damage(seed: int, damages: list[Dama
         first(whole)
 
 
-BESIDE: dict[str, type[side.Claim] | type[side.Tag] | type[side.Anchor] | type[side.FoldedRange]] = {
+BESIDE: dict[str, type[side.Claim] | type[side.Tag] | type[side.Anchor] | type[side.MergedDelta]] = {
     "claims": side.Claim,
     "tags": side.Tag,
     "anchors": side.Anchor,
-    "folds": side.FoldedRange,
+    "folds": side.MergedDelta,
 }
 UNBOUND = {"created_at", "writer", "requires", "signature", "milestone", "branch"}
 """Fields of documents beside the chain that nothing else of the run says anything about."""
@@ -336,7 +336,7 @@ def _means_the_same(key: str, before: bytes, after: bytes) -> bool:
         return False
 
 
-def _bound(document: side.Claim | side.Tag | side.Anchor | side.FoldedRange) -> dict[str, Any]:
+def _bound(document: side.Claim | side.Tag | side.Anchor | side.MergedDelta) -> dict[str, Any]:
     fields = document.model_dump(exclude=UNBOUND)
     for ref in fields.get("objects", []):
         del ref["rank"]

@@ -12,9 +12,9 @@ from tests.security.reader import Reader
 from tests.support.forge import forge
 from tests.support.samples import CREATED, RUN
 from tests.support.written import Written
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.container import Container, write_container
-from vllm_delta_sync.wire.documents import Tag, tag_key
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.documents import Tag, tag_key
+from vllm_delta_sync.format.safetensors_file import Container, write_container
 
 Arrays = dict[str, tuple[str, np.ndarray]]
 Metadata = dict[str, Any]

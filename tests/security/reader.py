@@ -95,14 +95,14 @@ def started() -> Iterator[Reader]:
 
 
 def _head(url: str) -> int:
-    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.client import open_run
 
     return open_run(url).head().version
 
 
 def _tensors(url: str, version: int | str | None = None, base: str | None = None) -> dict[str, str]:
     """SHA-256 of each tensor's bytes: all of ``tensors()`` but the wrapping, which would import torch in each fork."""
-    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.client import open_run
 
     run = open_run(url)
     rows = zip(run.table, run.snapshot(version, base).bits, strict=True)
@@ -110,13 +110,13 @@ def _tensors(url: str, version: int | str | None = None, base: str | None = None
 
 
 def _verify(url: str) -> int:
-    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.client import open_run
 
     return open_run(url).verify().versions
 
 
 def _findings(url: str) -> list[tuple[str, str, str]]:
-    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.client import open_run
 
     found = open_run(url).verify(findings=True).findings
     return [(finding.key, finding.error.kind, finding.error.message) for finding in found]
@@ -124,7 +124,7 @@ def _findings(url: str) -> list[tuple[str, str, str]]:
 
 def _changes(url: str, version: int) -> int:
     """The objects of a version alone: decoded, without the weights that they change."""
-    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.client import open_run
 
     run = open_run(url)
     return run.changes(run.manifest(version)).changed
@@ -132,9 +132,9 @@ def _changes(url: str, version: int) -> int:
 
 def _pieces(url: str, version: int, scratch: str) -> int:
     """As ``_changes``, as large objects are read: from scratch files, piece by piece."""
-    from vllm_delta_sync.chain import open_run
-    from vllm_delta_sync.chain.lazy import open_step
-    from vllm_delta_sync.chain.plan import Step
+    from vllm_delta_sync.client import open_run
+    from vllm_delta_sync.run.lazy_objects import open_step
+    from vllm_delta_sync.run.plan import Step
 
     run = open_run(url)
     parts = open_step(Step(run, run.manifest(version)), Path(scratch))
@@ -142,20 +142,20 @@ def _pieces(url: str, version: int, scratch: str) -> int:
 
 
 def _folded(url: str, first: int, last: int) -> int:
-    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.client import open_run
 
     run = open_run(url)
     return run.changes(run.folded(first, last)).changed
 
 
 def _anchor(url: str, version: int) -> int:
-    from vllm_delta_sync.chain import open_run
+    from vllm_delta_sync.client import open_run
 
     return open_run(url).anchor(version).version
 
 
 def _checkpoint(path: str) -> int:
-    from vllm_delta_sync.checkpoint import Checkpoint
+    from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(path)
     return sum(int(checkpoint.bits(name).sum(dtype="u8")) * 0 + 1 for name in checkpoint.specs)
@@ -165,7 +165,7 @@ def _cached(folder: str, key: str, size: int, digest: str, stored: str) -> int:
     """An object through the node's cache, which downloads it from a bucket."""
     from vllm_delta_sync.bucket import open_bucket
     from vllm_delta_sync.cache import ObjectCache
-    from vllm_delta_sync.wire.manifest import ObjectRef
+    from vllm_delta_sync.format.manifest import ObjectRef
 
     ref = ObjectRef(key=key, bytes=size, sha256=digest)
     return len(ObjectCache(Path(folder), 2**60).get(ref, open_bucket(stored)))

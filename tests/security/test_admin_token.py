@@ -11,8 +11,8 @@ import pytest
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.admin_token import DIGEST_VARIABLE, VARIABLE, AdminToken, readable_by_others
-from vllm_delta_sync.config import load_settings
 from vllm_delta_sync.errors import SettingsError
+from vllm_delta_sync.settings import load_settings
 
 TOKEN = "0123456789abcdef"
 

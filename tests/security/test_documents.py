@@ -19,14 +19,14 @@ from tests.support.hostile import container
 from tests.support.samples import CREATED, RUN, RunWriter
 from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
 from vllm_delta_sync.cli.text import clean
+from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import DeltaSyncError, FormatError
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.limits import MAX_JSON_BYTES
-from vllm_delta_sync.wire.manifest import HEAD_KEY, Manifest, object_key, version_key
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.limits import MAX_JSON_BYTES
+from vllm_delta_sync.format.manifest import HEAD_KEY, Manifest, object_key, version_key
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 DIGEST = "ab" * 32
 FAR = 9_999_999_999

@@ -108,8 +108,9 @@ def test_the_scan_sees() -> None:
 
 def test_what_is_sent_to_ranks_is_plain() -> None:
     """The one method that ranks are asked for is a name, and it takes a name, a document and a number."""
-    from vllm_delta_sync.engine import rank_calls, worker
+    from vllm_delta_sync.engine.core import rank_rpc
+    from vllm_delta_sync.engine.worker import extension as worker
 
-    assert isinstance(rank_calls.METHOD, str)
-    extension = next(cls for cls in vars(worker).values() if isinstance(cls, type) and hasattr(cls, rank_calls.METHOD))
-    assert callable(getattr(extension, rank_calls.METHOD))
+    assert isinstance(rank_rpc.METHOD, str)
+    extension = next(cls for cls in vars(worker).values() if isinstance(cls, type) and hasattr(cls, rank_rpc.METHOD))
+    assert callable(getattr(extension, rank_rpc.METHOD))

@@ -31,10 +31,10 @@ from tests.support.hostile import EMPTY, FRAMES, HEADERS, MAGIC, container, decl
 from tests.support.samples import CREATED, RUN, RunWriter, random_bits
 from tests.support.written import TABLE, Written
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.container import write_container
-from vllm_delta_sync.wire.manifest import object_key, version_key
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.manifest import object_key, version_key
+from vllm_delta_sync.format.safetensors_file import write_container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 Change = Callable[[Arrays, Metadata], object]
 PLANES = ("@0.gaps", "@0.low", "@0.escapes", "@0.codes", "@0.small", "@0.wide.0", "@0.wide.1")

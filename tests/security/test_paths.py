@@ -19,13 +19,13 @@ from tests.support.forge import forge
 from tests.support.samples import RunWriter, random_bits
 from tests.support.written import TABLE, Written
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.download import PIECE_BYTES
 from vllm_delta_sync.bucket.local import LocalBucket
+from vllm_delta_sync.bucket.middleware.ranged import PIECE_BYTES
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.checkpoint import resolve_base
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.manifest import HEAD_KEY, ObjectRef, object_key, version_key
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.manifest import HEAD_KEY, ObjectRef, object_key, version_key
+from vllm_delta_sync.tensors.checkpoint import resolve_base
 
 SECRET = "not-for-readers-7f3a"
 DIGEST = "ab" * 32

@@ -14,10 +14,10 @@ from tests.support.hostile import HEADERS
 from tests.support.world import World
 from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.engine.reading import reader
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.staging.read_steps import reader
 from vllm_delta_sync.errors import LimitError
-from vllm_delta_sync.wire.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 
 @pytest.fixture(scope="module")

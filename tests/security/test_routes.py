@@ -32,12 +32,12 @@ from tests.support.web import (
     read_answer,
     request_bytes,
 )
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.engine import http, http_guard
-from vllm_delta_sync.engine.http_guard import MAX_BODY_BYTES
-from vllm_delta_sync.engine.lineage import line
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.api import access, routes
+from vllm_delta_sync.engine.api.access import MAX_BODY_BYTES
+from vllm_delta_sync.engine.planning.lineage import line
 from vllm_delta_sync.errors import TensorMismatchError
-from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.format.canonical_json import dump_canonical
 
 HEAD = b"POST /delta_sync/sync HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 WAIT_SECONDS = 120
@@ -384,7 +384,7 @@ def test_no_body_is_read_of_somebody_who_may_not(site: Site, port: int) -> None:
 @pytest.mark.usefixtures("site")
 def test_body_that_never_ends(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow headers are the server's, not ours."""
-    monkeypatch.setattr(http_guard, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.5)
     connections = [socket.create_connection(("127.0.0.1", port), WAIT_SECONDS) for _ in range(8)]
     for connection in connections:
         connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
@@ -512,8 +512,8 @@ def test_bucket_to_follow_that_is_not_beside_the_configured_one(
 ) -> None:
     """Not opened, not even to look whether it is a run."""
     client, opened = serving_site.client(), list[str]()
-    monkeypatch.setattr("vllm_delta_sync.chain.open_run", lambda url, *rest: opened.append(url))
-    monkeypatch.setattr("vllm_delta_sync.engine.history.open_run", lambda url, *rest: opened.append(url))
+    monkeypatch.setattr("vllm_delta_sync.client.open_run", lambda url, *rest: opened.append(url))
+    monkeypatch.setattr("vllm_delta_sync.engine.planning.run_history.open_run", lambda url, *rest: opened.append(url))
     parent = Path(str(serving_site.settings.bucket)).parent.as_posix()
     with trap() as place:
         for scheme in ("http", "https", "s3", "hf", "gs", "az", "file", "memory", "ftp", "HTTP", "file+http"):
@@ -583,7 +583,7 @@ PLACES = 8
 
 
 def test_strangers_who_wait(serving_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_WAITING", PLACES)
+    monkeypatch.setattr(routes, "MAX_WAITING", PLACES)
     serving_site.set_token()
     state = serving_site.app.state
     with listening(serving_site.app) as port:

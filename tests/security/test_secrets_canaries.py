@@ -17,11 +17,11 @@ from tests.security.canaries import Canaries
 from tests.support.web import Site
 from vllm_delta_sync import admin_token, cli
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.config import load_settings
-from vllm_delta_sync.engine import launch
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.entrypoints import serve_command
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.notice import curve
+from vllm_delta_sync.settings import load_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust import keys as key_files
 
@@ -153,7 +153,7 @@ def test_tracebacks(tmp_path: Path, canaries: Canaries) -> None:
         lambda: load_settings({"bucket": "/x", "admin_token_file": str(canaries.token_file)}, {}).admin_token(
             {admin_token.VARIABLE: canaries.token}
         ),
-        lambda: launch.serve_command("model", {"bucket": "/x", "notice": canaries.url}, []),
+        lambda: serve_command.serve_command("model", {"bucket": "/x", "notice": canaries.url}, []),
         # Secrets in the wrong place.
         lambda: Keyring.load(secret_file),
         lambda: Keyring.load(str(canaries.notice_key)),
@@ -181,8 +181,8 @@ def test_tracebacks(tmp_path: Path, canaries: Canaries) -> None:
     [
         "from vllm_delta_sync import open_run; open_run(URL)",
         "from trainer_side import Publisher; Publisher([], bucket=URL)",
-        "from vllm_delta_sync.config import load_settings; print(load_settings({'target': 'x ' + URL}))",
-        "from vllm_delta_sync.config import load_settings; print(load_settings())",
+        "from vllm_delta_sync.settings import load_settings; print(load_settings({'target': 'x ' + URL}))",
+        "from vllm_delta_sync.settings import load_settings; print(load_settings())",
     ],
 )
 def test_program_that_ends_with_a_traceback(canaries: Canaries, program: str) -> None:

@@ -15,26 +15,26 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.support.modules import FusedModel, ModulePort
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.leading import Controller
-from vllm_delta_sync.engine.service import ReceiverService
-from vllm_delta_sync.engine.siblings import Siblings
-from vllm_delta_sync.engine.transaction import error_answer
+from vllm_delta_sync.engine.api.api_server_group import ApiServerGroup
+from vllm_delta_sync.engine.api.api_servers import LeaderElection
+from vllm_delta_sync.engine.commit.transaction import error_answer
+from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.settings import Settings
 
 
-async def serve(base: str, url: str, siblings: Siblings) -> None:
+async def serve(base: str, url: str, siblings: ApiServerGroup) -> None:
     model = FusedModel()
     model.load_weights(load_file(Path(base) / "model.safetensors").items())
     settings = Settings(bucket=url, poll_seconds=0.05)
-    controller = Controller(lambda: ReceiverService(ModulePort(model), settings), siblings)
+    controller = LeaderElection(lambda: ReceiverService(ModulePort(model), settings), siblings)
     await controller.start()
     print(json.dumps({"ready": siblings.index}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(await answer(controller, **json.loads(line))), flush=True)
 
 
-async def answer(controller: Controller, action: str, argument: Any = None) -> Any:
+async def answer(controller: LeaderElection, action: str, argument: Any = None) -> Any:
     try:
         if action == "status":
             return {**controller.receiver.status(), "seen": controller.receiver.served_version}
@@ -45,4 +45,4 @@ async def answer(controller: Controller, action: str, argument: Any = None) -> A
 
 if __name__ == "__main__":
     base, url, folder, launch, index, count = sys.argv[1:]
-    asyncio.run(serve(base, url, Siblings(Path(folder), launch, int(index), int(count))))
+    asyncio.run(serve(base, url, ApiServerGroup(Path(folder), launch, int(index), int(count))))

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 VOCABULARY = 64
 _COMMON = {

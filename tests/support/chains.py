@@ -10,15 +10,15 @@ from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel
 from tests.support.samples import RunWriter, nudge
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.receiver import Receiver
-from vllm_delta_sync.torch_bits import tensor_from_bits
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
+from vllm_delta_sync.format.manifest import Manifest, version_key
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.documents import Anchor, FoldedRange, anchor_key
-from vllm_delta_sync.wire.manifest import Manifest, version_key
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 SHAPES = {
     "embedding.weight": (50, WIDTH),
@@ -109,11 +109,11 @@ class Chain(RunWriter):
         for version in versions:
             self.remove(self.manifests[version])
 
-    def remove(self, document: Manifest | FoldedRange | Anchor) -> None:
+    def remove(self, document: Manifest | MergedDelta | Anchor) -> None:
         for ref in document.objects:
             (self.folder / ref.key).unlink()
 
-    def damage(self, document: Manifest | FoldedRange | Anchor) -> None:
+    def damage(self, document: Manifest | MergedDelta | Anchor) -> None:
         """Flip a bit in each object."""
         for ref in document.objects:
             path = self.folder / ref.key

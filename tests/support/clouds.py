@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import closed_port
-from vllm_delta_sync.bucket.object_store import ObjectStoreBucket
-from vllm_delta_sync.bucket.opening import place_of
-from vllm_delta_sync.config import StoreOptions
+from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
+from vllm_delta_sync.settings import StoreOptions
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}

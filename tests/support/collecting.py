@@ -9,17 +9,17 @@ from safetensors.numpy import save_file
 
 from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.plan import FOLD_WIDTH
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ConflictError, NotFoundError
-from vllm_delta_sync.upkeep.retention import Policy
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.documents import Tag
-from vllm_delta_sync.wire.manifest import timestamp
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.documents import Tag
+from vllm_delta_sync.format.manifest import timestamp
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy
+from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.tensors.bits import Bits
 
 TABLE = TensorTable([TensorSpec("a", "F32", (31,)), TensorSpec("b", "I64", (3, 5))])
 LARGE = TensorTable([TensorSpec("a", "F32", (4000,)), TensorSpec("b", "I64", (3, 5))])
@@ -207,7 +207,7 @@ STEPS = st.one_of(
 """What may happen to a run; a number that names a version is taken modulo how many there are."""
 
 POLICIES = st.builds(
-    Policy,
+    RetentionPolicy,
     keep_last=st.integers(1, 8),
     keep_every=st.none() | st.integers(1, 9),
     keep_tagged=st.booleans(),

@@ -11,9 +11,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.fingerprint import tensor_seed
-from vllm_delta_sync.wire.kernels import BITS, FINAL, GOLDEN, LANE, PREMIX, S29, S32
+from vllm_delta_sync.format.fingerprint import tensor_seed
+from vllm_delta_sync.format.kernels import BITS, FINAL, GOLDEN, LANE, PREMIX, S29, S32
+from vllm_delta_sync.tensors.bits import Bits
 
 ROUNDS = 7
 

@@ -7,9 +7,9 @@ import numpy as np
 from tests.support.collecting import MemoryBucket
 from tests.support.samples import nudge
 from tests.support.written import Written
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 TABLE = TensorTable([TensorSpec("a", "BF16", (40, 3)), TensorSpec("b", "F32", (7,)), TensorSpec("c", "I8", ())])
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer_side.detection import Detector
-from trainer_side.detection_held import Held, HostHeld
-from trainer_side.detection_notes import Extracted
-from vllm_delta_sync.torch_bits import TORCH_DTYPES, bits_of
-from vllm_delta_sync.wire.bits import Bits, Positions
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.wire.table import TensorSpec
+from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
+from trainer_side.diff.engine import Detector
+from trainer_side.diff.undo_log import ChangeLog
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
 NAME = "layer.weight"
 
@@ -26,7 +26,7 @@ class Difference:
     fingerprint: Fingerprint
 
     @classmethod
-    def of(cls, found: Extracted, fingerprint: Fingerprint) -> "Difference":
+    def of(cls, found: ChangeLog, fingerprint: Fingerprint) -> "Difference":
         pieces = list(found.pieces())
         positions = [position for piece in pieces for position in piece[0].tolist()]
         return cls(positions, [distance for piece in pieces for distance in piece[1].tolist()], fingerprint)
@@ -65,15 +65,15 @@ def disturbed(bits: Bits, share: float) -> Bits:
     return np.where(random.random(bits.size) < share, other, bits)
 
 
-def compared(dtype: str, held: Held, live: torch.Tensor, detector: Detector) -> tuple[Extracted, Difference]:
+def compared(dtype: str, held: BaselineBuffer, live: torch.Tensor, detector: Detector) -> tuple[ChangeLog, Difference]:
     spec = TensorSpec(NAME, dtype, tuple(live.shape))
-    found = Extracted(spec.element)
+    found = ChangeLog(spec.element)
     return found, Difference.of(found, detector.collect(spec, held, live, found))
 
 
 def check(dtype: str, old: Bits, live: torch.Tensor, detector: Detector | None = None) -> None:
     """Compare on the host: what is found, the baseline after, and after it was put back."""
-    held, new = HostHeld(old.copy()), served(live, dtype)
+    held, new = HostBuffer(old.copy()), served(live, dtype)
     found, difference = compared(dtype, held, live, detector or Detector())
     assert difference == expected(dtype, old, new)
     assert np.array_equal(held.bits, new)

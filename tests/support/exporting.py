@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_delta_sync import open_run
-from vllm_delta_sync.upkeep.export import WORK_NAME, export
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.table import TensorTable
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.maintenance.export import WORK_NAME, export
+from vllm_delta_sync.tensors.bits import Bits
 
 
 def held(folder: Path) -> dict[str, bytes]:

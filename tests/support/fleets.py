@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from tests.support.modules import FusedModel, ModulePort
 from tests.support.world import World
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.settings import Settings
 
 WAIT = 120.0
 

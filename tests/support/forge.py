@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.format.manifest import Document, Head, object_key, version_key
+from vllm_delta_sync.format.safetensors_file import Container, write_container
+from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.changes import Changes, Sparse
-from vllm_delta_sync.wire.container import Container, write_container
-from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_change
-from vllm_delta_sync.wire.manifest import Document, Head, object_key, version_key
 
 
 @dataclass

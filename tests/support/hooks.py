@@ -7,8 +7,8 @@ import numpy as np
 
 from tests.support.modules import ModulePort
 from tests.support.world import World
-from vllm_delta_sync.engine.rank import RankReceiver
-from vllm_delta_sync.engine.routes import Destination
+from vllm_delta_sync.engine.model.route_map import Destination
+from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import EngineError
 
 Hook = Callable[[str, dict[str, Any]], None]
@@ -36,7 +36,7 @@ class HookedPort(ModulePort):
         self.after(method, arguments)
         return answers
 
-    def call_rank(self, rank: RankReceiver, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def call_rank(self, rank: RankWorker, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
             self.on_rank(rank.index, method, "before")
             answer = super().call_rank(rank, method, arguments)
@@ -95,7 +95,7 @@ class WatchedDestination(Destination):
         return super().bits
 
 
-def watch_commits(rank: RankReceiver, parameter: str, on_take: Callable[[], None]) -> None:
+def watch_commits(rank: RankWorker, parameter: str, on_take: Callable[[], None]) -> None:
     """Call ``on_take`` at each pass of a commit over a parameter of a rank that is proven."""
     assert rank.routes is not None
     for destination in rank.routes.destinations:

@@ -5,8 +5,8 @@ from typing import Any
 from tests.support.chains import Chain
 from tests.support.collecting import Grown
 from tests.support.samples import RunWriter
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.manifest import Manifest, Quarantine
+from vllm_delta_sync.format.manifest import Manifest, Quarantine
+from vllm_delta_sync.tensors.bits import Bits
 
 REASON = "it is no good"
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_delta_sync.engine.rank import RankReceiver
+from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import DeltaSyncError
 
 WIDTH = 128
@@ -109,7 +109,7 @@ class ModulePort:
     """An engine in this process, one rank per module: the real receiver on real modules, and a log of what was done."""
 
     def __init__(self, *models: Any) -> None:
-        self.ranks = [RankReceiver(model, index) for index, model in enumerate(models)]
+        self.ranks = [RankWorker(model, index) for index, model in enumerate(models)]
         self.log: list[str] = []
         self.ended: list[str] = []
 
@@ -118,7 +118,7 @@ class ModulePort:
             self.log.append(method)
         return [self.call_rank(rank, method, arguments) for rank in self.ranks]
 
-    def call_rank(self, rank: RankReceiver, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def call_rank(self, rank: RankWorker, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """As delta_sync_call does."""
         try:
             answer: dict[str, Any] = getattr(rank, method)(**arguments)

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.architectures import same_bits
 from trainer_side import Publisher
-from trainer_side.upkeep import THREAD_NAME
+from trainer_side.maintenance import THREAD_NAME
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.errors import ConflictError, PublishError, StoreError

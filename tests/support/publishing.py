@@ -8,7 +8,7 @@ from torch import nn
 from tests.support.architectures import same_bits
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run
+from vllm_delta_sync.client import Run
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,21 +8,21 @@ import numpy as np
 from hypothesis import strategies as st
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.codec.delta_object import RELATIVE, Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.documents import Anchor, KeyEntry, KeyFile, MergedDelta
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.manifest import Break, Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.base_bits import BaseTensor
+from vllm_delta_sync.tensors.bits import Bits, diff
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.bits import Bits, diff
-from vllm_delta_sync.wire.changes import Changes, Full, Sparse
-from vllm_delta_sync.wire.compression import Compression
-from vllm_delta_sync.wire.delta import RELATIVE, Codec, DeltaContext, encode, required_features
-from vllm_delta_sync.wire.documents import Anchor, FoldedRange, KeyEntry, KeyFile
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.wire.manifest import Break, Head, Manifest, ObjectRef, RunInfo
-from vllm_delta_sync.wire.old import OldTensor
-from vllm_delta_sync.wire.state import ModelState
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
 
 RUN = "5eed" * 8
 CONTEXT = DeltaContext(RUN, 1, 0)
@@ -142,7 +142,7 @@ class RunWriter:
         changes = changes_between(self.table, self.bits[base], bits, codec, full)
         context = DeltaContext(self.run, version, base)
         data = encode(
-            changes, self.table, codec, compression, context, lambda tensor: OldTensor(self.bits[base][tensor])
+            changes, self.table, codec, compression, context, lambda tensor: BaseTensor(self.bits[base][tensor])
         )
         stored: Compression = "none" if codec == "raw" else compression
         # What changes nothing has no object.
@@ -159,11 +159,11 @@ class RunWriter:
             reversible=changes.reversible and (codec != "context" or not carried),
         )
 
-    def fold(self, first: int, last: int) -> FoldedRange:
+    def fold(self, first: int, last: int) -> MergedDelta:
         """Write a folded range between two versions, whatever lies between them."""
         changes = changes_between(self.table, self.bits[first], self.bits[last])
         data = encode(changes, self.table, "packed", "zstd", DeltaContext(self.run, last, first))
-        unsigned = FoldedRange(
+        unsigned = MergedDelta(
             run=self.run,
             requires=required_features("packed", "zstd"),
             first=first,

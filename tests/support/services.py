@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.support.hooks import HookedPort, hooked
 from tests.support.world import World
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.settings import Settings
 
 POLL = 0.05
 

@@ -13,11 +13,11 @@ from tests.support.publishers import Trainer
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, RunInfo, object_key, timestamp
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.documents import KEYS_KEY, KeyEntry, KeyFile
-from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, Document, Head, RunInfo, object_key, timestamp
 
 KINDS = {
     "run.json": "run",

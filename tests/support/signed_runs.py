@@ -7,11 +7,11 @@ from tests.support.collecting import MemoryBucket
 from tests.support.damage import TABLE, Whole
 from tests.support.samples import CREATED, RUN, RunWriter, random_bits
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.chain import Run
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.documents import KeyEntry, KeyFile, KeyValidity, Tag
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import public_hex
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.documents import KeyEntry, KeyFile, LastWord, Tag
 
 
 def signer(number: int, *trusted: str) -> Keyring:
@@ -61,5 +61,5 @@ class Signed(Whole):
         file = KeyFile(run=RUN, info=self.writer.info.digest, sequence=sequence, keys=list(entries), created_at=CREATED)
         self.bucket.put(side.KEYS_KEY, ROOT.signed(file).to_bytes())
 
-    def last_word(self, version: int) -> LastWord:
-        return LastWord(version=version, manifest=self.writer.manifests[version].digest)
+    def last_word(self, version: int) -> KeyValidity:
+        return KeyValidity(version=version, manifest=self.writer.manifests[version].digest)

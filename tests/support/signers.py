@@ -6,9 +6,9 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from vllm_delta_sync.format.documents import KeyEntry, KeyFile, KeyValidity
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef, RunInfo, object_key
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.wire.documents import KeyEntry, KeyFile, LastWord
-from vllm_delta_sync.wire.manifest import Manifest, ObjectRef, RunInfo, object_key
 
 RUN = "ab" * 16
 TIME = "2026-01-01T00:00:00Z"
@@ -67,5 +67,5 @@ def key_file(entries: list[KeyEntry], sequence: int = 1, signer: Any = ROOT, **f
 
 
 def entry(key: ed25519.Ed25519PrivateKey, last: Manifest | None = None, revoked: bool = False) -> KeyEntry:
-    word = None if last is None else LastWord(version=last.version, manifest=last.digest)
+    word = None if last is None else KeyValidity(version=last.version, manifest=last.digest)
     return KeyEntry(key=public(key), last=word, revoked=revoked)

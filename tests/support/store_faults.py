@@ -10,13 +10,13 @@ from typing import Any, Self, TypeVar
 from pydantic import PrivateAttr
 
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
-from vllm_delta_sync.bucket.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.flow import moved
-from vllm_delta_sync.bucket.limited import LimitedBucket
-from vllm_delta_sync.bucket.metered import MeteredBucket, Metrics
-from vllm_delta_sync.bucket.progress import ProgressBucket
-from vllm_delta_sync.bucket.retrying import RetryingBucket
-from vllm_delta_sync.bucket.wrapper import WrappedBucket, size_of
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
+from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
+from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
+from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
+from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
+from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
+from vllm_delta_sync.bucket.transfer_observers import moved
 from vllm_delta_sync.errors import DeltaSyncError, UnavailableError
 
 _Result = TypeVar("_Result")
@@ -31,7 +31,7 @@ def dressed(bucket: Bucket, options: StoreOptions, metrics: Metrics) -> Bucket:
     return ProgressBucket(tried, options.store_progress)
 
 
-class FlakyBucket(WrappedBucket):
+class FlakyBucket(BucketMiddleware):
     """Breaks off at random, before or after what was asked for has happened, but never ``most`` times in a row."""
 
     def __init__(self, inner: Bucket, chance: random.Random, share: float = 0.5, most: int = 4) -> None:
@@ -81,7 +81,7 @@ class FlakyBucket(WrappedBucket):
         self._row = 0
 
 
-class PlannedBucket(WrappedBucket):
+class PlannedBucket(BucketMiddleware):
     """Does what each of the plans says, one for each call of put, get and delete; then what was asked for."""
 
     def __init__(self, inner: Bucket, *plans: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ def fail(error: DeltaSyncError) -> Callable[[], None]:
 CUT = fail(UnavailableError("the connection was cut; check the network"))
 
 
-class GatedBucket(WrappedBucket):
+class GatedBucket(BucketMiddleware):
     """The calls in ``gates`` say that they have begun, and hang until they are let go. Once each."""
 
     def __init__(self, inner: Bucket, *calls: str) -> None:
@@ -180,7 +180,7 @@ class Impatience(StoreOptions):
         return super().allowance(size) - (self.store_deadline - 0.1 if self._hangs.is_set() else 0)
 
 
-class SwallowingBucket(WrappedBucket):
+class SwallowingBucket(BucketMiddleware):
     """Takes what is put, at once, and forgets it."""
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
@@ -192,7 +192,7 @@ def silently(call: Callable[[], _Result]) -> _Result:
     return Context().run(call)
 
 
-class SilentBucket(WrappedBucket):
+class SilentBucket(BucketMiddleware):
     """A store that says nothing of the bytes that move."""
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
@@ -208,7 +208,7 @@ class SilentBucket(WrappedBucket):
         silently(lambda: self._inner.get_file(key, path))
 
 
-class ReportingBucket(WrappedBucket):
+class ReportingBucket(BucketMiddleware):
     """Tells of bytes in pieces as they move, and stops at ``pause`` on the way if that is given."""
 
     def __init__(self, inner: Bucket, piece: int, pause: Callable[[int], object] = lambda done: None) -> None:

@@ -12,8 +12,8 @@ from tests.support.publishing import Tensors
 from tests.support.tiny import VOCABULARY
 from trainer_side import DeltaSyncCallback
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
-from vllm_delta_sync.chain import Run
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
@@ -26,7 +26,7 @@ FIGURES = {
 }  # fmt: skip
 
 
-class HeldBucket(WrappedBucket):
+class HeldBucket(BucketMiddleware):
     """Nothing is put as long as the gate is shut, and whatever is put fails as long as it is down."""
 
     def __init__(self, inner: Bucket) -> None:

@@ -12,11 +12,11 @@ from tests.support.chains import Chain, Server, models_of
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.documents import Tag
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.documents import Tag
 
 
 def keyring_at(path: Path) -> Keyring:

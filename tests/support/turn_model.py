@@ -9,12 +9,12 @@ from typing import Any
 
 from tests.support.collecting import Crash, Grown, MemoryBucket
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.fleet import Fleet
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError
-from vllm_delta_sync.turns import Turns
-from vllm_delta_sync.upkeep.leases import write_lease
+from vllm_delta_sync.fleet.fleet import Fleet
+from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.pause_slots import PauseSlots
 
 WAIT = 120.0
 
@@ -58,14 +58,16 @@ class FleetRun:
         """As seen by somebody whose clock is wrong by ``skew``."""
         return Fleet(self.run, lambda: self.bucket.now + skew, lambda: self.bucket.now, self.passes)
 
-    def turns(self, name: str, slots: int = 1, skew: float = 0.0, seed: int = 0, pause: float = 4.0) -> Turns:
-        return Turns(self.run, name, slots, pause, lambda: self.bucket.now + skew, self.passes, random.Random(seed))
+    def turns(self, name: str, slots: int = 1, skew: float = 0.0, seed: int = 0, pause: float = 4.0) -> PauseSlots:
+        return PauseSlots(
+            self.run, name, slots, pause, lambda: self.bucket.now + skew, self.passes, random.Random(seed)
+        )
 
     def heartbeat(self, name: str, served: int | None, **more: Any) -> None:
         write_lease(self.run, name, served, **{"seconds": 60, **more})
 
 
-class Yielding(WrappedBucket):
+class Yielding(BucketMiddleware):
     """Lets others run before and after each call; may lose what is asked, the answer, or the one who asks."""
 
     def __init__(self, inner: Bucket, actor: "Actor") -> None:
@@ -151,7 +153,7 @@ class Actor(threading.Thread):
         stage = self._stage
         run = Run(stage.bucket)
         run.bucket = Yielding(stage.bucket, self)
-        turns = Turns(
+        turns = PauseSlots(
             run,
             f"r{self._number}",
             stage.slots,

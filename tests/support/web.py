@@ -16,9 +16,9 @@ from fastapi.testclient import TestClient
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from trainer_side import Publisher
 from vllm_delta_sync.admin_token import AdminToken
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import http
-from vllm_delta_sync.engine.service import ReceiverService
+from vllm_delta_sync.engine.api import routes as http
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.settings import Settings
 
 HERE, ELSEWHERE = ("127.0.0.1", 50000), ("192.0.2.7", 50000)
 SECONDS = 120

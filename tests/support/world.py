@@ -8,9 +8,9 @@ import torch
 
 from tests.support.modules import FusedModel, ModulePort, ShardedModel, checkpoint_tensors, save_base
 from trainer_side import Publisher
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.settings import Settings
 
 
 class World:

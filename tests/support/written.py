@@ -10,19 +10,19 @@ import pytest
 
 from tests.support.samples import CREATED, RUN, RunWriter, changes_between, nudge, random_bits, state_of
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain.plan import FOLD_WIDTH
-from vllm_delta_sync.chain.read import restore
+from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, encode, required_features
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.delta import Codec, DeltaContext, encode, required_features
-from vllm_delta_sync.wire.documents import Claim, Retention, Tag
-from vllm_delta_sync.wire.manifest import Manifest
-from vllm_delta_sync.wire.old import OldTensor
-from vllm_delta_sync.wire.state import ModelState
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.documents import Claim, Retention, Tag
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.restore import restore
+from vllm_delta_sync.tensors.base_bits import BaseTensor
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.state import ModelState
 
 TABLE = TensorTable(
     [
@@ -146,7 +146,7 @@ class Written:
             changes = changes_between(self.writer.table, held, own, codec)
             changed, held = changed + changes.changed, own
             if changes.changed:
-                before = lambda tensor: OldTensor(old[tensor])  # noqa: E731
+                before = lambda tensor: BaseTensor(old[tensor])  # noqa: E731
                 objects.append(encode(changes, self.writer.table, codec, "zstd", context, before))
         fields: dict[str, Any] = {"codec": codec, "compression": "none" if codec == "raw" else "zstd"}
         fields |= {"reversible": codec == "packed", "requires": required_features(codec, "zstd")}

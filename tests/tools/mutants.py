@@ -32,19 +32,23 @@ MUTANTS = 200
 SPARE_SECONDS = 60.0
 
 CORE: Mapping[str, tuple[str, ...]] = {
-    "vllm_delta_sync/wire/delta.py": ("codec/test_delta.py", "codec/test_delta_hostile.py", "format/test_golden.py"),
-    "vllm_delta_sync/wire/lazy.py": ("codec/test_lazy.py", "codec/test_delta_hostile.py"),
-    "vllm_delta_sync/wire/packed.py": ("codec/test_packed.py", "codec/test_delta.py", "codec/test_delta_hostile.py"),
-    "vllm_delta_sync/wire/fold.py": ("codec/test_fold.py", "run/test_compaction.py"),
-    "vllm_delta_sync/wire/manifest.py": (
+    "vllm_delta_sync/codec/delta_object.py": (
+        "codec/test_delta.py",
+        "codec/test_delta_hostile.py",
+        "format/test_golden.py",
+    ),
+    "vllm_delta_sync/codec/delta_reader.py": ("codec/test_lazy.py", "codec/test_delta_hostile.py"),
+    "vllm_delta_sync/codec/packed.py": ("codec/test_packed.py", "codec/test_delta.py", "codec/test_delta_hostile.py"),
+    "vllm_delta_sync/codec/merge.py": ("codec/test_fold.py", "run/test_compaction.py"),
+    "vllm_delta_sync/format/manifest.py": (
         "format/test_manifest.py",
         "format/test_golden.py",
         "security/test_documents.py",
     ),
-    "vllm_delta_sync/chain/plan.py": ("run/test_plan.py", "receiver/test_planning.py"),
-    "vllm_delta_sync/chain/read.py": ("run/test_restore.py", "run/test_history.py"),
-    "vllm_delta_sync/chain/verify.py": ("run/test_verify.py", "run/test_history.py", "trust/test_verify_signed.py"),
-    "vllm_delta_sync/chain/authentic.py": ("trust/test_trust_keys.py", "trust/test_receiver_attacks.py"),
+    "vllm_delta_sync/run/plan.py": ("run/test_plan.py", "receiver/test_planning.py"),
+    "vllm_delta_sync/run/restore.py": ("run/test_restore.py", "run/test_history.py"),
+    "vllm_delta_sync/verify/verify.py": ("run/test_verify.py", "run/test_history.py", "trust/test_verify_signed.py"),
+    "vllm_delta_sync/run/verifier.py": ("trust/test_trust_keys.py", "trust/test_receiver_attacks.py"),
     "trainer_side/committer.py": (
         "trainer/test_publisher.py",
         "trainer/faults/test_store_faults.py",
@@ -55,24 +59,24 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "trainer/faults/test_store_faults.py",
         "trainer/test_fencing.py",
     ),
-    "trainer_side/claims.py": ("trainer/test_fencing.py", "trainer/test_single_writer.py"),
-    "vllm_delta_sync/engine/commit.py": (
+    "trainer_side/epochs.py": ("trainer/test_fencing.py", "trainer/test_single_writer.py"),
+    "vllm_delta_sync/engine/commit/apply.py": (
         "receiver/test_commit.py",
         "receiver/test_foreign_writers.py",
         "receiver/test_follow.py",
     ),
-    "vllm_delta_sync/engine/transaction.py": ("receiver/test_follow.py", "receiver/test_commit_faults.py"),
-    "vllm_delta_sync/engine/undo_log.py": (
+    "vllm_delta_sync/engine/commit/transaction.py": ("receiver/test_follow.py", "receiver/test_commit_faults.py"),
+    "vllm_delta_sync/engine/commit/undo_log.py": (
         "receiver/test_rollback.py",
         "receiver/test_commit.py",
         "receiver/test_commit_faults.py",
     ),
-    "vllm_delta_sync/engine/routes.py": (
+    "vllm_delta_sync/engine/model/route_map.py": (
         "receiver/test_follow.py",
         "receiver/test_commit_faults.py",
         "receiver/test_ownership.py",
     ),
-    "vllm_delta_sync/engine/lease.py": ("receiver/test_pause_watchdog.py", "receiver/test_compat.py"),
+    "vllm_delta_sync/engine/core/watchdog.py": ("receiver/test_pause_watchdog.py", "receiver/test_compat.py"),
 }
 """Modules of the core, and the suites in tests/ that answer for each."""
 

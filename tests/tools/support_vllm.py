@@ -304,7 +304,7 @@ def build_of(release: str) -> str:
 def section(outcomes: list[Outcome]) -> Iterator[str]:
     """The lines of this part of docs/support.md."""
     yield "Made by `make support`: the tests below, run with each release on a CPU. A server with another release warns"
-    yield "and starts. `vllm_delta_sync/engine/compat.py` lists everything that depends on vLLM's internals."
+    yield "and starts. `vllm_delta_sync/engine/compat/patches.py` lists everything that depends on vLLM's internals."
     yield ""
     yield from table("vLLM", TESTS, outcomes)
 

@@ -6,14 +6,14 @@ A program of its own, as Triton decides when it is imported whether it interpret
 import torch
 
 from tests.support.detection import NAME, Difference, disturbed, expected, served
-from trainer_side import detection_device, detection_triton
-from trainer_side.detection_held import DeviceHeld
-from trainer_side.detection_notes import Extracted
-from vllm_delta_sync.torch_bits import SIGNED, bits_of
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.table import TensorSpec
+from trainer_side.diff import device, triton
+from trainer_side.diff.buffers import DeviceBuffer
+from trainer_side.diff.undo_log import ChangeLog
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of
 
-SIZES = (1, 63, detection_triton.BLOCK - 1, detection_triton.BLOCK, 3 * detection_triton.BLOCK + 5, 20_000)
+SIZES = (1, 63, triton.BLOCK - 1, triton.BLOCK, 3 * triton.BLOCK + 5, 20_000)
 CASES = (
     (torch.float32, "BF16"), (torch.bfloat16, "BF16"), (torch.float32, "F32"), (torch.float16, "F16"),
     (torch.float32, "F16"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64"), (torch.bool, "BOOL"),
@@ -24,9 +24,9 @@ def check(live: torch.Tensor, dtype: str, share: float) -> int:
     """Compare with a baseline of which a share differs → number of changed elements."""
     new = served(live, dtype)
     old = disturbed(new, share)
-    held, found = DeviceHeld(torch.from_numpy(old.view(f"<i{old.itemsize}").copy())), Extracted(DTYPES[dtype])
+    held, found = DeviceBuffer(torch.from_numpy(old.view(f"<i{old.itemsize}").copy())), ChangeLog(DTYPES[dtype])
     spec = TensorSpec(NAME, dtype, tuple(live.shape))
-    fingerprint = detection_device.collect(spec, held, live, found)
+    fingerprint = device.collect(spec, held, live, found)
     difference = Difference.of(found, fingerprint)
     assert difference == expected(dtype, old, new), (live.dtype, dtype, live.numel(), share)
     assert (held.read() == new).all()
@@ -42,21 +42,21 @@ def check_rounding() -> None:
         patterns = upper | lower
         live = torch.where(patterns < 1 << 31, patterns, patterns - (1 << 32)).to(torch.int32).view(torch.float32)
         window = torch.zeros(live.numel(), dtype=SIGNED[2])
-        where, _, new = detection_triton.extract_triton(live, window, "BF16")
+        where, _, new = triton.extract_triton(live, window, "BF16")
         rounded = torch.zeros_like(window).index_put((where,), new)
         assert (bits_of(rounded) == served(live, "BF16")).all(), hex(lower)
 
 
 def main() -> None:
-    detection_device._extract_for = lambda live: detection_triton.extract_triton
-    detection_device.WINDOW_ELEMENTS = 15_000
+    device._extract_for = lambda live: triton.extract_triton
+    device.WINDOW_ELEMENTS = 15_000
     generator = torch.Generator().manual_seed(0)
     for given, dtype in CASES:
         for size in SIZES:
             live = torch.randn(size, generator=generator).to(given)
             for share in (0.0, 0.02, 1.0):
                 changed = check(live, dtype, share)
-                assert (changed > 0) == (share > 0) or size < detection_triton.BLOCK - 1
+                assert (changed > 0) == (share > 0) or size < triton.BLOCK - 1
     assert check(torch.randn(70, 90, generator=generator).t(), "BF16", 0.1) > 0
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     assert check(patterns, "BF16", 1.0) == 1 << 16

@@ -11,7 +11,7 @@ from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expe
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import FingerprintError, PublishError
-from vllm_delta_sync.wire.documents import anchor_key
+from vllm_delta_sync.format.documents import anchor_key
 
 
 def test_fingerprints_are_kept_up_to_date(bucket: Hooked, trainer: Trainer) -> None:

@@ -31,11 +31,11 @@ from tests.support.trainers import (
     trainer_of,
 )
 from trainer_side import DeltaSyncCallback, Publisher, PublishResult
-from trainer_side import lag as lag_module
+from trainer_side.integrations import receiver_lag as lag_module
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run, open_run
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, StoreError, UsageError
-from vllm_delta_sync.upkeep.leases import write_lease
+from vllm_delta_sync.fleet.heartbeat_writer import write_lease
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,12 +153,12 @@ def test_a_failure_is_logged_and_made_up_for(
 
         seen.at = dict.fromkeys((2, 4, 5, 6), settle)
         seen.at |= {1: lambda: settle(True), 3: lambda: settle(False)}
-        with caplog.at_level(logging.WARNING, "trainer_side.reports"):
+        with caplog.at_level(logging.WARNING, "trainer_side.integrations.reports"):
             trainer_of(model, tmp_path, [callback, seen], max_steps=6).train()
     run = open_run(url)
     assert steps_of(run) == [1, 4, 5, 6]
     assert_holds(run, 4, seen.weights[6])
-    said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.reports"]
+    said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.integrations.reports"]
     assert len(said) == 2
     assert "training goes on" in said[0]
     assert "the store is down" in said[0]
@@ -295,7 +295,7 @@ def test_skips_are_told_once(
             settle()
 
         seen.at = {1: hold, 5: let_go, 6: settle}
-        with caplog.at_level(logging.INFO, "trainer_side.skips"):
+        with caplog.at_level(logging.INFO, "trainer_side.skip_log"):
             trainer_of(model, tmp_path, [callback, logged, seen], max_steps=7).train()
     assert steps_of(open_run(url)) == [1, 2, 6, 7]
     assert [line["delta_sync/skipped"] for line in logged.published] == [0, 0, 3, 0]
@@ -332,7 +332,7 @@ def test_what_is_no_trainer_is_told_that_loggers_get_nothing(
     handler = CallbackHandler([DefaultFlowCallback(), callback, Settled(callback), logged], model, None, None, None)
     given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     state, control = TrainerState(max_steps=2), TrainerControl()
-    with caplog.at_level(logging.INFO, "trainer_side.reports"):
+    with caplog.at_level(logging.INFO, "trainer_side.integrations.reports"):
         handler.on_train_begin(given, state, control)
         for state.global_step in (1, 2):
             with torch.no_grad():
@@ -353,7 +353,7 @@ def test_lag_is_that_of_the_slowest_receiver(model: PreTrainedModel, url: str) -
     now = 0.0
     with open_bucket(url) as store:
         bucket = HeldBucket(store)
-        lag = lag_module.ReceiversLag(bucket, lambda: 3, lambda: now)
+        lag = lag_module.ReceiverLag(bucket, lambda: 3, lambda: now)
 
         def looked(expected: int | None) -> None:
             nonlocal now

@@ -24,9 +24,10 @@ from tests.support.publishers import (
 from tests.support.publishing import assert_versions, damage
 from tests.support.samples import CONTEXT
 from trainer_side import Gate, Publisher
-from trainer_side import link as module
-from trainer_side.choice import FEW, full_is_smaller
-from trainer_side.codec_choice import (
+from trainer_side.diff.dense_or_sparse import FEW, full_is_smaller
+from trainer_side.diff.undo_log import ChangeLog, ExpandedChanges
+from trainer_side.encode import upload_bandwidth as module
+from trainer_side.encode.codec_policy import (
     CONTEXT_SHARE,
     ENCODE,
     LEAST_CHANGED,
@@ -38,15 +39,14 @@ from trainer_side.codec_choice import (
     packed_bytes,
     seconds,
 )
-from trainer_side.detection_notes import Extracted, Wide
-from trainer_side.link import LEAST_BYTES, Link
+from trainer_side.encode.upload_bandwidth import LEAST_BYTES, UploadBandwidth
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.wire.bits import Bits, diff
-from vllm_delta_sync.wire.changes import Changes, Full, Sparse
-from vllm_delta_sync.wire.delta import Codec, encode
-from vllm_delta_sync.wire.dtypes import DTYPES as ELEMENTS
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.codec.delta_object import Codec, encode
+from vllm_delta_sync.format.dtypes import DTYPES as ELEMENTS
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import Bits, diff
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 KB, MB, GB = 1e3, 1e6, 1e9
 ONE = Work(10**9, 10**7)
@@ -311,8 +311,8 @@ def test_the_smaller_one_is_chosen(case: str, compression: Any) -> None:
     full = Changes([], [Full(0, new)], {0: change})
     sizes = {whole: len(encode(changes, table, "packed", compression, CONTEXT)) for whole, changes in
              ((False, sparse), (True, full))}  # fmt: skip
-    found = Extracted(ELEMENTS["BF16"])
-    found.parts = [[Wide(positions, distances)]]
+    found = ChangeLog(ELEMENTS["BF16"])
+    found.parts = [[ExpandedChanges(positions, distances)]]
     asked: list[int] = []
     chosen = full_is_smaller(table[0], found, "packed", compression, lambda: asked.append(1) or new)  # type: ignore[func-returns-value]
     assert sizes[chosen] < 1.03 * min(sizes.values()) + 600
@@ -324,9 +324,9 @@ def test_what_changes_little_is_never_sent_in_full() -> None:
     ones = np.full(500, 0x3F80, np.uint16)
     new = ones.copy()
     new[::4] += 1
-    found = Extracted(ELEMENTS["BF16"])
+    found = ChangeLog(ELEMENTS["BF16"])
     positions, distances, _ = diff("w", ELEMENTS["BF16"], ones, new)
-    found.parts = [[Wide(positions, distances)]]
+    found.parts = [[ExpandedChanges(positions, distances)]]
     for compression in ("zstd", "none"):
         assert not full_is_smaller(TensorSpec("w", "BF16", (500,)), found, "packed", compression, lambda: new)  # type: ignore[arg-type]
 
@@ -349,13 +349,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def send(link: Link, clock: Clock, size: int, seconds: float) -> None:
+def send(link: UploadBandwidth, clock: Clock, size: int, seconds: float) -> None:
     with link.upload(size):
         clock.now += seconds
 
 
 def test_median_of_the_last_ones(clock: Clock) -> None:
-    link = Link()
+    link = UploadBandwidth()
     for taken in (1, 1, 50, 1):
         send(link, clock, BYTES, taken)
     assert link.bytes_per_second == BYTES
@@ -365,7 +365,7 @@ def test_median_of_the_last_ones(clock: Clock) -> None:
 
 
 def test_tiny_and_failed_ones_and_those_beside_them_do_not_count(clock: Clock) -> None:
-    link = Link()
+    link = UploadBandwidth()
     send(link, clock, LEAST_BYTES - 1, 60)
     with pytest.raises(OSError, match="gone"), link.upload(BYTES):
         raise OSError("gone")
@@ -373,13 +373,13 @@ def test_tiny_and_failed_ones_and_those_beside_them_do_not_count(clock: Clock) -
         with pytest.raises(OSError, match="gone"), link.upload(BYTES):
             raise OSError("gone")
         clock.now += 1
-    assert (link.bytes_per_second, Link(limit=5).bytes_per_second) == (None, None)
+    assert (link.bytes_per_second, UploadBandwidth(limit=5).bytes_per_second) == (None, None)
     send(link, clock, LEAST_BYTES, 2)
     assert link.bytes_per_second == LEAST_BYTES / 2
 
 
 def test_those_at_once_are_one(clock: Clock) -> None:
-    link = Link()
+    link = UploadBandwidth()
     with link.upload(BYTES):
         clock.now += 1
         with link.upload(3 * BYTES):
@@ -390,7 +390,7 @@ def test_those_at_once_are_one(clock: Clock) -> None:
 
 
 def test_any_thread_may_send() -> None:
-    link = Link()
+    link = UploadBandwidth()
     barrier = threading.Barrier(4)
 
     def work() -> None:
@@ -408,9 +408,9 @@ def test_any_thread_may_send() -> None:
 
 def test_no_faster_than_the_store_is_allowed_to(clock: Clock, tmp_path: Path) -> None:
     with open_bucket(tmp_path, StoreOptions(store_upload_limit=1000)) as bucket:
-        link = Link.to(bucket)
+        link = UploadBandwidth.to(bucket)
     send(link, clock, BYTES, 0.001)
     assert link.bytes_per_second == 1000
-    plain = Link.to(open_bucket(tmp_path))
+    plain = UploadBandwidth.to(open_bucket(tmp_path))
     send(plain, clock, BYTES, 0.001)
     assert plain.bytes_per_second == pytest.approx(BYTES / 0.001)

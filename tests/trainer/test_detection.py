@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.detection import NAME, Difference, check, compared, disturbed, expected, served, tensor_of
-from trainer_side import detection, detection_live
-from trainer_side.detection import Detector
-from trainer_side.detection_held import HostHeld
-from trainer_side.detection_live import boxes, host_bits, nan_pattern
-from trainer_side.detection_notes import Extracted
-from vllm_delta_sync.torch_bits import TORCH_DTYPES
-from vllm_delta_sync.wire import bits as wire_bits
-from vllm_delta_sync.wire import diff_kernels
-from vllm_delta_sync.wire.bits import CHUNK_ELEMENTS
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.segments import CHUNKS, ROOM
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from trainer_side.diff import engine, reader
+from trainer_side.diff.buffers import HostBuffer
+from trainer_side.diff.engine import Detector
+from trainer_side.diff.reader import boxes, host_bits, nan_pattern
+from trainer_side.diff.undo_log import ChangeLog
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors import bits as wire_bits
+from vllm_delta_sync.tensors import diff_kernels
+from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.segments import CHUNKS, ROOM
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 SPECIAL = [0, 1, 0x7F, 0x7F7F, 0x3F80, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF, 0x0080, 0x4000]
 
@@ -114,8 +114,8 @@ def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def test_layouts_and_conversions(
     given: torch.dtype, dtype: str, layout: str, monkeypatch: pytest.MonkeyPatch, detector: Detector
 ) -> None:
-    monkeypatch.setattr(detection_live, "GATHER_ELEMENTS", 10_000)
-    monkeypatch.setattr(detection, "PARALLEL_ELEMENTS", 1000)
+    monkeypatch.setattr(reader, "GATHER_ELEMENTS", 10_000)
+    monkeypatch.setattr(engine, "PARALLEL_ELEMENTS", 1000)
     live = layouts(given)[layout]
     old = disturbed(served(live, dtype), 0.05)
     check(dtype, old, live, detector)
@@ -153,7 +153,7 @@ def test_more_chunks_than_there_is_room_for() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float16])
 def test_any_count_of_threads_finds_the_same(given: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection, "PARALLEL_ELEMENTS", 1)
+    monkeypatch.setattr(engine, "PARALLEL_ELEMENTS", 1)
     detector = Detector(threads)
     try:
         for size in (1, 3, 4097, 300_001):
@@ -164,17 +164,17 @@ def test_any_count_of_threads_finds_the_same(given: torch.dtype, threads: int, m
 
 
 def test_a_failing_helper_fails_the_comparison(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection, "PARALLEL_ELEMENTS", 1)
+    monkeypatch.setattr(engine, "PARALLEL_ELEMENTS", 1)
     old = np.zeros(3 * CHUNK_ELEMENTS, np.uint16)
-    held, found = HostHeld(old.copy()), Extracted(DTYPES["U16"])
-    read = detection_live.Reader.read
+    held, found = HostBuffer(old.copy()), ChangeLog(DTYPES["U16"])
+    read = reader.Reader.read
 
     def failing(self: Any, box: torch.Tensor, dtype: str) -> Any:
         if threading.current_thread().name == "delta-sync-diff-2":
             raise MemoryError
         return read(self, box, dtype)
 
-    monkeypatch.setattr(detection_live.Reader, "read", failing)
+    monkeypatch.setattr(reader.Reader, "read", failing)
     live = torch.ones(old.size, dtype=torch.uint16)
     with pytest.raises(MemoryError):
         detector.collect(TensorSpec(NAME, "U16", (old.size,)), held, live, found)
@@ -189,7 +189,7 @@ def test_weights_that_move_meanwhile_are_noted_as_they_were_stored(
     given: torch.dtype, detector: Detector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was in the baseline, moved by the distances, is what is there now; whatever that is."""
-    monkeypatch.setattr(detection, "PARALLEL_ELEMENTS", 1)
+    monkeypatch.setattr(engine, "PARALLEL_ELEMENTS", 1)
     live = torch.zeros(300_000, dtype=given)
     over = threading.Event()
 
@@ -200,7 +200,7 @@ def test_weights_that_move_meanwhile_are_noted_as_they_were_stored(
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        held = HostHeld(served(torch.zeros(live.shape), "BF16"))
+        held = HostBuffer(served(torch.zeros(live.shape), "BF16"))
         for _ in range(3):
             before = held.bits.copy()
             found, difference = compared("BF16", held, live, detector)
@@ -218,7 +218,7 @@ def test_weights_that_move_meanwhile_are_noted_as_they_were_stored(
 def test_joined_elements_stay_the_same_and_can_still_be_put_back() -> None:
     live = torch.randn(2 * ROOM)
     old = ~served(live, "BF16")
-    held = HostHeld(old.copy())
+    held = HostBuffer(old.copy())
     found, difference = compared("BF16", held, live, Detector())
     positions, distances = np.empty(found.size, np.int64), np.empty(found.size, np.uint16)
     found.join_into(positions, distances)
@@ -231,7 +231,7 @@ def test_joined_elements_stay_the_same_and_can_still_be_put_back() -> None:
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_samples_are_bounded_pieces(dtype: str) -> None:
     live = torch.randn(5 * ROOM)
-    found, difference = compared(dtype, HostHeld(~served(live, dtype)), live, Detector())
+    found, difference = compared(dtype, HostBuffer(~served(live, dtype)), live, Detector())
     pairs = set(zip(difference.positions, difference.distances, strict=True))
     for most, least in ((1, 1), (3, 3), (16, 4)):
         samples = list(found.samples(most))
@@ -244,12 +244,12 @@ def test_samples_are_bounded_pieces(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
 def test_everything_is_compiled_before_the_first_comparison(dtype: str) -> None:
     table = TensorTable([TensorSpec("a", dtype, (3,))])
-    detection.compile_kernels(table)
+    engine.compile_kernels(table)
     loops = (diff_kernels.collect, diff_kernels.collect_rounded, diff_kernels.gather, diff_kernels.expand)
     compiled = [len(loop.signatures) for loop in loops]
     for live in (torch.randn(50, 60), torch.randn(50, 60).t(), torch.randn(3000)[::2], torch.randn(4000)[1:]):
         served_live = live if dtype != "F8_E4M3" else live.to(TORCH_DTYPES[dtype])
-        found, _ = compared(dtype, HostHeld(~served(served_live, dtype)), served_live, Detector())
+        found, _ = compared(dtype, HostBuffer(~served(served_live, dtype)), served_live, Detector())
         found.join_into(np.empty(found.size, np.int64), np.empty(found.size, DTYPES[dtype].uint))
     assert [len(loop.signatures) for loop in loops] == compiled
 
@@ -265,7 +265,7 @@ def test_a_live_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor
 
     live = torch.zeros(4000, 4000).t()
-    held = HostHeld(np.zeros(live.numel(), np.uint16))
+    held = HostBuffer(np.zeros(live.numel(), np.uint16))
     monkeypatch.setattr(torch, "empty", counting)
     compared("BF16", held, live, Detector())
-    assert sum(made) <= 8 * detection_live.GATHER_ELEMENTS
+    assert sum(made) <= 8 * reader.GATHER_ELEMENTS

@@ -13,23 +13,25 @@ import torch
 
 from tests.support.detection import NAME, Difference, compared, disturbed, expected, served
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure
-from trainer_side import Gate, Publisher, baseline, detection, detection_device
-from trainer_side.detection import Detector
-from trainer_side.detection_held import DeviceHeld, Held, HostHeld, Place, placed
-from trainer_side.detection_notes import Extracted
+from trainer_side import Gate, Publisher
+from trainer_side.diff import baseline, engine
+from trainer_side.diff import device as detection_device
+from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer, Place, placed
+from trainer_side.diff.engine import Detector
+from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync import open_run
-from vllm_delta_sync.torch_bits import SIGNED, TORCH_DTYPES
-from vllm_delta_sync.wire import segments
-from vllm_delta_sync.wire.bits import CHUNK_ELEMENTS
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.table import TensorSpec
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors import segments
+from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 
 
-def device_held(bits: np.ndarray) -> DeviceHeld:
-    return DeviceHeld(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()))
+def device_held(bits: np.ndarray) -> DeviceBuffer:
+    return DeviceBuffer(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()))
 
 
-@pytest.mark.parametrize("hold", [device_held, lambda bits: HostHeld(bits.copy())])
+@pytest.mark.parametrize("hold", [device_held, lambda bits: HostBuffer(bits.copy())])
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize(
     ("given", "dtype"),
@@ -39,13 +41,17 @@ def device_held(bits: np.ndarray) -> DeviceHeld:
     ],
 )  # fmt: skip
 def test_device_finds_what_the_host_finds(
-    given: torch.dtype, dtype: str, share: float, hold: Callable[[np.ndarray], Held], monkeypatch: pytest.MonkeyPatch
+    given: torch.dtype,
+    dtype: str,
+    share: float,
+    hold: Callable[[np.ndarray], BaselineBuffer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(detection_device, "WINDOW_ELEMENTS", 1000)
     for live in (torch.randn(70, 90).to(given), torch.randn(70, 90).to(given).t(), torch.randn(()).to(given)):
         new = served(live, dtype)
         old = disturbed(new, share)
-        held, found = hold(old), Extracted(DTYPES[dtype])
+        held, found = hold(old), ChangeLog(DTYPES[dtype])
         spec = TensorSpec(NAME, dtype, tuple(live.shape))
         difference = Difference.of(found, detection_device.collect(spec, held, live, found))
         difference = Difference.of(found, difference.fingerprint)
@@ -67,8 +73,8 @@ def test_every_pattern_on_a_device(name: str) -> None:
     assert np.array_equal(held.read(), old)
 
 
-@pytest.mark.parametrize("hold", [device_held, HostHeld])
-def test_held_bits_are_read_and_written(hold: Callable[[np.ndarray], Held]) -> None:
+@pytest.mark.parametrize("hold", [device_held, HostBuffer])
+def test_held_bits_are_read_and_written(hold: Callable[[np.ndarray], BaselineBuffer]) -> None:
     start = np.arange(100, dtype=np.uint16)
     held = hold(start.copy())
     positions = np.array([3, 50, 99])
@@ -85,25 +91,25 @@ def test_held_bits_are_read_and_written(hold: Callable[[np.ndarray], Held]) -> N
 def test_bits_are_placed_where_they_are_compared() -> None:
     """The meta device stands for one with memory of its own."""
     far, here = torch.device("meta"), torch.device("cpu")
-    host = HostHeld(np.arange(9, dtype=np.uint16))
+    host = HostBuffer(np.arange(9, dtype=np.uint16))
     assert placed(host, "w", here, "host") is host
     assert placed(host, "w", here, "device") is host
     assert placed(host, "w", far, "host") is host
     moved = placed(host, "w", far, "device")
-    assert isinstance(moved, DeviceHeld)
+    assert isinstance(moved, DeviceBuffer)
     assert (moved.flat.device, moved.flat.dtype, moved.flat.numel()) == (far, SIGNED[2], 9)
     assert placed(moved, "w", far, "device") is moved
     back = placed(device_held(host.bits), "w", here, "device")
-    assert isinstance(back, HostHeld)
+    assert isinstance(back, HostBuffer)
     assert np.array_equal(back.bits, host.bits)
 
 
 @pytest.mark.parametrize("gate", [None, Gate(max_changed_share=0.9)])
 def test_a_baseline_on_a_device(gate: Gate | None, bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
-    placed_on_device: dict[str, DeviceHeld] = {}
+    placed_on_device: dict[str, DeviceBuffer] = {}
 
-    def as_if_on_a_device(held: Held, name: str, device: torch.device, place: Place) -> Held:
-        placed_on_device[name] = held if isinstance(held, DeviceHeld) else device_held(held.read())
+    def as_if_on_a_device(held: BaselineBuffer, name: str, device: torch.device, place: Place) -> BaselineBuffer:
+        placed_on_device[name] = held if isinstance(held, DeviceBuffer) else device_held(held.read())
         return placed_on_device[name]
 
     monkeypatch.setattr(baseline, "placed", as_if_on_a_device)
@@ -175,16 +181,16 @@ def interrupted(number: int, work: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("hold", "size"), [(HostHeld, 2 * CHUNK_ELEMENTS + 300), (device_held, 500)], ids=["host", "device"]
+    ("hold", "size"), [(HostBuffer, 2 * CHUNK_ELEMENTS + 300), (device_held, 500)], ids=["host", "device"]
 )
 def test_interrupt_at_any_line(
-    hold: Callable[[np.ndarray], Held], size: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[[np.ndarray], BaselineBuffer], size: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Element 0 changed too: where a note counts it twice, or its room is taken for entries, it comes out wrong."""
     monkeypatch.setattr(segments, "ROOM", CHUNK_ELEMENTS)
     monkeypatch.setattr(segments, "CHUNKS", 2)
     monkeypatch.setattr(detection_device, "WINDOW_ELEMENTS", 200)
-    monkeypatch.setattr(detection, "PARALLEL_ELEMENTS", 1)
+    monkeypatch.setattr(engine, "PARALLEL_ELEMENTS", 1)
     # Its rooms are made after what says how large they are.
     detector = Detector(2)
     live = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(given)
@@ -194,7 +200,7 @@ def test_interrupt_at_any_line(
     spec = TensorSpec(NAME, "BF16", (size,))
     held, lines = hold(start.copy()), 0
     while True:
-        found = Extracted(spec.element)
+        found = ChangeLog(spec.element)
         if not interrupted(lines, partial(detector.collect, spec, held, live, found)):
             break
         detector.settle()

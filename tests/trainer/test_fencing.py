@@ -9,8 +9,8 @@ from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, asse
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError
-from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, Claim, claim_key
-from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, Head, version_key
+from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, version_key
 
 
 class Once:

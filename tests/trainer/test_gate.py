@@ -15,11 +15,11 @@ from tests.support.publishing import damage
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, PublishError, StoreError, UsageError
-from vllm_delta_sync.torch_bits import TORCH_DTYPES
-from vllm_delta_sync.upkeep.compaction import upkeep
-from vllm_delta_sync.wire.dtypes import DTYPES
-from vllm_delta_sync.wire.floats import count_nonfinite, has_values, values_of
-from vllm_delta_sync.wire.manifest import Quarantine
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.manifest import Quarantine
+from vllm_delta_sync.maintenance.compact import upkeep
+from vllm_delta_sync.tensors.floats import count_nonfinite, has_values, values_of
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 NAN, INF = math.nan, math.inf
 REAL = [name for name, element in DTYPES.items() if has_values(element)]

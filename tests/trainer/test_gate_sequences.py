@@ -15,7 +15,7 @@ from tests.support.publishers import FailAt, Hooked
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, PublishError
-from vllm_delta_sync.torch_bits import bits_of
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 NAN, INF = math.nan, math.inf
 

@@ -8,15 +8,15 @@ import pytest
 
 from tests.support.publishers import FailAt, Hook, Hooked, Trainer, assert_holds, nothing, publish, small_trainer
 from trainer_side import Publisher
-from trainer_side.upkeep import THREAD_NAME
+from trainer_side.maintenance import THREAD_NAME
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.plan import plan
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.wire.documents import ANCHORS_PREFIX, FOLDS_PREFIX, anchor_key, fold_key
-from vllm_delta_sync.wire.manifest import version_key
+from vllm_delta_sync.format.documents import ANCHORS_PREFIX, FOLDS_PREFIX, anchor_key, fold_key
+from vllm_delta_sync.format.manifest import version_key
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.run.plan import plan
 
 
 class Watched(Hooked):
@@ -170,7 +170,7 @@ def test_failed_start_leaves_no_thread(watched: Watched, trainer: Trainer) -> No
     assert not {thread.name for thread in set(threading.enumerate()) - others} & {THREAD_NAME, "delta-sync-publisher"}
 
 
-AT_ONCE = Policy(keep_last=1, min_age=0.0)
+AT_ONCE = RetentionPolicy(keep_last=1, min_age=0.0)
 
 
 class Paused(Hooked):

@@ -13,7 +13,7 @@ from tests.support.architectures import VOCABULARY, Plain, adamw, qwen3, same_bi
 from tests.support.publishing import Tensors, assert_versions, published, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.chain import Run
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import DeltaSyncError, ModelError, TensorMismatchError
 
 

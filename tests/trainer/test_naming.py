@@ -12,8 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, same_bits, saved, train
-from trainer_side.naming import LiveTensors, live_tensors
-from trainer_side.tracing import Replay, View, trace
+from trainer_side.model.conversion_trace import Replay, View, trace
+from trainer_side.model.sources import LiveTensors, live_tensors
 from vllm_delta_sync.errors import ModelError, UsageError
 
 

@@ -9,10 +9,10 @@ import torch
 from tests.support.publishers import Hooked
 from trainer_side import Publisher
 from vllm_delta_sync.errors import LimitError
-from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.anchor import shard_tables
-from vllm_delta_sync.wire.changes import Changes, Full
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.anchor_file import shard_tables
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import Changes, Full
 
 TOO_MANY = limits.MAX_OBJECTS_PER_VERSION + 1
 MESSAGE = (

@@ -11,10 +11,10 @@ from tests.support.publishers import FailAt, Hooked, Trainer, assert_history, as
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import LimitError, NotFoundError, StoreError, UsageError
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.upkeep.tagging import set_tag
-from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.tags import set_tag
 
 
 def breaks(bucket: Hooked) -> list[tuple[int, int | None]]:
@@ -247,7 +247,7 @@ def test_no_policy_lets_go_of_what_the_publisher_has_rebased_to(bucket: Hooked, 
         publish(publisher, trainer, 5)
         publisher.anchor()
         publisher.rebase(2)
-        report = collect(open_run(bucket.url), Policy(keep_last=1, keep_tagged=False, min_age=0.0))
+        report = collect(open_run(bucket.url), RetentionPolicy(keep_last=1, keep_tagged=False, min_age=0.0))
         assert 2 in report.kept
         trainer.step()
         publisher.publish(step=6, wait=True)

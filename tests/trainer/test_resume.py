@@ -25,11 +25,11 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UnsupportedError,
 )
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.wire import limits
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.documents import Claim, claim_key
-from vllm_delta_sync.wire.manifest import HEAD_KEY, Manifest, version_key
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.documents import Claim, claim_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, Manifest, version_key
+from vllm_delta_sync.maintenance.branch import branch
 
 
 def tensors(seed: int = 0) -> Tensors:
@@ -386,7 +386,7 @@ def test_a_manifest_larger_than_readers_take_is_not_committed(url: str, monkeypa
     live, _ = published(url, 1)
     with open_bucket(url) as bucket:
         most = max(len(bucket.get(version_key(version))) for version in range(2))
-    monkeypatch.setattr("vllm_delta_sync.chain.documents.document_limit", lambda table: most)
+    monkeypatch.setattr("vllm_delta_sync.run.documents.document_limit", lambda table: most)
     # An object for each tensor makes its manifest longer.
     publisher = Publisher(live, url, shard_bytes=1)
     step(live, 2)

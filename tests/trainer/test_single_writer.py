@@ -8,10 +8,10 @@ import pytest
 from tests.support.publishers import Hooked, Trainer, assert_holds, assert_stopped, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket import creation
+from vllm_delta_sync.bucket import conditional_put
 from vllm_delta_sync.errors import ConflictError
-from vllm_delta_sync.wire.documents import Claim, claim_key
-from vllm_delta_sync.wire.manifest import RUN_KEY, TABLE_KEY, Document, Manifest, RunInfo, timestamp, version_key
+from vllm_delta_sync.format.documents import Claim, claim_key
+from vllm_delta_sync.format.manifest import RUN_KEY, TABLE_KEY, Document, Manifest, RunInfo, timestamp, version_key
 
 
 class Shared(Hooked):
@@ -40,7 +40,7 @@ class Late:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
-    monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.01)
+    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.01)
     return Shared(tmp_path / "run")
 
 
@@ -148,7 +148,7 @@ def test_a_start_that_lost_its_run_json_late_removes_nothing_of_the_other(shared
 
 
 def test_exclusive_stores_wait_for_nothing(tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creation, "SETTLING_SECONDS", -1)
+    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", -1)
     bucket = Hooked(tmp_path / "run")
     Publisher(trainer.live, bucket).close()
     Publisher(trainer.live, bucket, resume=True).close()

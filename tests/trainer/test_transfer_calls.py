@@ -16,10 +16,10 @@ from tests.support.trainers import SIZES, HeldBucket, steps_of, threads_of_ours
 from trainer_side import Publisher
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain.fleet import FleetLateError
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, PublishError, StoreError, UsageError
-from vllm_delta_sync.upkeep.leases import write_lease
+from vllm_delta_sync.fleet.fleet import FleetLateError
+from vllm_delta_sync.fleet.heartbeat_writer import write_lease
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
@@ -101,7 +101,7 @@ def test_calls_before_the_beginning_and_after_the_end(transfer: DeltaWeightTrans
 def test_without_a_trainer_sends_are_counted_and_a_run_is_gone_on_with(
     transfer: DeltaWeightTransfer, url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "trainer_side.reports"):
+    with caplog.at_level(logging.INFO, "trainer_side.integrations.reports"):
         transfer.init_weight_transfer()
         for _ in range(3):
             weights.change()
@@ -187,7 +187,7 @@ def test_resume_says_who_is_late(url: str, base: Path, weights: Weights, caplog:
     strict.destroy()
     lenient.init_weight_transfer()
     lenient.send_weights(weights.stream())
-    with caplog.at_level(logging.ERROR, "trainer_side.reports"):
+    with caplog.at_level(logging.ERROR, "trainer_side.integrations.reports"):
         lenient.resume()
     assert "slow" in caplog.text
     lenient.destroy()
@@ -215,7 +215,7 @@ def test_a_failure_is_raised_and_made_up_for(url: str, base: Path, weights: Weig
 
 
 def test_training_goes_on_if_wanted(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
-    with open_bucket(url) as store, caplog.at_level(logging.WARNING, "trainer_side.reports"):
+    with open_bucket(url) as store, caplog.at_level(logging.WARNING, "trainer_side.integrations.reports"):
         bucket = HeldBucket(store)
         transfer = DeltaWeightTransfer(bucket, base, stop_on_error=False)
         transfer.init_weight_transfer()

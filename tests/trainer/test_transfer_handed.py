@@ -12,8 +12,8 @@ from tests.support.publishing import Tensors, assert_holds
 from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
 from tests.support.trainers import SIZES
 from trainer_side import Publisher
-from trainer_side.handed import HandedTensors
-from vllm_delta_sync.chain import open_run
+from trainer_side.model.streamed import StreamedWeights
+from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import ModelError, NotFoundError, TensorMismatchError, UsageError
 
 OTHERS = ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "gpt2"]
@@ -36,7 +36,7 @@ def trained(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def publish(base: Path, url: str, weights: Pairs) -> None:
-    with Publisher(HandedTensors(base), bucket=url, base=base) as publisher:
+    with Publisher(StreamedWeights(base), bucket=url, base=base) as publisher:
         publisher.publish(1, weights=weights)
 
 
@@ -47,7 +47,7 @@ def test_parameters_become_what_save_pretrained_writes(family: str, url: str, tm
     model = make_model(family)
     base = save_checkpoint(model, tmp_path / "base")
     random = torch.get_rng_state()
-    weights = HandedTensors(base)
+    weights = StreamedWeights(base)
     assert torch.equal(torch.get_rng_state(), random)
     with Publisher(weights, bucket=url, base=base) as publisher:
         assert publisher.publish(0, wait=True, weights=handed(model)).changed == 0
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_by_name(url: str, tmp_path: Path) -> None:
     model = make_model("qwen3", **SIZES)
     base = save_checkpoint(model, tmp_path / "base")
     norm = torch.ones(5)
-    with Publisher(HandedTensors(base), bucket=url, base=base) as publisher:
+    with Publisher(StreamedWeights(base), bucket=url, base=base) as publisher:
         with pytest.raises(TensorMismatchError, match=r"'model.norm.weight' is torch.float32 \[5\], but \[32\]"):
             publisher.publish(1, weights=[*handed(trained(model)), ("model.norm.weight", norm)])
         with pytest.raises(TensorMismatchError, match=r"model\.norm\.bias"):
@@ -151,9 +151,9 @@ def test_a_base_of_another_model_is_refused(url: str, tmp_path: Path) -> None:
     base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
     other = save_checkpoint(make_model("llama", **SIZES), tmp_path / "other")
     with pytest.raises(TensorMismatchError, match="is not among the"):
-        Publisher(HandedTensors(other), bucket=url, base=base)
+        Publisher(StreamedWeights(other), bucket=url, base=base)
     with pytest.raises(NotFoundError, match="does not exist"):
-        HandedTensors(tmp_path / "none")
+        StreamedWeights(tmp_path / "none")
 
 
 def test_a_lost_version_is_not_made_up(url: str, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_lost_version_is_not_made_up(url: str, tmp_path: Path) -> None:
     for lost in (tmp_path / "run" / "objects").iterdir():
         lost.unlink()
     with pytest.raises(NotFoundError, match="handed the weights to begin anew only later; repair the run"):
-        Publisher(HandedTensors(base), bucket=url, base=base)
+        Publisher(StreamedWeights(base), bucket=url, base=base)
     assert open_run(url).head().version == 1
 
 

@@ -17,7 +17,7 @@ from tests.support.publishing import assert_holds
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import FIGURES, SIZES, Logged, interrupt, steps_of
 from tests.trainer.sharded.nursery import Nursery
-from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.client import open_run
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tests.support.publishing import Tensors, assert_holds
 from tests.support.tiny import make_model, make_tokenizer, save_checkpoint
 from tests.support.trainers import FIGURES, SIZES, Logged, Settled, steps_of
 from trainer_side.integrations.trl import DeltaSyncCallback
-from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.client import open_run
 
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,

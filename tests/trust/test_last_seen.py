@@ -9,15 +9,15 @@ import pytest
 
 from tests.support.chains import Chain
 from tests.support.trusted import Trusted, keyring_at
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.config import Settings, load_settings
-from vllm_delta_sync.engine import witness as module
-from vllm_delta_sync.engine.rebuild import newest
-from vllm_delta_sync.engine.witness import Witness
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.planning import trusted_head as module
+from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.staging.reconstruct import newest
 from vllm_delta_sync.errors import ExpiredError, ForkError, NotFoundError, ReplayError, SettingsError
-from vllm_delta_sync.trust.mark import Mark, MarkFile
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.documents import KeyEntry, LastWord
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.documents import KeyEntry, KeyValidity
+from vllm_delta_sync.settings import Settings, load_settings
+from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
 
 
 def ago(seconds: float) -> str:
@@ -230,7 +230,7 @@ def test_cold_start_honours_the_mark_and_leaves_it(tmp_path: Path) -> None:
 
     def cold(settings: Settings = settings) -> int:
         run = open_run(settings.bucket, settings.keyring())
-        return newest(run, witness=Witness(settings, run.keyring, writes=False)).version
+        return newest(run, witness=TrustedHead(settings, run.keyring, writes=False)).version
 
     world.chain.grow(1)
     assert cold() == 4
@@ -247,15 +247,15 @@ def test_cold_start_honours_the_mark_and_leaves_it(tmp_path: Path) -> None:
 
 
 def test_mark_keeps_whom_it_was_told_to_be_revoked(tmp_path: Path) -> None:
-    file = MarkFile(tmp_path, "file:///run")
-    file.raise_to(Mark("r", 1, 5, "five"))
+    file = LastSeenStore(tmp_path, "file:///run")
+    file.raise_to(LastSeen("r", 1, 5, "five"))
     kept = json.loads(file.path.read_bytes())
     assert kept.pop("revoked") == []
     file.path.write_bytes(json.dumps(kept).encode())
-    assert file.load() == Mark("r", 1, 5, "five")
-    file.raise_to(Mark("r", 1, 4, "four", revoked=("b",)))
-    file.raise_to(Mark("r", 1, 6, "six", revoked=("a",)))
-    assert file.load() == Mark("r", 1, 6, "six", revoked=("a", "b"))
+    assert file.load() == LastSeen("r", 1, 5, "five")
+    file.raise_to(LastSeen("r", 1, 4, "four", revoked=("b",)))
+    file.raise_to(LastSeen("r", 1, 6, "six", revoked=("a",)))
+    assert file.load() == LastSeen("r", 1, 6, "six", revoked=("a", "b"))
     for wrong in ("a", [1], None):
         file.path.write_bytes(json.dumps({**kept, "revoked": wrong}).encode())
         with pytest.raises(SettingsError, match="does not say"):
@@ -301,8 +301,8 @@ def test_head_descends_from_what_is_served_where_nothing_else_is_remembered(tmp_
         (fork.manifests[4], ReplayError),
     ):
         with pytest.raises(error):
-            Witness(settings, world.trainer).accept(run, head, None, served)
-    Witness(settings, world.trainer).accept(run, head, None, world.chain.manifests[1])
+            TrustedHead(settings, world.trainer).accept(run, head, None, served)
+    TrustedHead(settings, world.trainer).accept(run, head, None, world.chain.manifests[1])
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -329,7 +329,7 @@ def test_what_a_stolen_key_showed_and_took_away_is_forgotten_once_it_is_revoked(
     if restarted:
         world.start()
         world.refused("replay")
-    last = LastWord(version=3, manifest=world.chain.manifests[3].digest)
+    last = KeyValidity(version=3, manifest=world.chain.manifests[3].digest)
     world.chain.key_file(2, [KeyEntry(key=entry.key, revoked=True, last=last)])
     world.chain.grow(1)
     world.serves(4)
@@ -339,7 +339,7 @@ def test_a_revoked_key_that_was_not_the_one_seen_last_makes_nothing_forgotten(tm
     world = Trusted(tmp_path)
     world.serves(3)
     other = keyring_at(tmp_path / "other.key")
-    last = LastWord(version=1, manifest=world.chain.manifests[1].digest)
+    last = KeyValidity(version=1, manifest=world.chain.manifests[1].digest)
     world.chain.key_file(1, [KeyEntry(key=other.public or "", revoked=True, last=last)])
     world.put(world.copied(until=2).folder)
     world.refused("replay")

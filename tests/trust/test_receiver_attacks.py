@@ -13,19 +13,19 @@ from tests.support.chains import Chain, Server
 from tests.support.collision import same_fingerprint
 from tests.support.forge import FORGERIES
 from tests.support.trusted import Trusted, keyring_at
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.loader import Loaded
-from vllm_delta_sync.engine.rebuild import newest
-from vllm_delta_sync.engine.witness import Witness
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
+from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.staging.reconstruct import newest
 from vllm_delta_sync.errors import FormatError, NotFoundError, ReplayError, SignatureError
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.documents import KeyEntry, KeyValidity
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.documents import KeyEntry, LastWord
-from vllm_delta_sync.wire.fingerprint import fingerprint_tensor
-from vllm_delta_sync.wire.state import ModelState
 
 Attack = Callable[[Trusted], None]
 
@@ -217,7 +217,7 @@ def test_faster_neighbour_is_no_replay(tmp_path: Path, rotated: bool) -> None:
     settings = Settings(bucket=world.chain.url, **world.settings)
     cold = open_run(world.chain.url, settings.keyring())
     overtake(cold)
-    assert newest(cold, witness=Witness(settings, settings.keyring(), writes=False)).version == 4
+    assert newest(cold, witness=TrustedHead(settings, settings.keyring(), writes=False)).version == 4
 
 
 def test_fault_that_is_over_does_not_refuse_what_was_loaded(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_fault_that_is_over_does_not_refuse_what_was_loaded(tmp_path: Path) -> N
     weights = ((spec.name, chain.bits[2][tensor].copy()) for tensor, spec in enumerate(chain.table))
     state = ModelState(chain.table, weights)
     fingerprints = tuple(value.hex() for value in state.fingerprints)
-    loaded = Loaded(chain.run, chain.url, 2, chain.manifests[2].digest, fingerprints)
+    loaded = LoadedVersion(chain.run, chain.url, 2, chain.manifests[2].digest, fingerprints)
     world.server.models[0].delta_sync_loaded = loaded
     path = world.folder / keys.version_key(2)
     true = path.read_bytes()
@@ -406,7 +406,7 @@ def test_keys_that_are_listed_and_revoked(tmp_path: Path) -> None:
     world.chain.keyring = world.trainer
     world.chain.key_file(1, [entry])
     world.serves(5)
-    last = LastWord(version=5, manifest=world.chain.manifests[5].digest)
+    last = KeyValidity(version=5, manifest=world.chain.manifests[5].digest)
     world.chain.key_file(2, [entry.model_copy(update={"last": last, "revoked": True})])
     stolen = world.copied(helper)
     stolen.grow(2)

@@ -26,10 +26,9 @@ from tests.support.signed import (
     unsign,
 )
 from trainer_side import Publisher
-from trainer_side.renewal import THREAD_NAME
+from trainer_side.head_renewal import THREAD_NAME
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.plan import path as way
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -38,20 +37,21 @@ from vllm_delta_sync.errors import (
     SignatureError,
     UsageError,
 )
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.compaction import compact, make_anchor, make_fold, upkeep
-from vllm_delta_sync.wire.documents import (
+from vllm_delta_sync.format.documents import (
     CLAIMS_PREFIX,
     KEYS_KEY,
     Anchor,
-    FoldedRange,
     KeyEntry,
-    LastWord,
+    KeyValidity,
+    MergedDelta,
     anchor_key,
     claim_key,
     fold_key,
 )
-from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.compact import compact, make_anchor, make_fold, upkeep
+from vllm_delta_sync.run.plan import path as way
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_key_that_is_not_in_use_any_more(state: str, folder: Path, keys: Keys, t
     publisher = Publisher(trainer.live, str(folder), signing_key=keys.private("a"), trusted_keys=trusted)
     publish(publisher, trainer, 2)
     run = Run(open_bucket(str(folder)))
-    last = LastWord(version=2, manifest=run.manifest(2).digest)
+    last = KeyValidity(version=2, manifest=run.manifest(2).digest)
     entries = [KeyEntry(key=keys.hex("a"), last=last, revoked=state == "revoked"), KeyEntry(key=keys.hex("b"))]
     list_keys(folder, keys.ring("root"), entries)
     # The publisher that runs with it stops by itself, rather than commit what no receiver takes.
@@ -223,7 +223,7 @@ def test_what_nobody_trusted_has_signed_is_made_again(
     run = signed_run(folder, keys, trainer, 4)
     make_fold(run, 0, 4)
     make_anchor(run, 4)
-    documents: list[tuple[str, type[Document]]] = [(fold_key(0, 4), FoldedRange), (anchor_key(4), Anchor)]
+    documents: list[tuple[str, type[Document]]] = [(fold_key(0, 4), MergedDelta), (anchor_key(4), Anchor)]
     for key, kind in documents:
         if forger is None:
             unsign(folder, key)
@@ -638,7 +638,7 @@ def test_goes_on_behind_what_a_stolen_key_has_published(folder: Path, keys: Keys
     list_keys(folder, keys.ring("root"), [entry])
     with Publisher(trainer.live, str(folder), signing_key=stolen, trusted_keys=[keys.public("root")]) as publisher:
         publish(publisher, trainer, 2)
-    word = LastWord(version=2, manifest=last.digest)
+    word = KeyValidity(version=2, manifest=last.digest)
     list_keys(folder, keys.ring("root"), [KeyEntry(key=entry.key, revoked=True, last=word)], sequence=2)
     with Publisher(trainer.live, str(folder), signing_key=root) as publisher:
         assert publisher.version == 5

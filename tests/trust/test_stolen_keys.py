@@ -8,19 +8,19 @@ import pytest
 
 from tests.support.chains import Chain
 from tests.support.trusted import Trusted, keyring_at
-from trainer_side.claims import find_end
-from trainer_side.standing import check_end
+from trainer_side.epochs import find_end
+from trainer_side.signing_policy import check_end
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.rebuild import newest
-from vllm_delta_sync.engine.witness import Witness
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.staging.reconstruct import newest
 from vllm_delta_sync.errors import DeltaSyncError, SignatureError
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.documents import KeyEntry, KeyValidity
+from vllm_delta_sync.maintenance.keys import change_keys
+from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.upkeep.keys import change_keys
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.documents import KeyEntry, LastWord
 
 
 class Theft(Trusted):
@@ -44,7 +44,7 @@ class Theft(Trusted):
 
     def list_it(self, chain: Chain, revoked: bool = True) -> None:
         """The second key says that the trainer's word holds up to version 3."""
-        last = LastWord(version=3, manifest=chain.manifests[3].digest)
+        last = KeyValidity(version=3, manifest=chain.manifests[3].digest)
         chain.key_file(1, [KeyEntry(key=self.trainer.public or "", last=last, revoked=revoked)])
         chain.head(3)
 
@@ -193,7 +193,10 @@ def test_revoked_root_does_not_take_it_back(tmp_path: Path, how: str) -> None:
             world.receiver.advance()
         assert world.receiver.served_version in (None, 3)
     settings = Settings(bucket=world.chain.url, **world.settings)
-    cold, witness = open_run(world.chain.url, settings.keyring()), Witness(settings, settings.keyring(), writes=False)
+    cold, witness = (
+        open_run(world.chain.url, settings.keyring()),
+        TrustedHead(settings, settings.keyring(), writes=False),
+    )
     with pytest.raises(SignatureError, match="revoked before"):
         newest(cold, witness=witness)
     world.put(true.folder)
@@ -236,7 +239,7 @@ def test_a_last_word_that_falls_itself_leads_to_the_one_before(tmp_path: Path, r
     world.serves(6)
     world.receiver.hold()
     world.chain.keyring = world.trainer
-    words = [LastWord(version=version, manifest=world.chain.manifests[version].digest) for version in (3, 5)]
+    words = [KeyValidity(version=version, manifest=world.chain.manifests[version].digest) for version in (3, 5)]
     world.chain.key_file(
         3, [KeyEntry(key=entry.key, last=word, revoked=True) for entry, word in zip(listed, words, strict=True)]
     )

@@ -41,7 +41,6 @@ from tests.support.signers import (
     ring,
 )
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.chain.authentic import Authentic
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -54,25 +53,26 @@ from vllm_delta_sync.errors import (
     StoreError,
     UnsupportedError,
 )
-from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import head_of
-from vllm_delta_sync.trust.keyring import RunKeys
-from vllm_delta_sync.trust.keys import MAX_KEY_BYTES, generate, load_private, load_public
-from vllm_delta_sync.trust.mark import Mark, MarkFile
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.documents import (
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.documents import (
     KEYS_KEY,
     Anchor,
     Claim,
     Collection,
-    FoldedRange,
     KeyEntry,
     KeyFile,
     Lease,
+    MergedDelta,
     Retention,
     Tag,
 )
-from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo, Signature, version_key
+from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, Signature, version_key
+from vllm_delta_sync.run.verifier import RunVerifier
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.trust.keyring import RunKeys
+from vllm_delta_sync.trust.keys import MAX_KEY_BYTES, generate, load_private, load_public
+from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
 
 
 def test_what_is_signed_can_be_checked_without_this_project() -> None:
@@ -195,7 +195,7 @@ def test_changed_bytes_are_refused(place: int, flip: int) -> None:
 
 
 def test_each_kind_has_a_name_of_its_own() -> None:
-    kinds: list[type[Document]] = [RunInfo, Manifest, Head, Anchor, FoldedRange, Tag, Claim, Lease, Collection]
+    kinds: list[type[Document]] = [RunInfo, Manifest, Head, Anchor, MergedDelta, Tag, Claim, Lease, Collection]
     kinds += [Retention, KeyFile]
     assert len({kind.KIND for kind in kinds}) == len(kinds)
 
@@ -283,7 +283,7 @@ def test_head_of_a_version() -> None:
 def test_a_keyring_that_trusts_nobody_checks_nothing(tmp_path: Path) -> None:
     bucket = open_bucket(str(tmp_path))
     bucket.put(KEYS_KEY, b"garbage")
-    found = Authentic(bucket, Keyring(), INFO)
+    found = RunVerifier(bucket, Keyring(), INFO)
     found.refresh()
     found.manifest(manifest(0), "it")
     found.head(Head(run=RUN, version=0, manifest="0" * 64), "it")
@@ -410,10 +410,10 @@ class Chain:
     def list_keys(self, *entries: KeyEntry, sequence: int = 1) -> None:
         self.bucket.put(KEYS_KEY, key_file(list(entries), sequence).to_bytes())
 
-    def reader(self) -> Authentic:
-        return Authentic(self.bucket, ring(None, ROOT), by(TRAINER, INFO))
+    def reader(self) -> RunVerifier:
+        return RunVerifier(self.bucket, ring(None, ROOT), by(TRAINER, INFO))
 
-    def believed(self, reader: Authentic | None = None) -> list[int]:
+    def believed(self, reader: RunVerifier | None = None) -> list[int]:
         reader = reader or self.reader()
         found = []
         for one in self.manifests:
@@ -481,7 +481,7 @@ def test_each_link_is_read_once_with_many_keys(tmp_path: Path) -> None:
     chain.list_keys(entry(TRAINER, chain.manifests[19]), entry(NEXT, chain.manifests[39]))
     counting, read = Hooked(tmp_path), []
     counting.reading = lambda key: read.append(key) if key.startswith("versions/") else None
-    reader = Authentic(counting, ring(None, ROOT), by(TRAINER, INFO))
+    reader = RunVerifier(counting, ring(None, ROOT), by(TRAINER, INFO))
     for version in (0, 39, 5, 20, 19, 30, 0):
         reader.manifest(chain.manifests[version], "it")
     assert 30 <= len(read) == len(set(read)) <= 40
@@ -634,23 +634,23 @@ def test_a_run_begins_with_a_trusted_key() -> None:
 # What was seen before
 
 
-def mark(keys: int, version: int, **fields: str) -> Mark:
-    return replace(Mark(RUN, keys, version, f"{version:064d}", public(TRAINER)), **fields)  # type: ignore[arg-type]
+def mark(keys: int, version: int, **fields: str) -> LastSeen:
+    return replace(LastSeen(RUN, keys, version, f"{version:064d}", public(TRAINER)), **fields)  # type: ignore[arg-type]
 
 
 def test_mark_is_kept_and_only_rises(tmp_path: Path) -> None:
-    file = MarkFile(tmp_path / "state" / "deep", "file:///run")
+    file = LastSeenStore(tmp_path / "state" / "deep", "file:///run")
     assert file.load() is None
     for raised, kept in (((2, 5), (2, 5)), ((1, 4), (2, 5)), ((3, 4), (3, 5)), ((1, 6), (3, 6))):
         file.raise_to(mark(*raised))
-        assert MarkFile(tmp_path / "state" / "deep", "file:///run").load() == mark(*kept)
-    assert MarkFile(tmp_path / "state" / "deep", "file:///other").load() is None
+        assert LastSeenStore(tmp_path / "state" / "deep", "file:///run").load() == mark(*kept)
+    assert LastSeenStore(tmp_path / "state" / "deep", "file:///other").load() is None
     assert stat.S_IMODE((tmp_path / "state" / "deep").stat().st_mode) == 0o700
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
 def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen: list[tuple[int, int]]) -> None:
-    file = MarkFile(tmp_path_factory.mktemp("marks"), "x")
+    file = LastSeenStore(tmp_path_factory.mktemp("marks"), "x")
     threads = [threading.Thread(target=file.raise_to, args=(mark(keys, version),)) for keys, version in seen]
     for thread in threads:
         thread.start()
@@ -666,7 +666,7 @@ def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen
      b'{"run":"x","keys":true,"version":0,"manifest":"","key":""}', b"\xff\xfe"],
 )  # fmt: skip
 def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None:
-    file = MarkFile(tmp_path, "x")
+    file = LastSeenStore(tmp_path, "x")
     file.raise_to(mark(0, 3))
     file.path.write_bytes(data)
     for call in (file.load, lambda: file.raise_to(mark(0, 4))):
@@ -678,13 +678,13 @@ def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None
 def test_mark_that_cannot_be_kept(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(StoreError, match="state_dir"):
-        MarkFile(tmp_path / "state", "x").raise_to(mark(0, 3))
+        LastSeenStore(tmp_path / "state", "x").raise_to(mark(0, 3))
     with pytest.raises(SettingsError, match="set state_dir"):
-        MarkFile(tmp_path / "state", "x").prepare()
+        LastSeenStore(tmp_path / "state", "x").prepare()
 
 
 def test_mark_of_another_history_or_run_is_not_written_over(tmp_path: Path) -> None:
-    file = MarkFile(tmp_path, "x")
+    file = LastSeenStore(tmp_path, "x")
     file.prepare()
     assert file.load() is None
     file.raise_to(mark(1, 5))
@@ -696,7 +696,7 @@ def test_mark_of_another_history_or_run_is_not_written_over(tmp_path: Path) -> N
 
 
 def test_mark_is_lowered_only_from_what_was_believed(tmp_path: Path) -> None:
-    file = MarkFile(tmp_path, "x")
+    file = LastSeenStore(tmp_path, "x")
     file.raise_to(mark(1, 9))
     file.lower_to(mark(1, 8), mark(2, 3))
     assert file.load() == mark(1, 9)

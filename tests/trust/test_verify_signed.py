@@ -8,20 +8,20 @@ from tests.support.collecting import HOUR
 from tests.support.damage import Whole
 from tests.support.forge import FORGERIES
 from tests.support.signed_runs import NEXT, PUBLISHER, ROOT, STRANGER, Signed, name_of
-from vllm_delta_sync.chain import Run
-from vllm_delta_sync.chain.census import Census
-from vllm_delta_sync.chain.verify import VerifyReport, verify_run
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ChainError, SettingsError, SignatureError
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.documents import Anchor, KeyEntry, KeyFile, MergedDelta, Tag
+from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.key_list import check_signer, list_keys
+from vllm_delta_sync.maintenance.keys import change_keys
+from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import head_of
-from vllm_delta_sync.upkeep.key_list import check_signer, list_keys
-from vllm_delta_sync.upkeep.keys import change_keys
-from vllm_delta_sync.upkeep.repair import repair
-from vllm_delta_sync.upkeep.retention import Policy, collect
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.documents import Anchor, FoldedRange, KeyEntry, KeyFile, Tag
-from vllm_delta_sync.wire.manifest import Document, Head, Manifest, RunInfo
+from vllm_delta_sync.verify.document_audit import DocumentAudit
+from vllm_delta_sync.verify.verify import VerifyReport, verify_run
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ KINDS: dict[str, type[Document]] = {
     keys.version_key(4): Manifest,
     keys.version_key(8): Manifest,
     side.anchor_key(5): Anchor,
-    side.fold_key(0, 4): FoldedRange,
+    side.fold_key(0, 4): MergedDelta,
     side.tag_key("best"): Tag,
 }
 
@@ -99,7 +99,7 @@ def test_every_bit_of_a_signed_document_counts(signed: Signed) -> None:
         good = signed.bucket.get(key)
         for place in range(0, len(good), 13):
             signed.flip(key, place)
-            assert key in {finding.key for finding in Census(run).findings}, good[: place + 1]
+            assert key in {finding.key for finding in DocumentAudit(run).findings}, good[: place + 1]
             signed.bucket.put(key, good)
 
 
@@ -213,7 +213,7 @@ def test_a_collection_removes_what_a_thief_has_published() -> None:
     keyring = Keyring(ROOT.trusted, Ed25519PrivateKey.from_private_bytes(bytes([3]) * 32))
     assert repair(made.bucket, keyring=keyring).lost == []
     made.bucket.clock += HOUR
-    report = collect(made.run, Policy(keep_last=5, min_age=60.0))
+    report = collect(made.run, RetentionPolicy(keep_last=5, min_age=60.0))
     assert report.lost == {}
     assert not set(report.kept) & {5, 6}
     assert {made.object_of(version) for version in (5, 6)} <= set(report.objects)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer_side.handed import HandedTensors
+from trainer_side.model.streamed import StreamedWeights
 from trainer_side.publisher import Publisher
 from trainer_side.result import PublishResult
 
@@ -29,9 +29,9 @@ def gathered_publisher(bucket: str, base: str | Path, leads: bool = True, **opti
         options: of ``Publisher``.
 
     Raises:
-        As ``HandedTensors`` and ``Publisher``.
+        As ``StreamedWeights`` and ``Publisher``.
     """
-    return Publisher(HandedTensors(base), bucket, base, **options) if leads else None
+    return Publisher(StreamedWeights(base), bucket, base, **options) if leads else None
 
 
 def publish_gathered(publisher: Publisher | None, step: int, weights: Pairs) -> PublishResult | None:

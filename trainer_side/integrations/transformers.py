@@ -1,5 +1,5 @@
 """For the Trainer of transformers: ``DeltaSyncCallback``."""
 
-from trainer_side.callback import DeltaSyncCallback
+from trainer_side.integrations.transformers_callback import DeltaSyncCallback
 
 __all__ = ["DeltaSyncCallback"]

@@ -1,5 +1,5 @@
 """A directory that the processes of one node share, so that each object is downloaded once."""
 
-from vllm_delta_sync.cache.objects import ObjectCache
+from vllm_delta_sync.cache.object_cache import ObjectCache
 
 __all__ = ["ObjectCache"]

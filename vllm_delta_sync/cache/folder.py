@@ -27,7 +27,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _CacheEntry:
     """An object that is there, or as much of it as has come (``whole`` False), with the room that it takes."""
 
     digest: str
@@ -177,7 +177,7 @@ class CacheFolder:
             if self._remove(entry):
                 excess -= entry.bytes
 
-    def _remove(self, entry: _Entry) -> bool:
+    def _remove(self, entry: _CacheEntry) -> bool:
         """Whether it could be removed: what comes in just now cannot."""
         if entry.whole:
             self.object(entry.digest).unlink(missing_ok=True)
@@ -192,7 +192,7 @@ class CacheFolder:
             self.discard(digest)
         return True
 
-    def _others(self, digest: str) -> Iterator[_Entry]:
+    def _others(self, digest: str) -> Iterator[_CacheEntry]:
         """All that takes room but this object's. What nobody will go on with is removed."""
         found: dict[str, dict[str, os.stat_result]] = {}
         for name in os.listdir(self.path):
@@ -207,11 +207,11 @@ class CacheFolder:
         for other, files in found.items():
             whole, part = files.pop("", None), files.get(".part")
             if whole is not None and stat.S_ISREG(whole.st_mode):
-                yield _Entry(other, True, whole.st_size, whole.st_mtime_ns)
+                yield _CacheEntry(other, True, whole.st_size, whole.st_mtime_ns)
             if files and not _may_go_on(files) and self._sweep(other):
                 continue
             if part is not None and stat.S_ISREG(part.st_mode):
-                yield _Entry(other, False, part.st_size, part.st_mtime_ns)
+                yield _CacheEntry(other, False, part.st_size, part.st_mtime_ns)
 
 
 def _may_go_on(files: dict[str, os.stat_result]) -> bool:

@@ -21,9 +21,9 @@ from vllm_delta_sync.cli import compact as cli_compact
 from vllm_delta_sync.cli import doctor as cli_doctor
 from vllm_delta_sync.cli import export as cli_export
 from vllm_delta_sync.cli import fleet as cli_fleet
+from vllm_delta_sync.cli import gc as cli_retention
 from vllm_delta_sync.cli import keys as cli_keys
 from vllm_delta_sync.cli import repair as cli_repair
-from vllm_delta_sync.cli import retention as cli_retention
 from vllm_delta_sync.cli import verify as cli_verify
 from vllm_delta_sync.cli.arguments import (
     Answer,
@@ -207,7 +207,7 @@ def _flag(field: str) -> str:
 
 
 def _log(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli import views as cli_views
+    from vllm_delta_sync.cli import log as cli_views
 
     run = opened(options)
     with run.keeping():
@@ -220,7 +220,7 @@ def _log(options: argparse.Namespace) -> Answer:
 
 
 def _inspect(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli import views as cli_views
+    from vllm_delta_sync.cli import log as cli_views
 
     top = None if options.all else options.top
     if "://" not in options.target and Path(options.target).is_file():
@@ -237,14 +237,14 @@ def _inspect(options: argparse.Namespace) -> Answer:
 
 
 def _serve(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.engine import launch
+    from vllm_delta_sync.engine.entrypoints import serve_command
 
     chosen = {field: getattr(options, field) for field, _, _ in SERVE_FLAGS}
     settings = {field: value for field, value in chosen.items() if value is not None}
     if not options.dry_run:
         sys.stdout.flush()
-        launch.exec_serve(options.model, settings, options.rest)
-    environment, command = launch.serve_command(options.model, settings, options.rest)
+        serve_command.exec_serve(options.model, settings, options.rest)
+    environment, command = serve_command.serve_command(options.model, settings, options.rest)
     environment = {name: public_url(value) for name, value in environment.items()}
     lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())] + [shlex.join(command)]
     return {"environment": environment, "command": command}, lambda: print(" \\\n".join(lines))

@@ -4,13 +4,13 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.config import ClientSettings, client_settings, environment_name
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.settings import ClientSettings, client_settings, environment_name
 from vllm_delta_sync.trust import Keyring
 
 if TYPE_CHECKING:
     from vllm_delta_sync.bucket import StoreOptions
-    from vllm_delta_sync.chain import Run
+    from vllm_delta_sync.client import Run
 
 FLAGS = ("bucket", "trusted_keys", "signing_key")
 """Settings that commands take as flags; all others come from the environment and the file alone."""
@@ -134,8 +134,8 @@ def opened(options: argparse.Namespace, writes: bool = False, url: str | None = 
         UsageError: no run is named. SettingsError: a key file cannot be used, or a signed run is to be written into
             without a key that may sign it. Else as ``open_run``.
     """
-    from vllm_delta_sync.chain import open_run
-    from vllm_delta_sync.upkeep.key_list import check_signer
+    from vllm_delta_sync.client import open_run
+    from vllm_delta_sync.maintenance.key_list import check_signer
 
     run = open_run(url or bucket_url(options), keyring_of(options, writes), without_mirror(options))
     options.closing.enter_context(run)

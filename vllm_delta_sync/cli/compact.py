@@ -69,10 +69,10 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _compact(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.chain.checks import check_base
-    from vllm_delta_sync.chain.origins import BaseError
-    from vllm_delta_sync.cli.text import Progress
-    from vllm_delta_sync.upkeep.compaction import compact
+    from vllm_delta_sync.cli.text import ProgressBar
+    from vllm_delta_sync.maintenance.compact import compact
+    from vllm_delta_sync.run.checks import check_base
+    from vllm_delta_sync.run.roots import BaseError
 
     anchor = _wanted(options.anchor)
     if options.no_folds and anchor is None:
@@ -82,10 +82,10 @@ def _compact(options: argparse.Namespace) -> Answer:
     check_base(options.base)
     if anchor is not None:
         anchor = run.resolve(None if anchor == "head" else anchor).version
-    bar: list[Progress] = []
+    bar: list[ProgressBar] = []
 
     def tell(done: int, work: int, what: str) -> None:
-        bar[:] = bar or [Progress(work, "documents")]
+        bar[:] = bar or [ProgressBar(work, "documents")]
         bar[0].update(done, what)
 
     try:
@@ -131,7 +131,7 @@ def _stopping() -> Iterator[Callable[[], bool]]:
     Raises:
         KeyboardInterrupt: it was asked to stop, and has.
     """
-    from vllm_delta_sync.upkeep.compaction_scratch import StoppedError, never
+    from vllm_delta_sync.maintenance.compact_uploads import StoppedError, never
 
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield never

@@ -17,11 +17,11 @@ from vllm_delta_sync.cli.arguments import (
     keyring_of,
     settings_of,
 )
-from vllm_delta_sync.cli.text import Progress, clean, size
-from vllm_delta_sync.config import check_bucket
+from vllm_delta_sync.cli.text import ProgressBar, clean, size
+from vllm_delta_sync.doctor.findings import DEFAULT_BYTES, CheckResult
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.redaction import public_url
-from vllm_delta_sync.upkeep.doctor_findings import DEFAULT_BYTES, Finding
+from vllm_delta_sync.settings import check_bucket
 
 EXAMPLES = """\
 Each line is one check, followed by what to do about those that are not well. Of the bucket: URL, library and
@@ -77,13 +77,13 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _doctor(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.upkeep.doctor import Request, examine
+    from vllm_delta_sync.doctor.doctor import DoctorRequest, examine
 
     settings = settings_of(options)
     url = bucket_url(options)
     check_bucket(url)
     cache = settings.cache_folder()
-    request = Request(
+    request = DoctorRequest(
         url,
         settings.store(),
         keyring_of(options),
@@ -117,18 +117,18 @@ class _Bars:
 
     def __init__(self) -> None:
         self._way = ""
-        self._bar: Progress | None = None
+        self._bar: ProgressBar | None = None
         self._drawn = 0.0
 
     def update(self, way: str, done: int, total: int) -> None:
         if self._bar is None or way != self._way:
-            self._way, self._bar = way, Progress(total, "bytes")
+            self._way, self._bar = way, ProgressBar(total, "bytes")
         if done < total and time.monotonic() - self._drawn < REDRAW_SECONDS:
             return
         self._drawn = time.monotonic()
         self._bar.update(min(done, total), f"{way}, {size(total)}")
 
-    def tell(self, finding: Finding, silent: bool) -> None:
+    def tell(self, finding: CheckResult, silent: bool) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -136,12 +136,12 @@ class _Bars:
             print(clean(f"{_mark(finding)} {finding.check.ljust(_WIDTH)}  {finding.said}"), flush=True)
 
 
-def _mark(finding: Finding) -> str:
+def _mark(finding: CheckResult) -> str:
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return (MARKS if encoding == "utf8" else PLAIN_MARKS)[finding.verdict]
 
 
-def _print_mends(findings: list[Finding], keeps_going: bool) -> None:
+def _print_mends(findings: list[CheckResult], keeps_going: bool) -> None:
     """What to do, and how it came out."""
     mends = [finding for finding in findings if finding.mend and finding.verdict in ("failed", "warning")]
     if mends:

@@ -64,14 +64,14 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _export(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli.text import Progress
-    from vllm_delta_sync.upkeep.export import SHARD_BYTES, export
+    from vllm_delta_sync.cli.text import ProgressBar
+    from vllm_delta_sync.maintenance.export import SHARD_BYTES, export
 
     run = opened(options)
-    bar: list[Progress] = []
+    bar: list[ProgressBar] = []
 
     def tell(done: int, work: int) -> None:
-        bar[:] = bar or [Progress(work, "bytes")]
+        bar[:] = bar or [ProgressBar(work, "bytes")]
         bar[0].update(done)
 
     try:

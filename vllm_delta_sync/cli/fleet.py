@@ -20,9 +20,9 @@ from vllm_delta_sync.cli.arguments import (
 from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.chain import Run
-    from vllm_delta_sync.chain.fleet import Fleet, Replica
     from vllm_delta_sync.cli import Parser
+    from vllm_delta_sync.client import Run
+    from vllm_delta_sync.fleet.fleet import Fleet, Replica
 
 EXAMPLES = """\
 Servers are listed that were started with --receiver-id; each tells in the bucket what it serves. One that has said

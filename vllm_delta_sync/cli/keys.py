@@ -109,7 +109,7 @@ def _keys(options: argparse.Namespace) -> Answer:
         return _change(options)
     if options.version is not None:
         raise UsageError("--version goes with --retire or --revoke")
-    from vllm_delta_sync.upkeep.key_list import list_keys
+    from vllm_delta_sync.maintenance.key_list import list_keys
 
     run = opened(options)
     found = list_keys(run)
@@ -159,7 +159,7 @@ def _until(row: dict[str, Any]) -> str:
 
 def _change(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.bucket import open_bucket
-    from vllm_delta_sync.upkeep.keys import change_keys
+    from vllm_delta_sync.maintenance.keys import change_keys
 
     if options.version is not None and not (options.retire or options.revoke):
         raise UsageError("--version goes with --retire or --revoke")

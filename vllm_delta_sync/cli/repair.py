@@ -15,7 +15,7 @@ from vllm_delta_sync.cli.arguments import (
     keyring_of,
     without_mirror,
 )
-from vllm_delta_sync.cli.text import Progress, clean, print_fields
+from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields
 from vllm_delta_sync.cli.verify import show
 
 EXAMPLES = """\
@@ -53,12 +53,12 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def _repair(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.bucket import open_bucket
-    from vllm_delta_sync.upkeep.repair import repair
-    from vllm_delta_sync.upkeep.retention_record import ranges
-    from vllm_delta_sync.wire import manifest as keys
+    from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
+    from vllm_delta_sync.maintenance.gc.record import ranges
+    from vllm_delta_sync.maintenance.repair.repair import repair
 
     bucket = options.closing.enter_context(open_bucket(bucket_url(options), without_mirror(options)))
-    bar = Progress(sum(1 for _ in bucket.list(keys.VERSIONS_PREFIX)), "versions")
+    bar = ProgressBar(sum(1 for _ in bucket.list(VERSIONS_PREFIX)), "versions")
     try:
         report = repair(
             bucket,

@@ -53,7 +53,7 @@ def print_fields(fields: Sequence[tuple[str, object]]) -> None:
         print(f"{clean(name).ljust(width)}  {clean(value)}")
 
 
-class Progress:
+class ProgressBar:
     """A bar on stderr that is there only while somebody looks at it: nothing is printed unless that is a terminal.
 
     Args:
@@ -62,7 +62,7 @@ class Progress:
 
     def __init__(self, total: int, unit: str) -> None:
         # Bars as those of the store's transfers, which make room for each other.
-        from vllm_delta_sync.bucket.progress import bar_class, window
+        from vllm_delta_sync.bucket.middleware.progress import bar_class, window
 
         columns, rows = window()
         size = {"unit": "B", "unit_scale": True} if unit == "bytes" else {"unit": f" {unit}"}

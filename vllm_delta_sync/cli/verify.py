@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from vllm_delta_sync.chain.findings import Finding, Findings, VerifyReport
 from vllm_delta_sync.cli.arguments import (
     Answer,
     Command,
@@ -15,8 +14,9 @@ from vllm_delta_sync.cli.arguments import (
     failed_check,
     opened,
 )
-from vllm_delta_sync.cli.text import Progress, clean, print_fields, size
+from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.run.report import Finding, Findings, VerifyReport
 
 EXAMPLES = """\
 Stops at the first thing that does not hold, and names version, object and tensor; --all goes on and lists everything.
@@ -49,11 +49,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _verify(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.chain.verify import examine
+    from vllm_delta_sync.verify.verify import examine
 
     run = opened(options)
     found = Findings(options.all)
-    bar = Progress(max(run.versions(), default=0) + 1, "versions")
+    bar = ProgressBar(max(run.versions(), default=0) + 1, "versions")
     try:
         report, census = examine(run, options.base, lambda so_far: show(bar, so_far), found)
     except DeltaSyncError as error:
@@ -93,7 +93,7 @@ def _verify(options: argparse.Namespace) -> Answer:
     return document, lambda: _print(document)
 
 
-def show(bar: Progress, report: VerifyReport) -> None:
+def show(bar: ProgressBar, report: VerifyReport) -> None:
     """Draw how far checking has come."""
     bar.update(report.versions, size(report.bytes))
 
@@ -135,7 +135,7 @@ def _print(document: dict[str, Any]) -> None:
     if document["gone"]:
         fields.append(("gone", f"own objects of {document['gone']} versions, which retention removed"))
     if document.get("unreadable"):
-        from vllm_delta_sync.upkeep.retention_record import spelled
+        from vllm_delta_sync.maintenance.gc.record import spelled
 
         fields.append(("unreadable", f"versions {spelled(document['unreadable'])}"))
     fields.append(("fingerprint", document["fingerprint"] or "none"))

@@ -9,9 +9,9 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.engine.attached import AsyncSync, attach_async
-    from vllm_delta_sync.engine.offline import OfflineSync, attach
-    from vllm_delta_sync.engine.worker import WorkerExtension
+    from vllm_delta_sync.engine.api.async_llm import AsyncSync, attach_async
+    from vllm_delta_sync.engine.api.offline import OfflineSync, attach
+    from vllm_delta_sync.engine.worker.extension import WorkerExtension
 
 WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
 LOAD_FORMAT = "delta_sync"
@@ -24,21 +24,21 @@ def __getattr__(name: str) -> object:
     if name == "WorkerExtension":
         # vLLM resolves the name in each worker before it builds the worker, which is the one moment to settle how
         # the CPU keeps its weights: models are loaded right after.
-        from vllm_delta_sync.engine import compat, features, loading, plain_moe
-        from vllm_delta_sync.engine.worker import WorkerExtension, watch_for_controller
+        from vllm_delta_sync.engine.compat import cpu_experts, features, load_hook, patches
+        from vllm_delta_sync.engine.worker.extension import WorkerExtension, watch_for_controller
 
         features.check_front_end(os.environ)
-        compat.keep_plain_cpu_weights()
-        plain_moe.keep_plain_cpu_experts()
-        loading.watch_loading()
+        patches.keep_plain_cpu_weights()
+        cpu_experts.keep_plain_cpu_experts()
+        load_hook.watch_loading()
         watch_for_controller()
         return WorkerExtension
     if name in ("OfflineSync", "attach"):
-        from vllm_delta_sync.engine import offline
+        from vllm_delta_sync.engine.api import offline
 
         return getattr(offline, name)
     if name in ("AsyncSync", "attach_async"):
-        from vllm_delta_sync.engine import attached
+        from vllm_delta_sync.engine.api import async_llm
 
-        return getattr(attached, name)
+        return getattr(async_llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,10 +17,10 @@ from vllm_delta_sync.notice.sockets import (
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
     SERVER_FAILURES,
-    Quiet,
+    HandshakeMonitor,
+    LogThrottle,
+    PollWaker,
     Socket,
-    Wake,
-    Watch,
     bind,
     check_port,
     open_socket,
@@ -68,15 +68,15 @@ class Broker:
         check_port(publishers)
         check_port(subscribers)
         self.passed = self.dropped = 0
-        self._quiet = Quiet(logger)
+        self._quiet = LogThrottle(logger)
         self._last = LastValues(MAX_TOPICS, REPEAT_SECONDS)
         self._stopped = False
         lists = _keys(key, allowed_publishers, allowed_subscribers, self._quiet)
         self._context = zmq.Context()
-        self._wake = Wake()
+        self._wake = PollWaker()
         self.wakeup = self._wake.sender
-        self._gate: curve.Gate | None = None
-        self._watches: list[Watch] = []
+        self._gate: curve.CurveAuthenticator | None = None
+        self._watches: list[HandshakeMonitor] = []
         self._sources = open_socket(self._context, zmq.XSUB, MAX_FRAME_BYTES)
         self._sources.setsockopt(zmq.RCVHWM, PUBLISHERS_QUEUE)
         self._sinks = open_socket(self._context, zmq.XPUB, MAX_REQUEST_BYTES)
@@ -84,7 +84,7 @@ class Broker:
         try:
             if lists is not None:
                 own, sources, sinks = lists
-                self._gate = curve.Gate(self._context, own, self._quiet)
+                self._gate = curve.CurveAuthenticator(self._context, own, self._quiet)
                 # Two domains: whoever may listen may not announce.
                 self._gate.guard(self._sources, "publishers", sources)
                 self._gate.guard(self._sinks, "subscribers", sinks)
@@ -134,7 +134,7 @@ class Broker:
         self._wake.close()
 
     def _open(self, socket: Socket, address: str) -> str:
-        watch = Watch(socket, self._quiet, address, SERVER_FAILURES)
+        watch = HandshakeMonitor(socket, self._quiet, address, SERVER_FAILURES)
         self._watches.append(watch)
         watch.address = bind(socket, address)
         return watch.address
@@ -178,7 +178,7 @@ def _read(socket: Socket) -> list[list[bytes]]:
 
 
 def _keys(
-    key: Path | None, publishers: Path | None, subscribers: Path | None, quiet: Quiet
+    key: Path | None, publishers: Path | None, subscribers: Path | None, quiet: LogThrottle
 ) -> tuple[curve.KeyPair, curve.AllowList, curve.AllowList] | None:
     given = {"--key": key, "--allowed-publishers": publishers, "--allowed-subscribers": subscribers}
     if all(value is None for value in given.values()):

@@ -13,7 +13,7 @@ from zmq.auth import Authenticator, load_certificate
 from zmq.utils import z85
 
 from vllm_delta_sync.errors import SettingsError
-from vllm_delta_sync.notice.sockets import Context, Quiet, Socket
+from vllm_delta_sync.notice.sockets import Context, LogThrottle, Socket
 from vllm_delta_sync.trust.key_files import PUBLIC_SUFFIX, check_private, write_pair
 
 SUFFIXES = (PUBLIC_SUFFIX, ".key")
@@ -112,7 +112,7 @@ class AllowList:
         SettingsError: at first, if it cannot be read. Later nobody is allowed while it cannot be read.
     """
 
-    def __init__(self, path: Path, what: str, quiet: Quiet) -> None:
+    def __init__(self, path: Path, what: str, quiet: LogThrottle) -> None:
         self._path = path
         self._what = what
         self._quiet = quiet
@@ -156,13 +156,13 @@ class AllowList:
         return [(file, status.st_mtime_ns, status.st_size, status.st_ino) for file, status in found]
 
 
-class Gate:
+class CurveAuthenticator:
     """Answers ZeroMQ, for sockets of one context, whether a key may come in (ZAP, RFC 27).
 
     To be served by the thread that has the sockets: when ``socket`` is readable, ``serve``.
     """
 
-    def __init__(self, context: Context, own: KeyPair, quiet: Quiet) -> None:
+    def __init__(self, context: Context, own: KeyPair, quiet: LogThrottle) -> None:
         self._own = own
         self._quiet = quiet
         self._loop = asyncio.new_event_loop()
@@ -195,7 +195,7 @@ class Gate:
 class _Provider:
     """What ``zmq.auth`` asks."""
 
-    def __init__(self, allowed: AllowList, quiet: Quiet) -> None:
+    def __init__(self, allowed: AllowList, quiet: LogThrottle) -> None:
         self._allowed = allowed
         self._quiet = quiet
 

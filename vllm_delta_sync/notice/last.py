@@ -10,7 +10,7 @@ SOONEST_SECONDS = 0.02
 
 
 @dataclass(slots=True)
-class _Entry:
+class _LastEntry:
     frames: list[bytes]
     due: float
     sent: float
@@ -26,12 +26,12 @@ class LastValues:
     def __init__(self, topics: int, repeat_seconds: float) -> None:
         self._topics = topics
         self._repeat = repeat_seconds
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _LastEntry] = OrderedDict()
 
     def put(self, frames: list[bytes]) -> None:
         """Keep a message that is just being sent; its first frame is the topic."""
         now = time.monotonic()
-        self._entries[frames[0]] = _Entry(frames, now + self._repeat, now)
+        self._entries[frames[0]] = _LastEntry(frames, now + self._repeat, now)
         self._entries.move_to_end(frames[0])
         if len(self._entries) > self._topics:
             self._entries.popitem(last=False)

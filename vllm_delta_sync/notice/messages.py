@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pydantic import ValidationError
 
 from vllm_delta_sync.errors import FormatError, SignatureError
+from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
+from vllm_delta_sync.format.limits import MAX_VERSION
+from vllm_delta_sync.format.manifest import Signature
 from vllm_delta_sync.trust.keyring import Keyring
-from vllm_delta_sync.wire.canonical import dump_canonical, load_canonical
-from vllm_delta_sync.wire.limits import MAX_VERSION
-from vllm_delta_sync.wire.manifest import Signature
 
 KIND = "notice"
 """What signatures of notices are over, beside the notice itself."""
@@ -75,7 +75,7 @@ def parse(frames: list[bytes], run: str) -> Message:
     return Message(notice, dump_canonical(asdict(notice)), signature)
 
 
-class Believer:
+class NoticeVerifier:
     """Picks the newest notice that may be believed; any, without a keyring that has trusted keys.
 
     Attributes:

@@ -16,10 +16,10 @@ from vllm_delta_sync.notice.sockets import (
     MAX_REQUEST_BYTES,
     QUEUE_MESSAGES,
     SERVER_FAILURES,
-    Link,
-    Quiet,
-    Wake,
-    Watch,
+    HandshakeMonitor,
+    LogThrottle,
+    PollWaker,
+    ReconnectingSocket,
     bind,
     check_port,
     open_socket,
@@ -75,31 +75,31 @@ class NoticePublisher:
         dials = address.startswith(CONNECT_PREFIX)
         check_port(address.removeprefix(CONNECT_PREFIX))
         self._keyring = keyring
-        self._quiet = Quiet(logger)
+        self._quiet = LogThrottle(logger)
         self._lock = threading.Lock()
         self._waiting: deque[list[bytes]] = deque(maxlen=QUEUE_MESSAGES)
         self._last = LastValues(RUNS, repeat_seconds)
         self._end: str | None = None
         own, others = _keys(key, allowed, self._quiet)
         self._context = zmq.Context()
-        self._wake = Wake()
-        self._gate: curve.Gate | None = None
-        self._link: Link | None = None
-        self._watch: Watch | None = None
+        self._wake = PollWaker()
+        self._gate: curve.CurveAuthenticator | None = None
+        self._link: ReconnectingSocket | None = None
+        self._watch: HandshakeMonitor | None = None
         self._socket = open_socket(self._context, zmq.XPUB, MAX_REQUEST_BYTES)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         try:
             if dials:
                 if own is not None and others is not None:
                     curve.as_client(self._socket, own, _only(others))
-                self._link = Link(self._socket, address.removeprefix(CONNECT_PREFIX), self._quiet)
+                self._link = ReconnectingSocket(self._socket, address.removeprefix(CONNECT_PREFIX), self._quiet)
                 self._watch = self._link.watch
                 self.address = address
             else:
                 if own is not None and others is not None:
-                    self._gate = curve.Gate(self._context, own, self._quiet)
+                    self._gate = curve.CurveAuthenticator(self._context, own, self._quiet)
                     self._gate.guard(self._socket, DOMAIN, others)
-                self._watch = Watch(self._socket, self._quiet, address, SERVER_FAILURES)
+                self._watch = HandshakeMonitor(self._socket, self._quiet, address, SERVER_FAILURES)
                 self.address = self._watch.address = bind(self._socket, address)
         except BaseException:
             self._shut()
@@ -212,7 +212,7 @@ def try_announcing(
 
 
 def _keys(
-    key: str | Path | None, allowed: str | Path | None, quiet: Quiet
+    key: str | Path | None, allowed: str | Path | None, quiet: LogThrottle
 ) -> tuple[curve.KeyPair | None, curve.AllowList | None]:
     if key is None and allowed is None:
         return None, None

@@ -47,7 +47,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 
-class Quiet:
+class LogThrottle:
     """A log in which the same thing is said once a minute at most, and few different ones."""
 
     def __init__(self, log: logging.Logger) -> None:
@@ -64,7 +64,7 @@ class Quiet:
             self._log.warning("%s", text)
 
 
-class Wake:
+class PollWaker:
     """Ends another thread's poll. ``fd`` is what to poll, whatever is written to ``sender`` ends it."""
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ class Wake:
         os.close(self.sender)
 
 
-class Watch:
+class HandshakeMonitor:
     """Tells the log of handshakes that fail on a socket; made before it binds or connects.
 
     Attributes:
         socket: to be polled; ``read`` when it is readable. lost: whether a connection ended, or never began.
     """
 
-    def __init__(self, watched: Socket, quiet: Quiet, address: str, failures: Mapping[int, str]) -> None:
+    def __init__(self, watched: Socket, quiet: LogThrottle, address: str, failures: Mapping[int, str]) -> None:
         self._watched = watched
         self._quiet = quiet
         self._failures = failures
@@ -127,10 +127,10 @@ class Watch:
         self.socket.close(linger=0)
 
 
-class Link:
+class ReconnectingSocket:
     """A socket that connects to an address, and again when ZeroMQ itself has given up."""
 
-    def __init__(self, socket: Socket, address: str, quiet: Quiet) -> None:
+    def __init__(self, socket: Socket, address: str, quiet: LogThrottle) -> None:
         """Connect, in the background.
 
         Raises:
@@ -141,7 +141,7 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        self.watch = Watch(socket, quiet, address, CLIENT_FAILURES)
+        self.watch = HandshakeMonitor(socket, quiet, address, CLIENT_FAILURES)
         self._connected_at = time.monotonic()
         try:
             socket.connect(address)

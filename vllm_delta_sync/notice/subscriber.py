@@ -9,8 +9,15 @@ import zmq
 
 from vllm_delta_sync.errors import FormatError, NoticeError
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.messages import Believer, Message, Notice, parse
-from vllm_delta_sync.notice.sockets import MAX_FRAME_BYTES, Link, Quiet, check_port, open_socket, reason
+from vllm_delta_sync.notice.messages import Message, Notice, NoticeVerifier, parse
+from vllm_delta_sync.notice.sockets import (
+    MAX_FRAME_BYTES,
+    LogThrottle,
+    ReconnectingSocket,
+    check_port,
+    open_socket,
+    reason,
+)
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring
 
@@ -50,14 +57,14 @@ class NoticeSubscriber:
         self.malformed = 0
         self._run = run
         self._lock = threading.Lock()
-        self._believer = Believer(keyring, allowed)
+        self._believer = NoticeVerifier(keyring, allowed)
         self._context = zmq.Context()
         self._socket = open_socket(self._context, zmq.SUB, MAX_FRAME_BYTES)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, run)
         try:
             if keys is not None:
                 curve.as_client(self._socket, *keys)
-            self._link = Link(self._socket, address, Quiet(log or guarded_logger(__name__)))
+            self._link = ReconnectingSocket(self._socket, address, LogThrottle(log or guarded_logger(__name__)))
         except BaseException:
             self._socket.close(linger=0)
             self._context.term()

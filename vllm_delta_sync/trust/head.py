@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime, timedelta
 
+from vllm_delta_sync.format.manifest import Head, Manifest
 from vllm_delta_sync.trust.keyring import Keyring
-from vllm_delta_sync.wire.manifest import Head, Manifest
 
 HEAD_SECONDS = 600
 """How long a signed HEAD.json holds; whoever publishes writes it again before."""

@@ -9,9 +9,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from vllm_delta_sync.errors import ChainError, ReplayError, SettingsError, SignatureError
+from vllm_delta_sync.format.documents import KeyEntry, KeyFile, KeyValidity
+from vllm_delta_sync.format.manifest import Document, RunInfo, Signature, signed_form
 from vllm_delta_sync.trust.keys import load_private, load_public, public_hex
-from vllm_delta_sync.wire.documents import KeyEntry, KeyFile, LastWord
-from vllm_delta_sync.wire.manifest import Document, RunInfo, Signature, signed_form
 
 _Doc = TypeVar("_Doc", bound=Document)
 
@@ -170,7 +170,7 @@ class RunKeys:
         keys = self._keyring.trusted | listed.keys()
         return frozenset(key for key in keys if _in_use(listed.get(key)))
 
-    def last_words(self) -> list[LastWord]:
+    def last_words(self) -> list[KeyValidity]:
         """Of keys that were retired or revoked, the newest first."""
         entries = [] if self.file is None else self.file.keys
         return sorted((entry.last for entry in entries if entry.last), key=lambda last: -last.version)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.overlay import OverlayBucket
+from vllm_delta_sync.bucket.middleware.dry_run import DryRunBucket
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 
 
@@ -13,7 +13,7 @@ def test_the_overlay_of_a_dry_run_is_a_bucket(tmp_path: Path) -> None:
     inner = open_bucket(tmp_path / "inner")
     for key in ("a", "b/c", "d"):
         inner.put(key, b"inner")
-    with OverlayBucket(inner) as overlay:
+    with DryRunBucket(inner) as overlay:
         overlay.put("b/c", b"outer!")
         overlay.put("e", b"new", if_absent=True)
         overlay.delete("a")

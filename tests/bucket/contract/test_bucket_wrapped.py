@@ -12,11 +12,11 @@ from tests.bucket.contract.test_bucket_crowd import (  # noqa: F401
 )
 from tests.support.store_faults import dressed
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
-from vllm_delta_sync.bucket.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.limited import LimitedBucket
-from vllm_delta_sync.bucket.metered import MeteredBucket, Metrics
-from vllm_delta_sync.bucket.progress import ProgressBucket
-from vllm_delta_sync.bucket.retrying import RetryingBucket
+from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
+from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
+from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
+from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
+from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
 
 OPTIONS = StoreOptions(store_upload_limit=10**12, store_download_limit=10**12, store_progress="log")
 WORN: dict[str, Callable[[Bucket], Bucket]] = {

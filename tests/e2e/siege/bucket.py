@@ -11,12 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.e2e.siege.world import Siege, attack
 from tests.support.forge import good_parts
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.wire.canonical import dump_canonical
-from vllm_delta_sync.wire.delta import DeltaContext, encode
-from vllm_delta_sync.wire.documents import KEYS_KEY, KeyEntry, KeyFile, LastWord, anchor_key, fold_key
-from vllm_delta_sync.wire.manifest import (
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile, KeyValidity, anchor_key, fold_key
+from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
     TABLE_KEY,
@@ -26,6 +25,7 @@ from vllm_delta_sync.wire.manifest import (
     timestamp,
     version_key,
 )
+from vllm_delta_sync.trust import Keyring
 
 ANY_WRITER = "bucket write"
 THIEF = "bucket write, a stolen signing key"
@@ -225,7 +225,7 @@ def keys_rolled_back(siege: Siege) -> None:
     """An older keys.json that still has a revoked key."""
     entry = KeyEntry(key=siege.stranger.public or "")
     head = open_run(str(siege.run)).head()
-    gone = KeyEntry(key=entry.key, revoked=True, last=LastWord(version=head.version, manifest=head.digest))
+    gone = KeyEntry(key=entry.key, revoked=True, last=KeyValidity(version=head.version, manifest=head.digest))
     old, new = _key_file(siege, siege.keyring, 1, [entry]), _key_file(siege, siege.keyring, 2, [gone])
     siege.path(KEYS_KEY).write_bytes(new)
     siege.look()
@@ -245,7 +245,7 @@ def wrong_weights_signed(siege: Siege) -> None:
     thief = Keyring([], Ed25519PrivateKey.generate())
     head = open_run(str(siege.run)).head()
     entry = KeyEntry(key=thief.public or "")
-    gone = KeyEntry(key=entry.key, revoked=True, last=LastWord(version=head.version, manifest=head.digest))
+    gone = KeyEntry(key=entry.key, revoked=True, last=KeyValidity(version=head.version, manifest=head.digest))
     siege.path(KEYS_KEY).write_bytes(_key_file(siege, siege.keyring, 3, [entry]))
     files = next_version(siege, thief)
     refused(siege, files, "fingerprint")

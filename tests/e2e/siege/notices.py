@@ -16,7 +16,7 @@ import zmq
 from zmq.auth import load_certificate
 
 from tests.e2e.siege.world import FRESH_SECONDS, POLL_SECONDS, Siege, attack
-from vllm_delta_sync.wire.canonical import dump_canonical
+from vllm_delta_sync.format.canonical_json import dump_canonical
 
 PORT = "notice port"
 ALLOWED = "notice port, a stolen notice key"

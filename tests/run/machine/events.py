@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from tests.run.machine.store import Fault, Place
 from tests.run.machine.tensors import copy_bits, equal, fingerprint, first_tensors, save_checkpoint, tensors_of, train
 from tests.run.machine.world import NO_FAULT, Follower, Line, World, Writer
-from vllm_delta_sync.chain import Run, open_run
-from vllm_delta_sync.chain.verify import verify_run
+from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ChainError, ConflictError, NotFoundError, StoreError
-from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.verify.verify import verify_run
 
 ANY = st.integers(0, 1023)
 """Picks one of however many there are."""

@@ -16,8 +16,8 @@ from tests.run.machine.nursery import serve
 from tests.run.machine.tensors import SHAPES, TRAININGS, copy_bits, first_tensors, train
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.upkeep.compaction import compact
-from vllm_delta_sync.upkeep.retention import Policy, collect
+from vllm_delta_sync.maintenance.compact import compact
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 
 MIN_AGE_SECONDS = 3.0
 """Longer than anything here takes between putting an object and listing it."""
@@ -64,7 +64,7 @@ def tidy_up(url: str) -> None:
     while True:
         run = open_run(url)
         compact(run)
-        collect(run, Policy(keep_last=10, keep_every=25, min_age=MIN_AGE_SECONDS))
+        collect(run, RetentionPolicy(keep_last=10, keep_every=25, min_age=MIN_AGE_SECONDS))
 
 
 def main(url: str, path: str) -> None:
@@ -76,7 +76,7 @@ def main(url: str, path: str) -> None:
     # Loads and compiles what children need.
     publish(url, log, 2, times=5)
     compact(open_run(url))
-    collect(open_run(url), Policy(min_age=MIN_AGE_SECONDS))
+    collect(open_run(url), RetentionPolicy(min_age=MIN_AGE_SECONDS))
     serve(lambda task, seed=0: publish(url, Log(path), int(seed)) if task == "publish" else tidy_up(url))
 
 

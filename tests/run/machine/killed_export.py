@@ -13,8 +13,8 @@ from tests.run.machine.nursery import serve
 from tests.support.samples import RunWriter
 from tests.support.written import Written
 from vllm_delta_sync import open_run
-from vllm_delta_sync.upkeep.export import export
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.export import export
 
 TABLE = TensorTable(TensorSpec(f"layers.{number}", "BF16", (128, 1024)) for number in range(24))
 VERSIONS = 6

@@ -9,7 +9,7 @@ from tests.run.machine.store_events import StoreEvents
 from tests.run.machine.tensors import TRAININGS, copy_bits, first_tensors, tensors_of, train
 from tests.run.machine.world import NO_FAULT, Writer
 from vllm_delta_sync.errors import ConflictError
-from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.format import manifest as keys
 
 HOWS = st.sampled_from(TRAININGS)
 PUBLISH_FAULTS = st.one_of(

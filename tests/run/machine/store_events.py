@@ -11,26 +11,26 @@ from tests.run.machine.store import Fault, Process
 from tests.run.machine.tensors import copy_bits, tensors_of, train
 from tests.run.machine.world import NO_FAULT, Line
 from vllm_delta_sync.errors import ConflictError
-from vllm_delta_sync.upkeep.branching import branch
-from vllm_delta_sync.upkeep.compaction import compact
-from vllm_delta_sync.upkeep.repair import repair
-from vllm_delta_sync.upkeep.retention import Policy, Report, collect
-from vllm_delta_sync.upkeep.retention_lock import CLAIM_SECONDS
-from vllm_delta_sync.upkeep.tagging import delete_tag, set_tag
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.maintenance.branch import branch
+from vllm_delta_sync.maintenance.compact import compact
+from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
+from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
+from vllm_delta_sync.maintenance.repair.repair import repair
+from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
 
 MAX_DAMAGED = 2
 MAX_RUNS = 3
 MAX_FOLLOWERS = 4
 POLICIES = st.builds(
-    Policy,
+    RetentionPolicy,
     keep_last=st.integers(1, 12),
     keep_every=st.one_of(st.none(), st.integers(2, 6)),
     keep_seconds=st.sampled_from([None, None, 60.0, 1e6]),
     min_age=st.sampled_from([0.0, 60.0, 3600.0]),
 )
-OLD = st.builds(Policy, keep_last=st.integers(1, 4), min_age=st.just(60.0))
+OLD = st.builds(RetentionPolicy, keep_last=st.integers(1, 4), min_age=st.just(60.0))
 MOMENTS = st.sampled_from([0, 0, 0, 1, 2, 5])
 MEANWHILE = ["publish", "take over", "tag", "tag", "branch", "compact", "collect"]
 
@@ -97,7 +97,7 @@ class StoreEvents(Events):
             assert error is None, error
 
     @rule(which=ANY, policy=POLICIES, fault=FAULTS, dry=st.booleans())
-    def collect(self, which: int, policy: Policy, fault: Fault, dry: bool) -> None:
+    def collect(self, which: int, policy: RetentionPolicy, fault: Fault, dry: bool) -> None:
         line = self.line(which)
         if fault.lag:
             # Neither may what was put be taken for forgotten before it is listed.
@@ -114,7 +114,7 @@ class StoreEvents(Events):
     def collect_with(
         self,
         line: Line,
-        policy: Policy,
+        policy: RetentionPolicy,
         fault: Fault,
         dry: bool,
         process: Process | None = None,
@@ -125,7 +125,7 @@ class StoreEvents(Events):
         Args:
             contended: whether another collection may be under way.
         """
-        reports: list[Report] = []
+        reports: list[CollectionReport] = []
         clean, before, now = line.healthy, set(line.gone), self.world.clock.now
         tags = dict(line.tags)
         wanted = {other.source[1] for other in self.world.lines.values() if other.source and other.source[0] is line}
@@ -159,7 +159,7 @@ class StoreEvents(Events):
                 place.delete(key)
 
     @rule(which=ANY, policy=OLD, moment=MOMENTS, what=st.sampled_from(MEANWHILE), number=ANY)
-    def collect_meanwhile(self, which: int, policy: Policy, moment: int, what: str, number: int) -> None:
+    def collect_meanwhile(self, which: int, policy: RetentionPolicy, moment: int, what: str, number: int) -> None:
         """Between two writes of a collection somebody publishes, tags, branches, folds, collects, or takes over."""
         line = self.line(which)
         if not line.healthy:
@@ -182,7 +182,7 @@ class StoreEvents(Events):
     @rule(
         which=ANY, policy=OLD, moment=st.integers(0, 3), what=st.sampled_from(["collect", "compact", "tag", "branch"])
     )
-    def publish_meanwhile(self, which: int, policy: Policy, moment: int, what: str) -> None:
+    def publish_meanwhile(self, which: int, policy: RetentionPolicy, moment: int, what: str) -> None:
         """Between two writes of a publisher somebody collects, folds, tags or branches."""
         writer = pick(self.world.writers, which)
         left = [moment]
@@ -198,7 +198,7 @@ class StoreEvents(Events):
         self.publish_with(writer, which)
         writer.process.before_write = lambda key: None
 
-    def happen(self, line: Line, what: str, number: int, policy: Policy | None = None) -> None:
+    def happen(self, line: Line, what: str, number: int, policy: RetentionPolicy | None = None) -> None:
         """One thing that somebody else does, without a fault."""
         if not line.current:
             return
@@ -216,7 +216,7 @@ class StoreEvents(Events):
         elif what == "compact":
             self.world.attempt(Process(), NO_FAULT, lambda: compact(self.opened(line)))
         elif what == "collect" and line.healthy:
-            chosen = policy or Policy(keep_last=1, min_age=60.0)
+            chosen = policy or RetentionPolicy(keep_last=1, min_age=60.0)
             self.collect_with(line, chosen, NO_FAULT, False, contended=True)
 
     def enter_gone(self, line: Line) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.tensors.bits import Bits
 
 WIDTH = 32
 SHAPES = {

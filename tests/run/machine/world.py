@@ -29,18 +29,18 @@ from tests.run.machine.tensors import (
 )
 from tests.support.modules import ModulePort
 from trainer_side import Publisher
-from trainer_side.upkeep import Upkeep
+from trainer_side.maintenance import BackgroundMaintenance
 from vllm_delta_sync import bucket as buckets
 from vllm_delta_sync.bucket import Bucket, StoreOptions
-from vllm_delta_sync.bucket import calls as bucket_calls
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine import ranks
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.bucket import parallel as bucket_calls
+from vllm_delta_sync.engine.follow import rank_group
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.wire import documents as side
-from vllm_delta_sync.wire import manifest as keys
-from vllm_delta_sync.wire.bits import Bits
-from vllm_delta_sync.wire.manifest import Manifest, RunInfo
+from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.manifest import Manifest, RunInfo
+from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.tensors.bits import Bits
 
 NO_FAULT = Fault()
 
@@ -368,7 +368,7 @@ def _in_order(call: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]
     return map(call, items)
 
 
-def _offer(upkeep: Upkeep, manifest: Manifest) -> None:
+def _offer(upkeep: BackgroundMaintenance, manifest: Manifest) -> None:
     """Upkeep right away, not in a thread of its own; or never, as an event of its own."""
     world = World._present
     if world is not None and world.upkeep:
@@ -380,8 +380,8 @@ def patched() -> Iterator[None]:
     """Let all of the project open its buckets through the world, and take time and random ids from it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_hex", _token_hex)
-        patch.setattr(Upkeep, "offer", _offer)
-        patch.setattr(ranks, "POLL_SHORTEST_S", 0.0002)
+        patch.setattr(BackgroundMaintenance, "offer", _offer)
+        patch.setattr(rank_group, "POLL_SHORTEST_S", 0.0002)
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] not in ("vllm_delta_sync", "trainer_side"):
                 continue

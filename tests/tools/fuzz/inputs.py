@@ -11,13 +11,13 @@ import numpy as np
 import zstandard
 
 from tests.support.samples import changes_between
+from vllm_delta_sync.codec import delta_reader
+from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.wire import lazy
-from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.container import Container, write_container
-from vllm_delta_sync.wire.delta import DeltaContext, decode, encode
-from vllm_delta_sync.wire.old import OldTensor
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.safetensors_file import Container, write_container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.base_bits import BaseTensor
+from vllm_delta_sync.tensors.changes import Changes
 
 TABLE = TensorTable(
     [
@@ -47,17 +47,17 @@ def _bits(seed: int) -> list[np.ndarray]:
 OLD = _bits(0)
 
 
-def old(tensor: int) -> OldTensor:
-    return OldTensor(OLD[tensor])
+def old(tensor: int) -> BaseTensor:
+    return BaseTensor(OLD[tensor])
 
 
-def part(tensor: int) -> OldTensor:
+def part(tensor: int) -> BaseTensor:
     """The upper half of the rows of matrices; norms and biases whole."""
     shape = TABLE[tensor].shape
     if len(shape) == 1:
-        return OldTensor(OLD[tensor])
+        return BaseTensor(OLD[tensor])
     columns = shape[-1]
-    return OldTensor(OLD[tensor], ((0, TABLE[tensor].numel // columns // 2, 0, columns),))
+    return BaseTensor(OLD[tensor], ((0, TABLE[tensor].numel // columns // 2, 0, columns),))
 
 
 def context(changed: int | None = None) -> DeltaContext:
@@ -90,7 +90,7 @@ def read_all(data: bytes, seconds: int = WARM_UP_SECONDS) -> set[str]:
     ways: list[Callable[[], Iterable[Changes]]] = [
         lambda: [decode(data, TABLE, context(20_000), old)],
         lambda: [decode(data, TABLE, context(20_000), part)],
-        lambda: lazy.LazyDelta(data, TABLE, context(20_000), old).pieces(),
+        lambda: delta_reader.LazyDelta(data, TABLE, context(20_000), old).pieces(),
     ]
     refused = set()
     for way in ways:

@@ -67,9 +67,9 @@ def _versions() -> str:
     import torch
     import transformers
 
-    from vllm_delta_sync.engine import compat
+    from vllm_delta_sync.engine.compat import patches
 
-    name, version = compat.distribution_version()
+    name, version = patches.distribution_version()
     return f"{name} {version}, transformers {transformers.__version__}, torch {torch.__version__}"
 
 

@@ -10,10 +10,10 @@ from tests.tools.models import checkpoints, vllm_side, without_transformers
 from tests.tools.models.checkpoints import VERSIONS, NotBuildableError, Tensors
 from tests.tools.models.reachable import differences, reachable
 from trainer_side import Publisher
-from vllm_delta_sync.config import Settings
-from vllm_delta_sync.engine.rank import RankReceiver
-from vllm_delta_sync.engine.receiver import Receiver
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, ModelError
+from vllm_delta_sync.settings import Settings
 
 Outcome = Literal["WRONG", "exact", "exact through the fallback", "refused", "not buildable here"]
 MOST_NAMED = 6
@@ -54,10 +54,10 @@ class _Port(ModulePort):
 
     def __init__(self, model: Any, folder: Path) -> None:
         super().__init__()
-        self.ranks = [RankReceiver(model, 0, str(folder))]
+        self.ranks = [RankWorker(model, 0, str(folder))]
         self.proof: dict[str, Any] = {}
 
-    def call_rank(self, rank: RankReceiver, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def call_rank(self, rank: RankWorker, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         answer = super().call_rank(rank, method, arguments)
         if "regions" in answer:
             self.proof = answer

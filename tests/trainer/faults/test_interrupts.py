@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests.support.publishers import FailAt, Hook, Hooked, Trainer, assert_holds, logs, nothing
-from trainer_side import Publisher, detection_live
+from trainer_side import Publisher
+from trainer_side.diff import reader as detection_live
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import PublishError
 

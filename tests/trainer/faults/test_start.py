@@ -13,7 +13,7 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.errors import ConflictError, PublishError, StoreError
-from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, version_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, version_key
 
 
 def expect_run(bucket: Hooked, trainer: Trainer) -> None:

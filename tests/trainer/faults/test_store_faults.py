@@ -23,11 +23,11 @@ from tests.support.publishers import (
 from tests.support.publishing import damage
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket import Bucket, creation, open_bucket
-from vllm_delta_sync.bucket.wrapper import WrappedBucket
+from vllm_delta_sync.bucket import Bucket, conditional_put, open_bucket
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, StoreError
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_key
 from vllm_delta_sync.notice import NoticeSubscriber
-from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_key
 
 STEPS = ["objects/", "versions/"]
 PATIENCE_SECONDS = 60.0
@@ -242,7 +242,7 @@ def test_a_notice_goes_out_before_head_is_written(bucket: Hooked, trainer: Train
 MOST_READS = 100
 
 
-class Flipping(WrappedBucket):
+class Flipping(BucketMiddleware):
     """Flips a bit in the middle of the read with number ``at``."""
 
     def __init__(self, inner: Bucket, exclusive: bool) -> None:
@@ -267,7 +267,7 @@ class Flipping(WrappedBucket):
 
 @pytest.fixture(params=[True, False], ids=["exclusive", "single writer"])
 def flipping(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flipping:
-    monkeypatch.setattr(creation, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
     return Flipping(open_bucket(str(tmp_path / "run")), request.param)
 
 

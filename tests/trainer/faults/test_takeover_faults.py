@@ -13,8 +13,8 @@ from tests.support.publishing import damage
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import PublishError, StoreError
-from vllm_delta_sync.wire.documents import CLAIMS_PREFIX, claim_key
-from vllm_delta_sync.wire.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, version_key
+from vllm_delta_sync.format.documents import CLAIMS_PREFIX, claim_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, version_key
 
 
 def begin(bucket: Hooked, trainer: Trainer, versions: int = 2) -> None:

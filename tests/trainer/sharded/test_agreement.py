@@ -16,7 +16,7 @@ from tests.support.publishers import FailAt, Hooked, Late, flip, nothing
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.training import Mixed, make, sharded, whole_tensors
 from trainer_side import Gate, Publisher
-from trainer_side.sharded import ranks
+from trainer_side.ranks import group
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import (
     ConflictError,
@@ -30,9 +30,9 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UsageError,
 )
+from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
-from vllm_delta_sync.wire.limits import MAX_SIDECAR_BYTES
 
 
 class Trained:
@@ -365,7 +365,7 @@ def leaving(rank: int, size: int, folder: str) -> None:
         refused(lambda: publisher.publish(1), PublishError, "rank 1 did not answer rank 0 (it has ended")
         publisher.close()
     distributed.barrier()
-    ranks.CALL_SECONDS = 2.0
+    group.CALL_SECONDS = 2.0
     if rank == 0:
         refused(lambda: Publisher(trained.model, trained.bucket), PublishError, "not all ranks have come together in 2")
 

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.trainer.sharded.nursery import Nursery
-from trainer_side.sharded.cover import boxes_document, check_cover
-from trainer_side.sharded.windows import windows
-from trainer_side.tracing import View
+from trainer_side.model.conversion_trace import View
+from trainer_side.ranks.coverage import boxes_document, check_cover
+from trainer_side.ranks.shard_views import windows
 from vllm_delta_sync.errors import ModelError
-from vllm_delta_sync.torch_shards import is_sharded, layout, local_boxes, owned_boxes, whole_shape
-from vllm_delta_sync.wire.boxes import Box, boxes_of_range
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
+from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, owned_boxes, whole_shape
 
 Pieces = list[tuple[Box, torch.Tensor]]
 

@@ -18,13 +18,13 @@ from tests.support.architectures import qwen3_moe
 from tests.support.samples import RunWriter, nudge
 from tests.trainer.sharded.models import fsdp, tied_llama
 from tests.trainer.sharded.nursery import Nursery
-from trainer_side.naming import live_tensors
+from trainer_side.model.sources import live_tensors
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.chain import open_run
-from vllm_delta_sync.chain import read as chain_read
+from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import DeltaSyncError, TensorMismatchError
-from vllm_delta_sync.wire.anchor import write_anchor
-from vllm_delta_sync.wire.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run import restore as chain_read
 
 WIDTH = 6
 VERSIONS = 4

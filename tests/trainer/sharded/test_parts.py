@@ -15,17 +15,17 @@ from torch.distributed.tensor import distribute_tensor
 from tests.support.architectures import VOCABULARY, same_bits
 from tests.trainer.sharded.models import WAYS, built, cut, fsdp, reference, steps
 from tests.trainer.sharded.nursery import Nursery
-from trainer_side.baseline import Baseline
-from trainer_side.changes import Patch
-from trainer_side.detection import Detector
-from trainer_side.naming import CheckpointTensor, IterableTensors, LiveTensors, live_tensors
-from trainer_side.sharded.baseline import PartsBaseline, check_same_tables, whole_changes
-from trainer_side.sharded.parts import ModuleParts, Part, needs_ranks, part_name
+from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.engine import Detector
+from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.model.sources import CheckpointTensor, IterableTensors, LiveTensors, live_tensors
+from trainer_side.ranks.shard_baseline import ShardBaseline, check_same_tables, whole_changes
+from trainer_side.ranks.shard_parts import ModuleParts, ShardPart, needs_ranks, part_name
+from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, decode, encode
 from vllm_delta_sync.errors import DeltaSyncError, ModelError
-from vllm_delta_sync.wire.boxes import Box
-from vllm_delta_sync.wire.changes import Changes
-from vllm_delta_sync.wire.delta import Codec, DeltaContext, decode, encode
-from vllm_delta_sync.wire.fingerprint import Fingerprint
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.changes import Changes
 
 QUICK = ["fsdp llama tied", "fsdp qwen3 moe", "fsdp split", "ddp plain"]
 SLOW = {
@@ -165,7 +165,7 @@ class Cut(LiveTensors):
     def __init__(self, tensors: dict[str, torch.Tensor], boxes: list[tuple[str, Box]]) -> None:
         self.whole = {name: CheckpointTensor(name, tuple(t.shape), t.dtype) for name, t in tensors.items()}
         self.whole_aliases = {"tied": "a"}
-        self.parts = {part_name(Part(name, box)): Part(name, box) for name, box in boxes}
+        self.parts = {part_name(ShardPart(name, box)): ShardPart(name, box) for name, box in boxes}
         self.tensors = {
             part: CheckpointTensor(part, what.box.shape, tensors[what.name].dtype) for part, what in self.parts.items()
         }
@@ -194,8 +194,8 @@ def divided(chance: random.Random, box: Box, most: int) -> list[Box]:
     return [*divided(chance, lower, most - 1), *divided(chance, upper, most - 1)]
 
 
-def patched(baseline: Baseline, live: LiveTensors, codec: Codec) -> Patch:
-    patch = Patch(baseline, codec, "zstd", Detector(1))
+def patched(baseline: Baseline, live: LiveTensors, codec: Codec) -> PendingDelta:
+    patch = PendingDelta(baseline, codec, "zstd", Detector(1))
     patch.add_all(live.read())
     return patch
 
@@ -211,7 +211,7 @@ def elements(changes: Changes) -> dict[int, dict[int, int]]:
 @pytest.mark.parametrize("codec", ["packed", "raw"])
 @pytest.mark.parametrize("seed", range(12))
 def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_side.changes.full_is_smaller", lambda *ignored: False)
+    monkeypatch.setattr("trainer_side.diff.pending_delta.full_is_smaller", lambda *ignored: False)
     chance = random.Random(seed)
     torch.manual_seed(seed)
     dtypes = [torch.float32, torch.bfloat16]
@@ -224,7 +224,7 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
     alone = Baseline.captured(whole)
     alone.scan()
     lives = [Cut(tensors, boxes) for boxes in ranks]
-    parts = [PartsBaseline.captured_parts(live, None, rank) for rank, live in enumerate(lives)]  # type: ignore[arg-type]
+    parts = [ShardBaseline.captured_parts(live, None, rank) for rank, live in enumerate(lives)]  # type: ignore[arg-type]
     for baseline in parts:
         baseline.scan()
     assert sum((share for baseline in parts for share in baseline.shares.values()), Fingerprint()) == alone.fingerprint
@@ -258,7 +258,7 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
 def test_parts_find_their_bits_among_those_of_boxes() -> None:
     tensors = {"a": torch.arange(48.0).reshape(6, 8), "c": torch.tensor(3.0)}
     boxes = [("a", Box((0, 4), (6, 4), (6, 8))), ("c", Box.all_of(())), ("a", Box((2, 0), (4, 4), (6, 8)))]
-    baseline = PartsBaseline.captured_parts(Cut(tensors, boxes), None, 1)  # type: ignore[arg-type]
+    baseline = ShardBaseline.captured_parts(Cut(tensors, boxes), None, 1)  # type: ignore[arg-type]
     wanted = baseline.wanted()
     assert wanted.keys() == {"a", "c"}
     found = {

@@ -21,7 +21,7 @@ from tests.trainer.sharded.training import make, sharded, train, whole_tensors
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import LimitError, StoreError, UsageError
-from vllm_delta_sync.wire.manifest import FILES_PREFIX
+from vllm_delta_sync.format.manifest import FILES_PREFIX
 
 STEPS = 3
 

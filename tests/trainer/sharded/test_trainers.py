@@ -13,7 +13,7 @@ from tests.support.publishing import assert_holds
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.test_deepspeed import deepspeed_on_cpu
 from trainer_side import DeltaSyncCallback
-from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.client import open_run
 
 
 def train_replicas(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def train_by_plugin(rank: int, size: int, folder: str, kind: str) -> dict[str, A
 
     from tests.support.tiny import make_model
     from tests.support.trainers import SIZES, Logged, trainer_of
-    from vllm_delta_sync.torch_shards import is_sharded
+    from vllm_delta_sync.tensors.torch_sharding import is_sharded
 
     callback, logged = DeltaSyncCallback(bucket=f"{folder}/run", shard_bytes=2000), Logged()
     sharded: set[bool] = set()

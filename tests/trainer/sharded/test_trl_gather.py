@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.publishing import assert_holds
 from tests.trainer.sharded.nursery import Nursery
-from vllm_delta_sync.chain import open_run
+from vllm_delta_sync.client import open_run
 
 
 def sharded(rank: int, size: int, family: str) -> tuple[Any, Any]:

@@ -1,0 +1,134 @@
+"""Where the baseline of one tensor lies: in host memory, or on the device that the live tensor is on."""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
+from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of
+
+Place = Literal["host", "device"]
+
+
+class BaselineBuffer(ABC):
+    """Bits (numel,) of one tensor, of the version published last."""
+
+    @abstractmethod
+    def read(self) -> Bits:
+        """All of them in host memory: a view where they lie there, else a copy."""
+
+    @abstractmethod
+    def write(self, bits: Bits) -> None:
+        """Replace all of them."""
+
+    @abstractmethod
+    def get(self, positions: Positions) -> Bits:
+        """Copy of those at (n,) flat positions, in host memory."""
+
+    @abstractmethod
+    def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
+        """Move those at (n,) distinct positions back by (n,) ULP distances."""
+
+    @abstractmethod
+    def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Elements start … stop − 1 as signed integers on ``device``: a view if they lie there, else a copy."""
+
+
+class HostBuffer(BaselineBuffer):
+    """Host memory. ``bits`` is the array itself."""
+
+    def __init__(self, bits: Bits) -> None:
+        self.bits = bits
+
+    def read(self) -> Bits:
+        return self.bits
+
+    def write(self, bits: Bits) -> None:
+        np.copyto(self.bits, bits)
+
+    def put(self, positions: Positions, bits: Bits) -> None:
+        """Replace those at (n,) flat positions."""
+        self.bits[positions] = bits
+
+    def get(self, positions: Positions) -> Bits:
+        return self.bits[positions]
+
+    def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
+        revert_distances(element, self.bits, positions, distances)
+
+    def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        return _signed(self.bits[start:stop]).to(device, non_blocking=True)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a device copies from this memory by itself."""
+        return _signed(self.bits).is_pinned()
+
+
+class DeviceBuffer(BaselineBuffer):
+    """Memory of a device. ``flat`` is (numel,) signed integers of the element's width."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+
+    def read(self) -> Bits:
+        return bits_of(self.flat.cpu().clone() if self.flat.device.type == "cpu" else self.flat.cpu())
+
+    def write(self, bits: Bits) -> None:
+        self.flat.copy_(_signed(bits))
+
+    def put(self, positions: torch.Tensor, bits: torch.Tensor) -> None:
+        """Replace those at (n,) int64 flat positions by (n,) signed integers; both on the device."""
+        self.flat[positions] = bits
+
+    def get(self, positions: Positions) -> Bits:
+        return bits_of(self.flat[self._there(positions)].cpu())
+
+    def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
+        there = self._there(positions)
+        bits = bits_of(self.flat[there].cpu())
+        revert_distances(element, bits, np.arange(bits.size, dtype=np.int64), distances)
+        self.flat[there] = self._there(bits)
+
+    def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        return self.flat[start:stop].to(device)
+
+    def _there(self, array: np.ndarray) -> torch.Tensor:
+        return _signed(array).to(self.flat.device)
+
+
+def placed(held: BaselineBuffer, name: str, device: torch.device, place: Place) -> BaselineBuffer:
+    """The same bits where the comparison with a live tensor on ``device`` wants them; ``held`` itself if they are.
+
+    Raises:
+        ModelError: the device's memory is full.
+    """
+    if device.type == "cpu":
+        return held if isinstance(held, HostBuffer) else HostBuffer(held.read())
+    if place == "host":
+        host = held if isinstance(held, HostBuffer) else HostBuffer(held.read())
+        return host if device.type != "cuda" or host.pinned else HostBuffer(_pinned(host.bits))
+    if isinstance(held, DeviceBuffer) and held.flat.device == device:
+        return held
+    bits = held.read()
+    try:
+        return DeviceBuffer(_signed(bits).to(device, copy=True))
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"tensor {name!r}: {device} has no {bits.nbytes} bytes left for its baseline; publish with baseline='host'"
+        ) from error
+
+
+def _pinned(bits: Bits) -> Bits:
+    memory = torch.empty(bits.size, dtype=SIGNED[bits.itemsize], pin_memory=True)
+    pinned = bits_of(memory)
+    np.copyto(pinned, bits)
+    return pinned
+
+
+def _signed(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.view(f"<i{bits.itemsize}"))

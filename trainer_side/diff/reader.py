@@ -1,0 +1,143 @@
+"""Live tensors on the host, read piece by piece as bits of the served dtype."""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain, product
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
+
+GATHER_ELEMENTS = 1024**2
+"""Strided tensors are gathered so many at a time: of a transposed matrix rows enough to use up cache lines."""
+PLANE_ELEMENTS = 4096
+"""Where the last two dimensions have fewer, the boxes that are gathered take in more of them."""
+
+Index = tuple[int | slice, ...]
+Box = tuple[int, Index]
+"""Flat index of its first element, and where in the tensor it is; ``()`` for all of it."""
+
+
+@cache
+def nan_pattern() -> np.uint16 | None:
+    """Bits that torch rounds float32 NaNs to in bfloat16 here; None if that depends on the NaN.
+
+    Which ones they are differs between processors, and even between a contiguous and a strided tensor.
+    """
+    samples = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF, -0x400000], dtype=torch.int32)
+    rounded = bits_of(samples.view(torch.float32).repeat(16).to(torch.bfloat16))
+    return np.uint16(rounded[0]) if (rounded == rounded[0]).all() else None
+
+
+def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Boxes of at most ``most`` elements that follow each other in row-major order and together make up the shape.
+
+    A box is a range of one dimension, with all of those behind it. Each is consecutive in flat indices.
+    """
+    if not math.prod(shape):
+        return
+    if not shape:
+        yield 0, ()
+        return
+    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most)
+    inner = math.prod(shape[axis + 1 :])
+    rows = -(-shape[axis] // -(-shape[axis] // (most // inner)))
+    start = 0
+    for outer in product(*map(range, shape[:axis])):
+        for row in range(0, shape[axis], rows):
+            stop = min(row + rows, shape[axis])
+            yield start, (*outer, slice(row, stop))
+            start += (stop - row) * inner
+
+
+def shares(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]]]:
+    """The tensor, flat if it is contiguous, and for each of up to ``parts`` threads consecutive boxes of it."""
+    shape = tuple(live.shape)
+    if live.is_contiguous():
+        live = live.view(-1)
+        if parts == 1:
+            return live, [[(0, ())]] if live.numel() else []
+        every = list(boxes((live.numel(),), -(-live.numel() // parts) or 1))
+    elif len(shape) > 2 and math.prod(shape[-2:]) < PLANE_ELEMENTS:
+        every = list(boxes(shape, CHUNK_ELEMENTS))
+    else:
+        planes = enumerate(product(*map(range, shape[:-2])))
+        inside = list(boxes(shape[-2:], GATHER_ELEMENTS))
+        size = math.prod(shape[-2:])
+        every = [(size * number + start, (*outer, *index)) for number, outer in planes for start, index in inside]
+    each = -(-len(every) // parts) or 1
+    return live, [every[start : start + each] for start in range(0, len(every), each)]
+
+
+class Reader:
+    """Reads boxes of CPU tensors, for one thread: through scratch where they are strided or torch converts them."""
+
+    def __init__(self) -> None:
+        self._gathered = torch.empty(0, dtype=torch.uint8)
+        self._converted = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, box: torch.Tensor, dtype: str) -> Iterator[tuple[int, Bits, np.uint16 | None]]:
+        """Bits of the elements in row-major order, rounded as torch rounds a contiguous tensor.
+
+        Yields:
+            consecutive pieces: index of the first element, (n,) bits in the served dtype, None; or bits of float32,
+            and what ``round_to_bf16`` makes of NaNs. They are shared with the tensor or with scratch: never write
+            them, and do not use them any more once the next are asked for.
+        """
+        if not box.is_contiguous():
+            box = self._gather(box)
+        if box.dtype == TORCH_DTYPES[dtype]:
+            yield 0, bits_of(box), None
+        elif box.dtype == torch.float32 and dtype == "BF16" and nan_pattern() is not None:
+            yield 0, bits_of(box), nan_pattern()
+        else:
+            if not self._converted.numel():
+                self._converted = torch.empty(8 * CHUNK_ELEMENTS, dtype=torch.uint8)
+            # torch converts so few elements in this thread alone.
+            for number, piece in enumerate(box.view(-1).split(CHUNK_ELEMENTS)):
+                room = self._converted.view(TORCH_DTYPES[dtype])[: piece.numel()]
+                yield number * CHUNK_ELEMENTS, bits_of(room.copy_(piece)), None
+
+    def _gather(self, box: torch.Tensor) -> torch.Tensor:
+        if self._gathered.numel() < 8 * box.numel():
+            self._gathered = torch.empty(8 * box.numel(), dtype=torch.uint8)
+        room = self._gathered.view(box.dtype)[: box.numel()]
+        if box.dim() > 2:
+            return room.view(box.shape).copy_(box)
+        from vllm_delta_sync.tensors import diff_kernels
+
+        rows, columns = (1, *box.shape)[-2:]
+        strides = (0, *box.stride())[-2:]
+        reach = box.as_strided((1 + (rows - 1) * strides[0] + (columns - 1) * strides[1],), (1,))
+        diff_kernels.gather(bits_of(reach), *strides, columns, bits_of(room))
+        return room
+
+
+def host_bits(tensor: torch.Tensor, dtype: str) -> Bits:
+    """Copy of the bit patterns of a tensor rounded to ``dtype``, to nearest even.
+
+    Args:
+        tensor: of any shape, layout of strides, and device.
+        dtype: safetensors name of the served dtype.
+
+    Returns:
+        (numel,) in row-major order.
+    """
+    if tensor.device.type != "cpu":
+        return bits_of(tensor.detach().contiguous().to(TORCH_DTYPES[dtype]).cpu())
+    live, every = shares(tensor.detach(), 1)
+    from vllm_delta_sync.tensors import diff_kernels
+
+    bits = np.empty(tensor.numel(), f"<u{TORCH_DTYPES[dtype].itemsize}")
+    reader = Reader()
+    for start, index in chain.from_iterable(every):
+        for offset, fresh, nan in reader.read(live[index], dtype):
+            room = bits[start + offset : start + offset + fresh.size]
+            if nan is None:
+                np.copyto(room, fresh)
+            else:
+                diff_kernels.round_to_bf16(fresh, nan, room)
+    return bits

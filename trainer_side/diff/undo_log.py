@@ -1,0 +1,102 @@
+"""What change detection found in one tensor, kept so that the baseline can be put back at any moment."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer_side.diff.buffers import BaselineBuffer
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.segments import Segment
+
+SAMPLE_ELEMENTS = 131_072
+
+
+@dataclass
+class ExpandedChanges:
+    """Changed elements with flat positions (n,) int64 ascending, and ULP distances new − old (n,)."""
+
+    positions: Positions
+    distances: Bits
+
+    @property
+    def size(self) -> int:
+        return self.positions.size
+
+    def expand(self, positions: Positions) -> None:
+        """Write the positions into (n,) int64."""
+        positions[:] = self.positions
+
+
+@dataclass
+class PendingWrite:
+    """Bits that are being overwritten; ``undo`` writes them again, which is right whether they were or not."""
+
+    undo: Callable[[], None]
+    size: int = 0
+
+
+Note = Segment | ExpandedChanges | PendingWrite
+
+
+class ChangeLog:
+    """Changed elements of one tensor, in ascending order.
+
+    A note is there before what it notes is done to the baseline, and undoes nothing if that did not happen: a Segment
+    counts along, Saved holds bits of before, and is replaced by Wide in one step.
+
+    Attributes:
+        parts: notes of consecutive ranges of the tensor; each is filled by one thread.
+    """
+
+    def __init__(self, element: DType) -> None:
+        self.element = element
+        self.parts: list[list[Note]] = [[]]
+
+    @property
+    def size(self) -> int:
+        """Number of changed elements, once all are found."""
+        return sum(note.size for part in self.parts for note in part)
+
+    def revert(self, held: BaselineBuffer) -> None:
+        """Put the baseline of the tensor back."""
+        for note in [note for part in self.parts for note in part][::-1]:
+            if isinstance(note, PendingWrite):
+                note.undo()
+            elif note.size:
+                held.revert(self.element, *_wide(note))
+
+    def pieces(self) -> Iterator[tuple[Positions, Bits]]:
+        """(positions, distances) of consecutive pieces of bounded size, or as they were joined."""
+        for part in self.parts:
+            for note in part:
+                if note.size and not isinstance(note, PendingWrite):
+                    yield _wide(note)
+
+    def samples(self, most: int) -> Iterator[tuple[Positions, Bits]]:
+        """(positions, distances) of up to ``most`` pieces of at most SAMPLE_ELEMENTS, evenly spread; of all if few."""
+        pieces = [note for part in self.parts for note in part if note.size and not isinstance(note, PendingWrite)]
+        for number in np.unique(np.linspace(0, len(pieces) - 1, most).astype(int)).tolist():
+            positions, distances = _wide(pieces[number])
+            yield positions[:SAMPLE_ELEMENTS], distances[:SAMPLE_ELEMENTS]
+
+    def join_into(self, positions: Positions, distances: Bits) -> None:
+        """Write all elements into arrays of that size, and keep views of them instead of what was kept."""
+        cursor = 0
+        for part in self.parts:
+            for note in part:
+                if note.size and not isinstance(note, PendingWrite):
+                    end = cursor + note.size
+                    note.expand(positions[cursor:end])
+                    distances[cursor:end] = note.distances[: note.size]
+                    cursor = end
+        self.parts = [[ExpandedChanges(positions, distances)]]
+
+
+def _wide(note: Segment | ExpandedChanges) -> tuple[Positions, Bits]:
+    if isinstance(note, ExpandedChanges):
+        return note.positions, note.distances
+    positions = np.empty(note.size, np.int64)
+    note.expand(positions)
+    return positions, note.distances[: note.size]

@@ -1,0 +1,66 @@
+"""How fast this publisher's uploads are."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Self
+
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.factory import OpenedBucket
+
+LEAST_BYTES = 64 * 1024
+"""What is smaller measures how long a store takes to answer."""
+RECENT = 5
+
+
+class UploadBandwidth:
+    """Bytes per second to the store, from the last uploads. Those that run at once count as one. From any thread.
+
+    Args:
+        limit: bytes per second that the store's options allow; short uploads may seem faster. None: any.
+    """
+
+    def __init__(self, limit: float | None = None) -> None:
+        self._limit = limit
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._bytes = 0
+        self._whole = True
+        self._began = 0.0
+
+    @classmethod
+    def to(cls, bucket: Bucket) -> Self:
+        """A link that nothing was sent over yet."""
+        return cls(bucket.options.store_upload_limit if isinstance(bucket, OpenedBucket) else None)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Median of the last uploads; None if there was none that tells."""
+        with self._lock:
+            if not self._recent:
+                return None
+            measured = median(self._recent)
+        return measured if self._limit is None else min(measured, self._limit)
+
+    @contextmanager
+    def upload(self, size: int) -> Iterator[None]:
+        """Within, ``size`` bytes go up. If that fails, nothing is measured."""
+        with self._lock:
+            if not self._under_way:
+                self._began, self._bytes, self._whole = time.monotonic(), 0, True
+            self._under_way += 1
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                self._bytes += size
+                self._whole = self._whole and done
+                if not self._under_way and self._whole and self._bytes >= LEAST_BYTES:
+                    self._recent.append(self._bytes / max(time.monotonic() - self._began, 1e-6))

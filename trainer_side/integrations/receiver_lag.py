@@ -1,0 +1,73 @@
+"""How far the receivers of a run are behind, found out beside training."""
+
+import time
+from collections.abc import Callable
+
+from trainer_side.background_thread import BackgroundJob, BackgroundThread
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.fleet.fleet import Fleet
+from vllm_delta_sync.redaction import guarded_logger
+
+logger = guarded_logger(__name__)
+
+LOOK_SECONDS = 10.0
+"""Leases are not read more often: a listing each time, and one small object for each lease that is new."""
+
+
+class ReceiverLag:
+    """Reads leases in a thread of its own, now and then.
+
+    Args:
+        bucket: URL of the run, or an open bucket, which the caller closes.
+        newest: gives the number of the newest version; called in the thread.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, bucket: str | Bucket, newest: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bucket = bucket
+        self._newest = newest
+        self._clock = clock
+        self._worker = BackgroundThread("delta-sync-receivers")
+        self._job: BackgroundJob | None = None
+        self._began = float("-inf")
+        self._run: Run | None = None
+        self._fleet: Fleet | None = None
+        self._lag: int | None = None
+
+    @property
+    def lag(self) -> int | None:
+        """Versions that the slowest live receiver was behind at the last look; None if no lease said anything."""
+        return self._lag
+
+    def look(self) -> None:
+        """Have the leases read again, unless that goes on or was done a moment ago. Returns at once."""
+        now = self._clock()
+        if now - self._began < LOOK_SECONDS or not (self._job is None or self._job.done):
+            return
+        if self._job is not None and self._job.error is not None:
+            logger.warning("how far receivers are behind is not known: %r", self._job.error)
+        self._began, self._job = now, BackgroundJob()
+        self._worker.submit(self._job, self._look)
+
+    def close(self) -> None:
+        """Wait for a look that goes on, and give back thread and connections."""
+        self._worker.close()
+        if self._run is not None and not isinstance(self._bucket, Bucket):
+            self._run.close()
+
+    def _look(self) -> None:
+        try:
+            if self._fleet is None:
+                self._run = Run(self._bucket) if isinstance(self._bucket, Bucket) else open_run(self._bucket)
+                self._fleet = Fleet(self._run)
+            self._fleet.look()
+        except DeltaSyncError as error:
+            logger.debug("how far receivers are behind is not known: %s", error)
+            self._lag = None
+            return
+        served = [live.lease.served for live in self._fleet.live if live.lease.served is not None]
+        self._lag = max(0, self._newest() - min(served)) if served else None

@@ -1,0 +1,118 @@
+"""What a training is told of its versions: metrics, through the Trainer that trains, and this project's log."""
+
+import inspect
+import sys
+from typing import Any
+
+from trainer_side.integrations.receiver_lag import ReceiverLag
+from trainer_side.publisher import Publisher
+from trainer_side.result import METRICS, PublishResult
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.redaction import guarded_logger
+
+logger = guarded_logger(__name__)
+
+
+def check_publisher_options(bucket: str | Bucket, options: dict[str, Any]) -> None:
+    """Raise UsageError unless ``Publisher`` takes the options."""
+    try:
+        inspect.signature(Publisher).bind(None, bucket, **options)
+    except TypeError as error:
+        raise UsageError(f"the options {sorted(options)} are not those of Publisher: {error}") from error
+
+
+def calling_trainer() -> Any:
+    """The Trainer of transformers among the callers; None if there is none.
+
+    Neither callbacks nor weight transfers are handed their Trainer. Loggers that ``report_to`` names are called before
+    a callback, so that what it adds to the ``logs`` of ``on_log`` never reaches them: what does is ``Trainer.log``. To
+    be removed once events name their Trainer.
+    """
+    module = sys.modules.get("transformers.trainer")
+    frame = inspect.currentframe()
+    while module is not None and frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, module.Trainer):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+class MetricReporter:
+    """Tells of each version once it is durable, and of what keeps versions from being so.
+
+    Attributes:
+        trainer: whose log gets the metrics; None: only this project's log does.
+        lag: None: how far receivers are behind is not told. under_way: the version to be told of next.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.lag: ReceiverLag | None = None
+        self.under_way: PublishResult | None = None
+        self._skipped = self._waiting = 0
+        self._failure: str | None = None
+
+    def begin(self, bucket: str | Bucket, publisher: Publisher, lag: bool) -> None:
+        """Tell the Trainer that has called, and look after receivers if ``lag``."""
+        self.trainer = calling_trainer()
+        if self.trainer is None:
+            logger.warning("no Trainer is found among the callers: metrics go to this log only")
+        if lag:
+            self.lag = ReceiverLag(bucket, lambda: publisher.version)
+
+    def took(self, result: PublishResult) -> None:
+        """Tell of what ``publish`` has returned, later."""
+        if result.version is None:
+            self._waiting += 1
+        else:
+            self.under_way = result
+            self._skipped, self._waiting = self._waiting, 0
+
+    def tell(self) -> bool:
+        """Log the version under way, if it is durable; False if it is known that it failed."""
+        result = self.under_way
+        if result is None or not result.done:
+            return True
+        self.under_way = None
+        if result.failed:
+            # Told by the publisher at its next call, in all processes of a sharded model alike.
+            return False
+        metrics = result.metrics() | {f"{METRICS}skipped": self._skipped}
+        if self._failure is not None:
+            logger.warning("version %d is published: publishing works again", result.version)
+            self._failure = None
+        if self.lag is not None:
+            if self.lag.lag is not None:
+                metrics[f"{METRICS}receivers_lag"] = self.lag.lag
+            self.lag.look()
+        logger.info("%s", ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+        if self.trainer is not None:
+            _log(self.trainer, metrics)
+        return True
+
+    def failed(self, error: DeltaSyncError) -> None:
+        """Say that training goes on without a version; once for a kind of error until one is published again."""
+        if error.kind != self._failure:
+            # A store that is down would otherwise be told of at every step.
+            self._failure = error.kind
+            logger.error(
+                "not published (%s), training goes on and the next version makes up for it: %s", error.kind, error
+            )
+
+    def close(self) -> None:
+        """Give back thread and connections."""
+        if self.lag is not None:
+            self.lag.close()
+
+
+def _log(trainer: Any, metrics: dict[str, float]) -> None:
+    """Have the Trainer log, without the side effects of its own logging."""
+    from transformers import Trainer
+
+    # Logging is what the flag asks for, and puts it down; the Trainer's own is still to come in this step.
+    wanted = trainer.control.should_log
+    # Subclasses such as TRL's average over the time since the last call; so this calls none of theirs.
+    Trainer.log(trainer, metrics)
+    trainer.control.should_log = wanted

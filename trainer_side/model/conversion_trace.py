@@ -1,0 +1,280 @@
+"""Where every element of a converted tensor comes from.
+
+Transformers 5 holds some weights in another form than checkpoints do (experts stacked, gate and up fused).
+``trace`` runs the model's own conversion back to the checkpoint once, on tensors without data, and records
+which operations lead from which source to which result. The recording is replayed on the live parameters at
+each publish: nothing is copied that need not be, nothing goes stale, and a conversion that computes new
+values instead of moving old ones is refused.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from vllm_delta_sync.errors import ModelError
+
+aten = torch.ops.aten
+
+# Copies and relabellings: the result has the elements of the first argument at the same logical indices.
+_SAME = {aten.clone, aten.detach, aten.alias, aten.contiguous, aten.lift_fresh, aten._to_copy}
+# A new shape over the same elements in row-major order, whatever the layout in memory.
+_RESHAPE = {
+    aten.view,
+    aten._unsafe_view,
+    aten.reshape,
+    aten._reshape_alias,
+    aten._reshape_copy,
+    aten.view_copy,
+}
+# Moves between logical indices, independent of the layout in memory: safe to replay on another layout.
+_MOVE = {
+    aten.cat, aten.stack, aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.select,
+    aten.slice, aten.narrow, aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.expand,
+    aten.flip, aten.roll, aten.unfold, aten.diagonal, aten.movedim,
+}  # fmt: skip
+_KNOWN = _SAME | _RESHAPE | _MOVE
+
+
+@dataclass(frozen=True, eq=False)
+class _TracedSource:
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class _TracedCall:
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Item:
+    """One tensor of a call that returns several."""
+
+    call: _TracedCall
+    index: int
+
+
+_Node = _TracedSource | _TracedCall | _Item
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided window into one source, relative to the first element of that source."""
+
+    source: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def read(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        source = live[self.source]
+        return source.as_strided(self.shape, self.strides, source.storage_offset() + self.offset)
+
+
+Joined = tuple[tuple[tuple[int, ...], View], ...]
+"""Windows that make up a result, each with its place in it."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A result that no single window describes, such as a concatenation: assembled anew at each read.
+
+    ``joined`` is None where it is more than a concatenation of windows.
+    """
+
+    node: _Node
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    joined: Joined | None
+
+    def read(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            value: torch.Tensor = _evaluate(self.node, live, {})
+            return value
+
+
+Route = View | Replay
+"""How a checkpoint tensor is read from live sources: ``read`` takes detached sources by name."""
+
+
+def trace(
+    sources: Mapping[str, torch.Tensor],
+    convert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+) -> dict[str, Route]:
+    """Record how ``convert`` makes its results from ``sources``.
+
+    Args:
+        sources: detached tensors by name; only their shapes, strides and dtypes are looked at.
+        convert: takes tensors of the same names (on the meta device) and returns the results by name.
+
+    Raises:
+        ModelError: an operation computes values, casts, or writes in place, so that the results cannot be
+            followed exactly; the message names the operation and the sources it was applied to.
+    """
+    stand_ins = {
+        name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        for name, tensor in sources.items()
+    }
+    recorder = _CallRecorder(stand_ins)
+    with torch.no_grad(), recorder:
+        results = dict(convert(dict(stand_ins)))
+    storages = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
+    cache: dict[_Node, Any] = {}
+    routes: dict[str, Route] = {}
+
+    def window(node: _Node) -> View | None:
+        with torch.no_grad():
+            reached = _evaluate(node, stand_ins, cache)
+        source = storages.get(reached.untyped_storage()._cdata)
+        if source is None:
+            return None
+        return View(source, tuple(reached.shape), reached.stride(), reached.storage_offset())
+
+    for name, result in results.items():
+        node = recorder.node_of(result)
+        if node is None:
+            raise ModelError(f"checkpoint tensor {name!r} does not come from a parameter, so it cannot be followed")
+        view = window(node)
+        routes[name] = view or Replay(node, tuple(_sources_of(node)), tuple(result.shape), _joined(node, window))
+    return routes
+
+
+def _joined(node: _Node, window: Callable[[_Node], View | None]) -> Joined | None:
+    view = window(node)
+    if view is not None:
+        return (((0,) * len(view.shape), view),)
+    if not isinstance(node, _TracedCall):
+        return None
+    if node.op.overloadpacket in _SAME:
+        return _joined(node.args[0], window)
+    if node.op.overloadpacket is not aten.cat:
+        return None
+    axis: int = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    found: list[tuple[tuple[int, ...], View]] = []
+    start = 0
+    for part in node.args[0]:
+        inner = _joined(part, window)
+        if inner is None:
+            return None
+        end = start
+        for place, piece in inner:
+            moved = list(place)
+            moved[axis] += start
+            end = max(end, moved[axis] + piece.shape[axis])
+            found.append((tuple(moved), piece))
+        start = end
+    return tuple(found)
+
+
+class _CallRecorder(TorchDispatchMode):
+    def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._nodes: dict[int, _Node] = {}
+        # Ids stay unique only while the tensors that own them live.
+        self._alive: list[torch.Tensor] = []
+        for name, tensor in stand_ins.items():
+            self._remember(tensor, _TracedSource(name))
+
+    def node_of(self, tensor: torch.Tensor) -> _Node | None:
+        return self._nodes.get(id(tensor))
+
+    def _remember(self, tensor: torch.Tensor, node: _Node) -> None:
+        self._nodes[id(tensor)] = node
+        self._alive.append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        known = [self._nodes[id(leaf)] for leaf in inputs if id(leaf) in self._nodes]
+        if not known:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            raise _untraceable(func, known, "writes in place")
+        if len(known) != len(inputs):
+            raise _untraceable(func, known, "mixes in a tensor that is not a parameter")
+        result = func(*args, **kwargs)
+        _check_moves(func, inputs, known, result)
+
+        def to_node(tensor: torch.Tensor) -> _Node:
+            return self._nodes[id(tensor)]
+
+        call = _TracedCall(func, *tree_map_only(torch.Tensor, to_node, (args, kwargs)))
+        if isinstance(result, torch.Tensor):
+            if id(result) not in self._nodes:
+                self._remember(result, call)
+        else:
+            for index, tensor in enumerate(result):
+                self._remember(tensor, _Item(call, index))
+        return result
+
+
+def _check_moves(func: Any, inputs: list[torch.Tensor], known: list[_Node], result: Any) -> None:
+    """Raise ModelError unless the operation only moves elements."""
+    if func.overloadpacket not in _KNOWN or func is aten.view.dtype:
+        raise _untraceable(func, known, "computes new values instead of moving old ones")
+    if isinstance(result, torch.Tensor) and result.dtype != inputs[0].dtype:
+        raise _untraceable(func, known, f"casts {inputs[0].dtype} to {result.dtype}")
+
+
+def _untraceable(func: Any, known: list[_Node], reason: str) -> ModelError:
+    names = sorted({name for node in known for name in _sources_of(node)})
+    shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    return ModelError(
+        f"the conversion of {shown} to checkpoint form cannot be followed: operation {func} {reason}; pass "
+        "an iterable of (checkpoint name, tensor) instead"
+    )
+
+
+def _evaluate(node: _Node, live: Mapping[str, torch.Tensor], cache: dict[_Node, Any]) -> Any:
+    """Value of a node on ``live`` sources: a view of them wherever one exists."""
+    if isinstance(node, _TracedSource):
+        return live[node.name]
+    if node not in cache:
+        if isinstance(node, _Item):
+            cache[node] = _evaluate(node.call, live, cache)[node.index]
+        else:
+            cache[node] = _call(node, live, cache)
+    return cache[node]
+
+
+def _call(node: _TracedCall, live: Mapping[str, torch.Tensor], cache: dict[_Node, Any]) -> Any:
+    def value(inner: _Node) -> Any:
+        return _evaluate(inner, live, cache)
+
+    args, kwargs = tree_map_only((_TracedSource, _TracedCall, _Item), value, (node.args, node.kwargs))
+    packet = node.op.overloadpacket
+    if packet in _SAME:
+        return args[0]
+    if packet in _RESHAPE:
+        return args[0].reshape(args[1] if len(args) > 1 else kwargs["size"])
+    return node.op(*args, **kwargs)
+
+
+def _sources_of(node: _Node) -> list[str]:
+    """Names of all sources below a node, each once."""
+    found: dict[str, None] = {}
+    pending: list[Any] = [node]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        if isinstance(current, _TracedSource):
+            found[current.name] = None
+        elif isinstance(current, _Item):
+            pending.append(current.call)
+        elif isinstance(current, _TracedCall):
+            pending.extend(tree_flatten((current.args, current.kwargs))[0])
+    return list(found)

@@ -1,0 +1,88 @@
+"""Which tensors of a run a model's tensors are, and whether they fit there."""
+
+from collections.abc import Mapping
+
+import torch
+
+from trainer_side.model.sources import CheckpointTensor, LiveTensors
+from vllm_delta_sync.errors import ModelError, TensorMismatchError
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, dtype_name
+
+
+def own_spec(tensor: CheckpointTensor) -> TensorSpec:
+    """What a live tensor is in a run that has no base.
+
+    Raises:
+        ModelError: its dtype cannot be published.
+    """
+    own = dtype_name(tensor.dtype, tensor.name)
+    # torch calls the scales of F8_E8M0 floating-point, but no rounding takes them to the model's dtype.
+    if tensor.configured is not None and DTYPES[own].is_float:
+        own = dtype_name(tensor.configured, tensor.name)
+    return TensorSpec(tensor.name, own, tensor.shape)
+
+
+def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, where: str) -> dict[str, list[str]]:
+    """Live name, aliases included → names in the run.
+
+    Args:
+        specs: the tensors that the live ones have to be among; None if these make the run.
+        where: of ``specs``, for messages.
+
+    Raises:
+        TensorMismatchError: a live tensor is not in ``specs``, or has another shape or kind of dtype there.
+        ModelError: it would need scales.
+    """
+    groups: dict[str, list[str]] = {name: [name] for name in live.tensors}
+    for alias, owner in live.aliases.items():
+        groups[owner].append(alias)
+    names: dict[str, list[str]] = {}
+    for owner, group in groups.items():
+        targets = [owner] if specs is None else [name for name in group if name in specs]
+        if specs is not None:
+            _check_targets(live.tensors[owner], targets, specs, where)
+        names.update(dict.fromkeys(group, targets))
+    return names
+
+
+def check_fits(name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
+    """Raise TensorMismatchError unless the values of ``tensor`` can be those of ``spec``."""
+    if tuple(tensor.shape) != spec.shape:
+        raise TensorMismatchError(
+            f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {spec.name!r} is {spec.dtype} "
+            f"{list(spec.shape)} in this run; start a new run"
+        )
+    _check_convertible(name, tensor.dtype, spec, "in this run")
+
+
+def _check_targets(tensor: CheckpointTensor, targets: list[str], specs: Mapping[str, TensorSpec], where: str) -> None:
+    if not targets:
+        raise TensorMismatchError(
+            f"tensor {tensor.name!r} of the model is not among the {len(specs)} tensors of {where}"
+        )
+    for name in targets:
+        spec = specs[name]
+        if spec.shape != tensor.shape:
+            raise TensorMismatchError(
+                f"tensor {name!r} is {spec.dtype} {list(spec.shape)} in {where}, but {tensor.dtype} "
+                f"{list(tensor.shape)} in the model"
+            )
+        _check_convertible(tensor.name, tensor.dtype, spec, f"in {where}")
+        if spec.element.is_float and spec.element.itemsize == 1 and tensor.dtype != TORCH_DTYPES[spec.dtype]:
+            raise ModelError(
+                f"tensor {name!r} is {spec.dtype} in {where} and needs scales that {tensor.dtype} weights do not "
+                "give; use a base in full precision"
+            )
+
+
+def _check_convertible(name: str, dtype: torch.dtype, spec: TensorSpec, where: str) -> None:
+    """Raise TensorMismatchError unless rounding takes ``dtype`` to the spec's: integers and scales would wrap."""
+    given = dtype_name(dtype, name)
+    if given == spec.dtype or (DTYPES[given].is_float and spec.element.is_float):
+        return
+    raise TensorMismatchError(
+        f"tensor {name!r} is {dtype}, but {spec.name!r} is {spec.dtype} {where}, and only floating-point weights are "
+        f"converted; give it as {TORCH_DTYPES[spec.dtype]}"
+    )

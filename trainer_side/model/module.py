@@ -1,0 +1,321 @@
+"""Checkpoint tensors of a torch module: what ``save_pretrained`` would write, as live views.
+
+All knowledge of transformers is here. It is imported only if the caller's program has imported it.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_side.model.conversion_trace import Route, View, trace
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_plain, storage_key
+from vllm_delta_sync.errors import ModelError, TensorMismatchError
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, whole_shape
+
+logger = guarded_logger(__name__)
+
+# Wrappers that only add a level to every name, by class name so that none of them has to be imported.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+
+State = dict[str, torch.Tensor]
+
+
+class ModuleForm:
+    """How the tensors of a module, sharded ones included, become those of its checkpoint.
+
+    Attributes:
+        routes: checkpoint name → where its elements are; in a sharded source as if that were whole and contiguous.
+        tensors: checkpoint name → description, in the model's order; the same on every rank.
+        aliases: checkpoint name of a tied duplicate → checkpoint name of the tensor that is published.
+    """
+
+    def __init__(self, model: nn.Module, *, described: bool = False) -> None:
+        """Find the form.
+
+        Args:
+            described: the module stands for another of its kind, and its tensors may be on the meta device.
+
+        Raises:
+            ModelError: see ``check_plain``; or the conversion cannot be followed, or there is no tensor.
+        """
+        self._model = unwrap(model)
+        _refuse_unpublishable(self._model)
+        self._described = described
+        state = _module_state(self._model, described)
+        self._ties = _find_ties(self._model, state)
+        self._geometry = _geometry(state)
+        self.routes = self._trace(state)
+        self.aliases = self._checkpoint_aliases(state)
+        configured = _configured_dtypes(self._model, state)
+        self.tensors: dict[str, CheckpointTensor] = {}
+        for name, route in self.routes.items():
+            check_name(name)
+            source = route.sources[0]
+            self.tensors[name] = CheckpointTensor(name, route.shape, _dtype(state[source]), configured.get(source))
+        if not self.tensors:
+            raise ModelError(f"{type(model).__name__} has no tensor to publish")
+
+    def state(self) -> State:
+        """The module's tensors of this moment, sharded ones as they are, all others detached.
+
+        Raises:
+            TensorMismatchError: a tensor is new, missing, or has another shape, dtype, tie or cut than before.
+            ModelError: a tensor can no longer be read, see ``check_plain``.
+        """
+        state = _module_state(self._model, self._described)
+        self._check_unchanged(state)
+        return state
+
+    def _trace(self, state: State) -> dict[str, Route]:
+        untied = {name: tensor for name, tensor in state.items() if name not in self._ties}
+        return _follow_conversion(self._model, untied)
+
+    def _check_unchanged(self, state: State) -> None:
+        geometry = _geometry(state)
+        for name in geometry.keys() ^ self._geometry.keys():
+            change, mend = ("appeared", "remove it") if name in geometry else ("is gone", "put it back")
+            shape, dtype, _ = geometry.get(name) or self._geometry[name]
+            raise TensorMismatchError(
+                f"tensor {name!r} {change} since the publisher was made ({dtype} {list(shape)}), and the tensors of a "
+                f"run are fixed; {mend}, or start a new run under a new URL"
+            )
+        for name, (shape, dtype, memory) in geometry.items():
+            old_shape, old_dtype, old_memory = self._geometry[name]
+            if (shape, dtype) != (old_shape, old_dtype):
+                raise changed(name, (shape, dtype), (old_shape, old_dtype))
+            if memory != old_memory and is_sharded(state[name]):
+                raise TensorMismatchError(
+                    f"tensor {name!r} is sharded in another way than when the publisher was made; close that publisher "
+                    "and make one for the model as it is now"
+                )
+        for alias, owner in self._ties.items():
+            if _identity(state[alias]) != _identity(state[owner]):
+                raise TensorMismatchError(
+                    f"tensor {alias!r} is no longer tied to {owner!r} as it was when the publisher was made; "
+                    "tie the weights again, or start a new run"
+                )
+        if geometry != self._geometry:
+            self._geometry = geometry
+            self.routes = self._trace(state)
+
+    def _checkpoint_aliases(self, state: State) -> dict[str, str]:
+        published = {
+            (route.source, route.shape, route.strides, route.offset): name
+            for name, route in self.routes.items()
+            if isinstance(route, View)
+        }
+        duplicates = {name: state[name] for name in self._ties}
+        aliases = {}
+        for name, route in _follow_conversion(self._model, duplicates).items() if duplicates else ():
+            if isinstance(route, View):
+                owner = published.get((self._ties[route.source], route.shape, route.strides, route.offset))
+                if owner is not None and name not in self.routes:
+                    aliases[name] = owner
+        return aliases
+
+
+class ModuleTensors(LiveTensors):
+    """Tensors of a module that this process holds alone, under the names and in the shapes that its checkpoint has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._form = ModuleForm(model)
+        self.tensors, self.aliases = self._form.tensors, self._form.aliases
+        for _ in self.read():
+            pass
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        state = {name: _held_whole(name, tensor) for name, tensor in self._form.state().items()}
+        for name, route in self._form.routes.items():
+            yield name, route.read(state)
+
+
+def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or what this process holds of a sharded one if that is all of it, as in a world of one."""
+    if not is_sharded(tensor):
+        return tensor
+    pieces = local_boxes(tensor, name)
+    if len(pieces) == 1 and pieces[0][0].is_whole:
+        return check_plain(name, pieces[0][1])
+    return check_plain(name, tensor)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module in the wrappers of frameworks, such as DistributedDataParallel; the module itself if it has none."""
+    while (attribute := _wrapper_attribute(model)) is not None:
+        model = getattr(model, attribute)
+    return model
+
+
+def _wrapper_attribute(module: nn.Module) -> str | None:
+    """Name of the attribute that holds the wrapped module; None for a module that is no wrapper."""
+    for cls in type(module).__mro__:
+        attribute = _WRAPPERS.get(cls.__name__)
+        if attribute is not None and isinstance(getattr(module, attribute, None), nn.Module):
+            return attribute
+    return None
+
+
+def _refuse_unpublishable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
+            raise ModelError(
+                f"module {name or type(module).__name__!r} is sharded by FullyShardedDataParallel; shard it with "
+                "fully_shard (FSDP2), or publish from one rank through a function that yields (checkpoint name, full "
+                "tensor)"
+            )
+        if getattr(module, "peft_config", None):
+            raise ModelError(
+                f"module {name or type(module).__name__!r} carries PEFT adapters; merge them into a copy of "
+                "the weights (merge_and_unload) and publish that, or pass an iterable of (checkpoint name, "
+                "merged tensor)"
+            )
+        if getattr(module, "hf_quantizer", None) is not None:
+            raise ModelError(
+                f"module {name or type(module).__name__!r} was loaded quantized; load it with its "
+                "full-precision weights to publish it"
+            )
+
+
+def _module_state(model: nn.Module, described: bool) -> State:
+    """Parameters and persistent buffers that a checkpoint of the module has, ties included.
+
+    Sharded ones are those of the module; all others are detached.
+
+    Raises:
+        ModelError: see ``check_plain``; also two tensors of one name once wrappers are stripped.
+    """
+    wrapped = [
+        (f"{name}.{attribute}.", f"{name}.")
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name and (attribute := _wrapper_attribute(module)) is not None
+    ]
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state: State = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        # Innermost first, so that the longer prefixes are still spelled as they were found.
+        for prefix, stripped in reversed(wrapped):
+            name = stripped + name.removeprefix(prefix) if name.startswith(prefix) else name
+        if name in ignored:
+            continue
+        if name.endswith("_extra_state") and not isinstance(value, torch.Tensor):
+            logger.debug("%s is not a tensor and is not published", name)
+            continue
+        if name in state:
+            raise ModelError(f"two tensors are named {name!r} once the wrappers' prefixes are stripped; rename one")
+        if isinstance(value, torch.Tensor) and described and value.is_meta:
+            state[name] = value.detach()
+            continue
+        sharded = isinstance(value, torch.Tensor) and is_sharded(value)
+        state[name] = value if sharded else check_plain(name, value)
+    return state
+
+
+def _geometry(
+    state: Mapping[str, torch.Tensor],
+) -> dict[str, tuple[tuple[int, ...], torch.dtype, tuple[object, ...]]]:
+    """Shape and dtype of the whole tensor, and what tells where this process has its elements."""
+    return {
+        name: (whole_shape(tensor), _dtype(tensor), layout(tensor) if is_sharded(tensor) else tensor.stride())
+        for name, tensor in state.items()
+    }
+
+
+def _dtype(tensor: torch.Tensor) -> torch.dtype:
+    partition = getattr(tensor, "ds_tensor", None)
+    return tensor.dtype if partition is None else partition.dtype
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Equal for two names of one tensor, on every rank alike; a rank may hold nothing of a sharded one."""
+    if is_sharded(tensor):
+        return ("sharded", id(tensor)) if math.prod(whole_shape(tensor)) else None
+    return storage_key(tensor)
+
+
+def _find_ties(model: nn.Module, state: State) -> dict[str, str]:
+    """Duplicate → the name that is published; the choice is that of transformers' ``save_pretrained``."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in state.items():
+        key = _identity(tensor)
+        if key is not None:
+            groups.setdefault(key, []).append(name)
+    declared = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    ties = {}
+    for names in groups.values():
+        if len(names) > 1:
+            free = [name for name in names if not any(re.search(pattern, name) for pattern in declared)]
+            owner = free[0] if free else max(names)
+            ties.update({name: owner for name in names if name != owner})
+    return ties
+
+
+def _transformers_model(model: nn.Module) -> Any:
+    """The module itself if it is a transformers model, else None."""
+    transformers = sys.modules.get("transformers")
+    return model if transformers is not None and isinstance(model, transformers.PreTrainedModel) else None
+
+
+def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
+    """How each checkpoint tensor is read from ``state``; of sharded tensors as if they were whole and contiguous.
+
+    Raises:
+        ModelError: the model's conversion back to its checkpoint form fails or cannot be followed.
+    """
+    state = {
+        name: torch.empty(whole_shape(tensor), dtype=_dtype(tensor), device="meta") if is_sharded(tensor) else tensor
+        for name, tensor in state.items()
+    }
+    pretrained = _transformers_model(model)
+    if pretrained is None:
+        return trace(state, dict)
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        # Before transformers 5 modules held weights in the form of their checkpoints.
+        return trace(state, dict)
+    try:
+        return trace(state, lambda stand_ins: revert_weight_conversion(pretrained, stand_ins))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelError(
+            f"transformers cannot convert {type(model).__name__} back to its checkpoint form ({error}); pass "
+            "an iterable of (checkpoint name, tensor) instead"
+        ) from error
+
+
+def _configured_dtypes(model: nn.Module, state: State) -> dict[str, torch.dtype]:
+    """Dtype that checkpoints of the model have by its configuration, for the tensors that follow it.
+
+    Only floating-point parameters do: buffers, and modules that transformers keeps in fp32, stay as they are.
+    """
+    dtype = getattr(getattr(model, "config", None), "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        return {}
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    buffers = {_identity(buffer) for buffer in model.buffers()}
+    return {
+        name: dtype
+        for name, tensor in state.items()
+        if tensor.is_floating_point()
+        and _identity(tensor) not in buffers
+        and not (tensor.dtype == torch.float32 and any(re.search(pattern, name) for pattern in kept))
+    }

@@ -1,0 +1,130 @@
+"""Weights that a framework hands over parameter by parameter, and never as a model: as the tensors of a checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer_side.model.conversion_trace import Route
+from trainer_side.model.module import ModuleForm
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors, check_plain, pairs
+from vllm_delta_sync.errors import ModelError, TensorMismatchError
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
+
+logger = guarded_logger(__name__)
+
+
+class StreamedWeights(LiveTensors):
+    """The model of a checkpoint, whose values come with each version only.
+
+    What ``Publisher.publish(weights=…)`` is given may have the names and shapes that parameters have in the module of
+    transformers, or those of the checkpoint. It is converted tensor by tensor, by views where that is possible; a
+    parameter is kept only until the others have come that make up a checkpoint tensor with it. Tensors that are never
+    given keep the values of the checkpoint.
+    """
+
+    held = False
+
+    def __init__(self, base: str | Path) -> None:
+        """Follow the module's conversion to its checkpoint once, on a module without data.
+
+        Args:
+            base: checkpoint directory, or public model as ``org/name@revision``. If transformers does not know its
+                architecture, only the names and shapes of the checkpoint are understood.
+
+        Raises:
+            NotFoundError, FormatError, StoreError: it cannot be read. ModelError: the conversion cannot be followed.
+        """
+        folder = resolve_base(base).path
+        checkpoint = Checkpoint(folder)
+        self._sources: dict[str, torch.Tensor] = {}
+        self._routes: dict[str, Route] = {}
+        self._targets: dict[str, list[str]] = {}
+        module = _without_data(folder)
+        if module is None:
+            specs = checkpoint.specs.items()
+            self.aliases = {}
+            self.tensors = {name: CheckpointTensor(name, spec.shape, TORCH_DTYPES[spec.dtype]) for name, spec in specs}
+            return
+        form = ModuleForm(module, described=True)
+        self.tensors, self.aliases = form.tensors, form.aliases
+        self._sources, self._routes = form.state(), form.routes
+        for target, route in self._routes.items():
+            for source in route.sources:
+                self._targets.setdefault(source, []).append(target)
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def given(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        waiting: dict[str, torch.Tensor] = {}
+        made: set[str] = set()
+        for name, value in pairs(weights):
+            targets = self._targets.get(name)
+            if targets is None:
+                # A name of the checkpoint; any other is refused where versions are compared.
+                yield name, value
+                continue
+            waiting[name] = self._placed(name, value)
+            for target in targets:
+                route = self._routes[target]
+                if all(source in waiting for source in route.sources):
+                    yield target, route.read(waiting)
+                    made.add(target)
+            self._let_go(name, waiting, made)
+        if waiting:
+            lacking = next(target for source in waiting for target in self._targets[source] if target not in made)
+            sources = [source for source in self._routes[lacking].sources if source not in waiting]
+            raise ModelError(
+                f"checkpoint tensor {lacking!r} is made of several parameters, of which {sources[0]!r} was not handed "
+                f"over ({len(sources)} of {len(self._routes[lacking].sources)}); hand over all of them, or none"
+            )
+
+    def _placed(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A parameter, laid out as in the module that the conversion was followed on."""
+        tensor, known = check_plain(name, value), self._sources[name]
+        if tensor.shape != known.shape:
+            raise TensorMismatchError(
+                f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {list(known.shape)} in the model of the "
+                "base's configuration; give the checkpoint that the model was loaded from"
+            )
+        if tensor.stride() == known.stride():
+            return tensor
+        laid_out = torch.empty_strided(known.shape, known.stride(), dtype=tensor.dtype, device=tensor.device)
+        return laid_out.copy_(tensor)
+
+    def _let_go(self, name: str, waiting: dict[str, torch.Tensor], made: set[str]) -> None:
+        """Keep of what has come only what another tensor still needs; the newest, ``name``, in memory of its own."""
+        for source in {source for target in self._targets[name] for source in self._routes[target].sources}:
+            if source in waiting and made.issuperset(self._targets[source]):
+                del waiting[source]
+        if name in waiting:
+            # Frameworks may fill one buffer again and again.
+            waiting[name] = waiting[name].clone(memory_format=torch.preserve_format)
+
+
+def _without_data(folder: Path) -> nn.Module | None:
+    """The module that a checkpoint is loaded into, on the meta device; None if transformers does not know it."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        named = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+                module: nn.Module = named(config)
+            else:
+                module = transformers.AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError) as error:
+        logger.warning(
+            "transformers does not know the model of %s, so names must be the checkpoint's: %s", folder, error
+        )
+        return None
+    return module

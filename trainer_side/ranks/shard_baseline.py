@@ -1,0 +1,225 @@
+"""The baseline of one rank: the bits of its parts, and how they are spoken of in terms of whole tensors."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+
+from trainer_side.diff.baseline import Baseline, names_in_run, new_run_tensors
+from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.model.sources import LiveTensors
+from trainer_side.ranks.shard_parts import ModuleParts, ShardPart
+from vllm_delta_sync.codec.blocks import BLOCK_ELEMENTS
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run.partial import fingerprint_box
+from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
+
+_PIECE_ELEMENTS = 1024**2
+
+
+@dataclass(frozen=True)
+class GatheredState:
+    """All tensors of a version, put together from what the ranks hold; see ``versions.Whole``."""
+
+    table: TensorTable
+    fingerprints: list[Fingerprint]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return sum(self.fingerprints, Fingerprint())
+
+
+class _Wholes(LiveTensors):
+    """The whole tensors of a sharded model, to find out which tensors of a run they are."""
+
+    def __init__(self, live: ModuleParts) -> None:
+        self._live = live
+        self.tensors, self.aliases = live.whole, live.whole_aliases
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._live.read()
+
+
+class ShardBaseline(Baseline):
+    """A baseline whose tensors are the parts that this rank owns. Its table and fingerprints are of the parts.
+
+    Rank 0 also owns the tensors of the run that the model does not hold.
+
+    Attributes:
+        whole: the run's tensors.
+        boxes: per part, its tensor's id in ``whole``, and where it is in that.
+        shares: tensor id in ``whole`` → what this rank's parts add to its fingerprint; see ``scan`` and ``take_bits``.
+    """
+
+    def __init__(
+        self,
+        live: ModuleParts,
+        table: TensorTable,
+        names: Mapping[str, list[str]],
+        checkpoint: Checkpoint | None,
+        rank: int,
+    ) -> None:
+        found: dict[str, tuple[TensorSpec, int, Box]] = {}
+        feeds: dict[str, list[str]] = {}
+        for part_name, part in live.parts.items():
+            for target in names[part.name]:
+                name = _part_name(part_name, part, target)
+                spec = TensorSpec(name, table.by_name(target).dtype, part.box.shape)
+                found[name] = spec, table.index(target), part.box
+                feeds.setdefault(part_name, []).append(name)
+        if rank == 0:
+            fed = {target for targets in names.values() for target in targets}
+            for spec in table:
+                if spec.name not in fed:
+                    found[spec.name] = spec, table.index(spec.name), Box.all_of(spec.shape)
+        super().__init__(TensorTable(spec for spec, _, _ in found.values()), feeds, checkpoint)
+        self.whole = table
+        self.boxes = [found[spec.name][1:] for spec in self.table]
+        self.shares: dict[int, Fingerprint] = {}
+        self._parts: dict[str, list[tuple[int, Box]]] = {}
+        for number, (tensor, box) in enumerate(self.boxes):
+            self._parts.setdefault(table[tensor].name, []).append((number, box))
+
+    @classmethod
+    def captured_parts(cls, live: ModuleParts, base: str | Path | None, rank: int) -> Self:
+        """The parts of this moment, of a new run; arguments and errors as ``captured``."""
+        table, names, checkpoint = new_run_tensors(_Wholes(live), base)
+        baseline = cls(live, table, names, checkpoint, rank)
+        baseline.capture(live)
+        if checkpoint is not None:
+            baseline._warn_of_kept("base")
+            baseline._compare(checkpoint)
+        return baseline
+
+    @classmethod
+    def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:
+        """Of a run that is there already, still without values; errors as ``of_run``."""
+        baseline = cls(live, table, names_in_run(_Wholes(live), table), None, rank)
+        baseline._warn_of_kept("run")
+        return baseline
+
+    def scan(self) -> None:
+        """Fingerprint every part, by itself and as a share of its tensor."""
+        super().scan()
+        self.shares = self.shares_of([self.peek(part) for part in range(len(self.table))])
+
+    def shares_of(self, bits: Sequence[Bits]) -> dict[int, Fingerprint]:
+        """Tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits each."""
+        shares: dict[int, Fingerprint] = {}
+        for (tensor, box), here in zip(self.boxes, bits, strict=True):
+            share = fingerprint_box(self.whole[tensor].name, box, here)
+            shares[tensor] = shares.get(tensor, Fingerprint()) + share
+        return shares
+
+    def take_bits(self, bits: Sequence[Bits], shares: dict[int, Fingerprint]) -> None:
+        """Hold other bits, whose shares of all ranks together were found to be right; else as ``take``."""
+        self._replace(bits, self.measured(bits))
+        self.shares = shares
+
+    def wanted(self) -> dict[str, list[Box]]:
+        """Checkpoint name → the boxes that this rank holds of that tensor, in the order of ``arranged``."""
+        return {name: [box for _, box in parts] for name, parts in self._parts.items()}
+
+    def arranged(self, found: Mapping[str, Sequence[Bits]]) -> list[Bits]:
+        """Bits per part, from those of the boxes that are ``wanted``."""
+        rows = {name: iter(bits) for name, bits in found.items()}
+        return [next(rows[self.whole[tensor].name]) for tensor, _ in self.boxes]
+
+    def parts_of(self, name: str) -> list[tuple[int, Box]]:
+        """Id and box of each part that this rank holds of a tensor."""
+        return self._parts.get(name, [])
+
+    def sent_in_full(self, tensor: int) -> bool:
+        """A tensor that other ranks carry parts of is never sent in full: only one object could carry it."""
+        return self.table[tensor].name in self.whole
+
+    def _of_base(self, spec: TensorSpec, base: Checkpoint) -> Bits:
+        tensor, box = self.boxes[self.table.index(spec.name)]
+        return box.view(base.bits(self.whole[tensor].name)).reshape(-1)
+
+
+def _part_name(part_name: str, part: ShardPart, target: str) -> str:
+    """Name of a part of ``target``, which is the part's own tensor or one that is tied to it."""
+    return target + part_name.removeprefix(part.name)
+
+
+def whole_changes(baseline: ShardBaseline, patch: PendingDelta) -> Changes:
+    """What a patch of this rank's parts changes, in terms of whole tensors.
+
+    Valid as ``Patch.changes``, whose positions and distances stay as they are: they take the patch back.
+    """
+    own = patch.changes()
+    found: dict[int, list[tuple[Positions, Bits]]] = {}
+    for group in own.sparse:
+        for part, positions, data in group.tensors():
+            tensor, box = baseline.boxes[part]
+            found.setdefault(tensor, []).append((box.positions(positions), data))
+    full = [Full(baseline.boxes[one.id][0], one.bits) for one in own.full]
+    relative = all(group.relative for group in own.sparse)
+    sparse = list(_groups(found, baseline.whole, relative))
+    return Changes(sparse, full, _fingerprint_changes(baseline, patch))
+
+
+def _fingerprint_changes(baseline: ShardBaseline, patch: PendingDelta) -> dict[int, Fingerprint]:
+    changes: dict[int, Fingerprint] = {}
+    for part, positions, before, now in patch.elements(_PIECE_ELEMENTS):
+        tensor, box = baseline.boxes[part]
+        change = fingerprint_change(baseline.whole[tensor].name, box.positions(positions), before, now)
+        changes[tensor] = changes.get(tensor, Fingerprint()) + change
+    return changes
+
+
+def _groups(found: dict[int, list[tuple[Positions, Bits]]], table: TensorTable, relative: bool) -> Iterator[Sparse]:
+    """Tensors of one dtype, ascending by id, up to about a block together, as ``Patch.changes`` groups them."""
+    batch: list[int] = []
+    held = 0
+    for tensor in sorted(found, key=lambda tensor: (table[tensor].dtype, tensor)):
+        size = sum(positions.size for positions, _ in found[tensor])
+        if batch and (held + size > BLOCK_ELEMENTS or table[tensor].dtype != table[batch[0]].dtype):
+            yield _group(batch, found, table, relative)
+            batch, held = [], 0
+        batch.append(tensor)
+        held += size
+    if batch:
+        yield _group(batch, found, table, relative)
+
+
+def _group(
+    batch: list[int], found: dict[int, list[tuple[Positions, Bits]]], table: TensorTable, relative: bool
+) -> Sparse:
+    rows = [_ascending(found.pop(tensor)) for tensor in batch]
+    return Sparse(
+        table[batch[0]].dtype,
+        np.array(batch, np.uint32),
+        np.array([positions.size for positions, _ in rows], np.int64),
+        np.concatenate([positions for positions, _ in rows]),
+        np.concatenate([data for _, data in rows]),
+        relative,
+    )
+
+
+def _ascending(pieces: list[tuple[Positions, Bits]]) -> tuple[Positions, Bits]:
+    """One tensor's changes from those of its parts, whose elements may lie between each other's."""
+    if len(pieces) == 1:
+        return pieces[0]
+    positions = np.concatenate([piece for piece, _ in pieces])
+    order = np.argsort(positions, kind="stable")
+    return positions[order], np.concatenate([data for _, data in pieces])[order]
+
+
+def check_same_tables(told: Sequence[Mapping[str, object]]) -> None:
+    """Raise ModelError unless all ranks publish the same tensors. ``told``: of each, ``tensors`` is a digest."""
+    odd = [rank for rank, theirs in enumerate(told) if theirs["tensors"] != told[0]["tensors"]]
+    if odd:
+        raise ModelError(
+            f"the model of rank {', '.join(map(str, odd[:8]))} has other tensors than that of rank 0: names, shapes, "
+            "dtypes; make the same model on every rank, and give the same base="
+        )

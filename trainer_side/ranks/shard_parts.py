@@ -1,0 +1,163 @@
+"""What one rank publishes of a model: its shards, as parts of checkpoint tensors."""
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import distributed, nn
+
+from trainer_side.model.conversion_trace import Joined, Route, View
+from trainer_side.model.module import ModuleForm
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_plain
+from trainer_side.ranks.shard_views import ShardView, windows
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.tensors.boxes import Box
+from vllm_delta_sync.tensors.torch_sharding import is_sharded, owned_boxes
+
+# By class name, so that none of them has to be imported. A module that FSDP2 shards may hold plain tensors for the
+# moment, after a forward pass that no backward pass followed.
+_OF_ALL_RANKS = {"DistributedDataParallel", "DeepSpeedEngine", "FSDPModule"}
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """A piece of a checkpoint tensor that this rank publishes.
+
+    Attributes:
+        name: checkpoint name. box: where in that tensor; never empty.
+    """
+
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class _PartSource:
+    """Where a part's values are: a window of the n-th piece that this rank owns of a source."""
+
+    source: str
+    piece: int
+    window: ShardView
+
+
+class ModuleParts(LiveTensors):
+    """What this rank publishes of a module: all ranks' parts together are every element exactly once.
+
+    ``tensors`` and ``read`` are by the names of parts, in the shapes of their boxes: a part that is a whole tensor has
+    the checkpoint name, another is called ``name[start:stop,…]``. A rank may have none. Nothing is communicated, so
+    every rank makes one, at the same place of its program.
+
+    Attributes:
+        whole: checkpoint name → the whole tensor, in the model's order, the same on every rank.
+        whole_aliases: name of a tied duplicate → name in ``whole``; ``aliases`` is empty.
+        parts: name of the part → what it is, in the order of ``whole``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find this rank's parts.
+
+        Raises:
+            ModelError: a tensor cannot be published, see ``check_plain``, ``local_boxes`` and ``trace``; or one that
+                comes from sharded parameters is not made up of strided windows into them.
+        """
+        self._form = ModuleForm(model)
+        self.whole, self.whole_aliases = self._form.tensors, self._form.aliases
+        self.tensors = {}
+        self.aliases = {}
+        self.parts: dict[str, ShardPart] = {}
+        self._places: dict[str, _PartSource] = {}
+        state = self._form.state()
+        held = {name: owned_boxes(tensor, name) for name, tensor in state.items() if is_sharded(tensor)}
+        for name, route in self._form.routes.items():
+            if held.keys().isdisjoint(route.sources):
+                # What is not sharded is read by one for all.
+                if distributed.get_rank() == 0 and 0 not in route.shape:
+                    self._add(ShardPart(name, Box.all_of(route.shape)), None)
+                continue
+            for at, view in _joined(name, route, held):
+                for piece, (box, _) in enumerate(held[view.source]):
+                    for window in _windows(name, view, box):
+                        self._add(
+                            ShardPart(name, _moved(window.box, at, route.shape)),
+                            _PartSource(view.source, piece, window),
+                        )
+        for _ in self.read():
+            pass
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        state = self._form.state()
+        held: dict[str, list[torch.Tensor]] = {}
+        for name, part in self.parts.items():
+            place = self._places.get(name)
+            if place is None:
+                yield name, self._form.routes[part.name].read(state)
+                continue
+            if place.source not in held:
+                pieces = owned_boxes(state[place.source], place.source)
+                held[place.source] = [check_plain(place.source, piece).contiguous() for _, piece in pieces]
+            piece, window = held[place.source][place.piece], place.window
+            start = piece.storage_offset() + window.offset
+            yield name, piece.as_strided(window.box.shape, window.strides, start)
+
+    def _add(self, part: ShardPart, place: _PartSource | None) -> None:
+        known = self.whole[part.name]
+        name = part_name(part)
+        self.parts[name] = part
+        self.tensors[name] = CheckpointTensor(name, part.box.shape, known.dtype, known.configured)
+        if place is not None:
+            self._places[name] = place
+
+
+def needs_ranks(model: object) -> bool:
+    """True if the model is one of a world of several ranks, all of which have to publish it together.
+
+    A plain module, and anything but a module, belongs to the process that publishes it, in any world.
+    """
+    if not (distributed.is_available() and distributed.is_initialized() and isinstance(model, nn.Module)):
+        return False
+    if distributed.get_world_size() == 1:
+        return False
+    classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    tensors = [*model.parameters(), *model.buffers()]
+    return bool(classes & _OF_ALL_RANKS) or any(is_sharded(tensor) for tensor in tensors)
+
+
+def part_name(part: ShardPart) -> str:
+    """Name of a part: that of its tensor if it is the whole, else with the range in each dimension."""
+    if part.box.is_whole:
+        return part.name
+    ranges = zip(part.box.offsets, part.box.shape, strict=True)
+    return f"{part.name}[{','.join(f'{start}:{start + size}' for start, size in ranges)}]"
+
+
+def _windows(name: str, view: View, box: Box) -> list[ShardView]:
+    found = windows(view, box)
+    if found is None:
+        raise ModelError(
+            f"checkpoint tensor {name!r} cuts {view.source!r} in a way that its shard {list(box.shape)} at "
+            f"{list(box.offsets)} of {list(box.whole)} does not allow to follow; shard that parameter along its first "
+            "dimension, or publish from one rank through a function that yields (checkpoint name, whole tensor)"
+        )
+    return found
+
+
+def _joined(name: str, route: Route, sharded: Container[str]) -> Joined:
+    """The windows into sharded sources that make up a checkpoint tensor.
+
+    Raises:
+        ModelError: it is more than a concatenation of such windows.
+    """
+    if isinstance(route, View):
+        return (((0,) * len(route.shape), route),)
+    if route.joined is None or not all(source in sharded for source in route.sources):
+        raise ModelError(
+            f"checkpoint tensor {name!r} is put together from {', '.join(route.sources[:3])} in a way that cannot be "
+            "followed shard by shard; leave these parameters unsharded, or publish from one rank through a function "
+            "that yields (checkpoint name, whole tensor)"
+        )
+    return route.joined
+
+
+def _moved(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
+    """A box of a window, where the window is in the whole."""
+    return Box(tuple(start + more for start, more in zip(box.offsets, at, strict=True)), box.shape, whole)

@@ -1,0 +1,191 @@
+"""The small files of a model that a run keeps, so that servers start from the bucket: configuration, tokenizer, …
+
+They come from the base, or from a transformers model, and from a folder that the user names.
+"""
+
+import copy
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer_side.model.module import unwrap
+from vllm_delta_sync.errors import StoreError, UsageError
+from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
+from vllm_delta_sync.format.manifest import FILE_NAME
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, MODEL_FILE_SUFFIXES, ResolvedBase, model_files
+
+logger = guarded_logger(__name__)
+
+
+def check_folder(files: str | Path | None) -> None:
+    """Raise UsageError unless ``files`` is a folder of files that a run can keep, or None; StoreError: unreadable."""
+    if files is not None:
+        room = _SizeBudget()
+        for path in _named(files):
+            _check(room, path)
+
+
+def collect_files(model: object, files: str | Path | None, base: ResolvedBase | None) -> dict[str, bytes]:
+    """Name → content of the files that a run which begins now will keep.
+
+    Those of ``files`` win over those of the base. Without a configuration in the base, that of a transformers model is
+    written down. What a run cannot keep of the base or the model is left out with a warning.
+
+    Args:
+        model: as of ``Publisher``. files: folder of the user's choice. base: what version 0 starts from.
+
+    Raises:
+        UsageError: see ``check_folder``. StoreError: a file or folder cannot be read.
+    """
+    room = _SizeBudget()
+    kept: dict[str, bytes] = {}
+    for path in _named(files) if files is not None else ():
+        kept[path.name] = _content(path, _check(room, path))
+    pretrained = _pretrained(model)
+    with tempfile.TemporaryDirectory(prefix="delta-sync-") as folder:
+        found = {} if base is None or not base.path.is_dir() else model_files(base.path)
+        if CONFIG_NAME not in found and pretrained is not None:
+            _write_configuration(pretrained, folder)
+            found |= model_files(Path(folder))
+        # What no server starts without comes first.
+        for name in sorted(found, key=lambda name: (not name.startswith(("config.", "generation", "tokenizer")), name)):
+            if room.has(name):
+                continue
+            size = _size(found[name])
+            if (reason := room.refuses(name, size)) is not None:
+                logger.warning("the run does not keep the model's file %r: %s", name, reason)
+                continue
+            kept[name] = _content(found[name], size)
+    return kept
+
+
+@contextmanager
+def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
+    """A folder with what a Trainer's tokenizer or processor is loaded from, for the time of the block.
+
+    None where there is none, or it cannot be saved, or has no file that a run can keep; the last two are warned of.
+    """
+    if not hasattr(processing_class, "save_pretrained"):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="delta-sync-") as folder:
+        found: dict[str, Path] = {}
+        try:
+            processing_class.save_pretrained(folder)
+            found = model_files(Path(folder))
+        except Exception as error:  # noqa: BLE001  another library's code, and training goes on without a tokenizer
+            logger.warning("the run does not keep the Trainer's tokenizer, as it cannot be saved: %s", error)
+        room = _SizeBudget()
+        for name, path in list(found.items()):
+            # What the user did not name cannot be refused.
+            if (reason := room.refuses(name, _size(path))) is not None:
+                logger.warning("the run does not keep the Trainer's file %r: %s", name, reason)
+                path.unlink()
+                del found[name]
+        yield Path(folder) if found else None
+
+
+class _SizeBudget:
+    """The files that a run is to keep, and what it may still keep."""
+
+    def __init__(self) -> None:
+        # Lower case, since some file systems take two spellings of a name for one file.
+        self._names: dict[str, str] = {}
+        self._bytes = 0
+
+    def has(self, name: str) -> bool:
+        """Whether it keeps a file of that name."""
+        return name.lower() in self._names
+
+    def refuses(self, name: str, size: int) -> str | None:
+        """Take a file, or say why that cannot be."""
+        if re.fullmatch(FILE_NAME, name) is None:
+            return "its name is not 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or a digit"
+        if self.has(name):
+            return f"it differs from {self._names[name.lower()]!r} in upper and lower case only"
+        if size > MAX_RUN_FILE_BYTES:
+            return f"it has {size:,} bytes, and a file may have {MAX_RUN_FILE_BYTES:,} (MAX_RUN_FILE_BYTES)"
+        if len(self._names) == MAX_RUN_FILES:
+            return f"a run keeps at most {MAX_RUN_FILES} files (MAX_RUN_FILES)"
+        if self._bytes + size > MAX_RUN_FILES_BYTES:
+            return (
+                f"with it the files have {self._bytes + size:,} bytes, and all of them may have "
+                f"{MAX_RUN_FILES_BYTES:,} (MAX_RUN_FILES_BYTES)"
+            )
+        self._names[name.lower()] = name
+        self._bytes += size
+        return None
+
+
+def _named(files: str | Path) -> list[Path]:
+    """Paths of the files that a user names with their folder."""
+    if not isinstance(files, str | Path) or not str(files) or not Path(files).is_dir():
+        raise UsageError(f"files is {str(files)!r}, which is no folder; give one that holds config.json and the like")
+    found = list(model_files(Path(files)).values())
+    if not found:
+        raise UsageError(
+            f"files is {str(files)!r}, a folder without any file that a run keeps ({', '.join(MODEL_FILE_SUFFIXES)}); "
+            "give one that holds config.json and the like"
+        )
+    return found
+
+
+def _check(room: _SizeBudget, path: Path) -> int:
+    """The size of a file that the user wants the run to keep; raises UsageError if that cannot be."""
+    size = _size(path)
+    if (reason := room.refuses(path.name, size)) is not None:
+        raise UsageError(f"files: {str(path)!r} cannot be kept: {reason}; rename it or remove it from that folder")
+    return size
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise StoreError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+
+
+def _content(path: Path, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(size + 1)
+    except OSError as error:
+        raise StoreError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    if len(data) != size:
+        raise StoreError(f"{str(path)!r} was changed while it was read; start again")
+    return data
+
+
+def _pretrained(model: object) -> Any:
+    """The transformers model in what a user published; None if there is none."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, nn.Module):
+        return None
+    module = unwrap(model)
+    return module if isinstance(module, transformers.PreTrainedModel) else None
+
+
+def _write_configuration(model: Any, folder: str) -> None:
+    """Write config.json and generation_config.json as ``save_pretrained`` of the model would."""
+    try:
+        config = copy.deepcopy(model.config)
+        # FSDP2 gives a sharded module a class of its own.
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        if getattr(config, "dtype", None) is None:
+            config.dtype = model.dtype
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    except Exception as error:  # noqa: BLE001  another library's code, and publishing goes on without a configuration
+        logger.warning(
+            "the run does not keep all of the model's configuration, as it cannot be written (%s); give files= with a "
+            "folder that holds it",
+            error,
+        )

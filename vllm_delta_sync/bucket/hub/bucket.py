@@ -1,0 +1,289 @@
+"""Storage buckets of the Hugging Face Hub: ``hf://buckets/NAMESPACE/BUCKET/run``."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import IO
+
+from vllm_delta_sync.bucket.base import (
+    Bucket,
+    ObjectInfo,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+)
+from vllm_delta_sync.bucket.factory import StoreLocation
+from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
+from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, mapped
+from vllm_delta_sync.bucket.hub.s3_gateway import MAX_BYTES, open_gateway
+from vllm_delta_sync.bucket.hub.xet import Transfers
+from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
+from vllm_delta_sync.settings import StoreOptions
+
+_BLOCK_BYTES = 1 << 20
+_LOOKED_UP_FIRST_BYTES = 1 << 23
+"""What is larger is not uploaded before it is known that its key is free."""
+
+
+class HubBucket(Bucket):
+    """Objects as files of a bucket of the Hub, below a folder of it.
+
+    The token is what ``huggingface_hub.get_token`` finds, looked up for each request. The bucket has to exist.
+    An object is uploaded first and named then: nobody sees it before ``put`` has returned, or half of it ever.
+
+    The Hub's own interface has no create-if-absent. With credentials of its S3 gateway (``hub_gateway``) that one is
+    asked for objects up to 64 MB, and ``exclusive`` is True. Without, and for larger ones, the key is looked up before
+    the write and after it: a writer that is overtaken gets ConflictError, but two whose requests cross within that time
+    may both return, and who was served last is the one whose object stays.
+    """
+
+    exclusive = False
+
+    def __init__(self, place: StoreLocation, options: StoreOptions) -> None:
+        """Raises UsageError: the URL does not name a bucket."""
+        parts = place.prefix.split("/")
+        if place.authority != "buckets" or len(parts) < 2:
+            raise UsageError(f"bucket URL {place.url!r} names no bucket: write hf://buckets/NAMESPACE/BUCKET/run")
+        self.url = place.url
+        self._root = "".join(f"{part}/" for part in parts[2:])
+        self._site = HubLocation(self.url, "/".join(parts[:2]))
+        self._api = HubApi(self._site.id, options)
+        self._transfers = Transfers(self._api, options)
+        self._gateway = open_gateway(self._site, self._root, self._api.endpoint, options)
+        self.exclusive = self._gateway is not None
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        path = self._path(key)
+        size = _size(key, data)
+        if if_absent and self._gateway is not None and size <= MAX_BYTES:
+            self._gateway.create(key, data)
+            return
+        with _blocks(key, data) as blocks, self._doing(f"write key {key!r}"):
+            if if_absent and size > _LOOKED_UP_FIRST_BYTES:
+                self._check_absent(key, path)
+            hash = self._transfers.upload(blocks, size)
+            if if_absent:
+                self._check_absent(key, path)
+            self._name(path, hash)
+            if if_absent:
+                self._check_kept(key, path, hash)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        path = self._path(key)
+        with self._doing(f"read key {key!r}", missing=key), self._api.opened(path) as opened:
+            if opened.size is not None:
+                check_size(key, opened.size, max_bytes)
+            data = b"".join(self._counted(key, opened, max_bytes))
+            if opened.size is not None and len(data) != opened.size:
+                raise UnavailableError(f"{len(data)} of {opened.size} bytes came of key {key!r}; try again")
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        check_range(key, start, length)
+        path = self._path(key)
+        if not length:
+            self.stat(key)
+            return b""
+        with self._doing(f"read key {key!r}", missing=key):
+            try:
+                with self._api.opened(path, start, length) as opened:
+                    return _cut(opened, start, length)
+            except RefusedError as error:
+                if error.status != 416:
+                    raise
+                return b""
+
+    def get_file(self, key: str, path: Path) -> None:
+        part = path.with_name(f".{secrets.token_hex(8)}.part")
+        try:
+            # hf_xet by itself would write into ``path``, which would be lost with the first byte.
+            with open(part, "xb") as copy, self._doing(f"read key {key!r}", missing=key):
+                file = self._file(key)
+                if file.bytes:
+                    self._copy(key, file, copy, path)
+            os.replace(part, path)
+        except OSError as error:
+            raise self._no_copy(key, path, error) from error
+        finally:
+            _unlink(part)
+
+    def stat(self, key: str) -> ObjectInfo:
+        with self._doing(f"look up key {key!r}", missing=key):
+            file = self._file(key)
+        return ObjectInfo(key, file.bytes, file.modified)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return self._list(prefix)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._doing(f"delete key {key!r}"):
+            try:
+                self._api.remove(path)
+            except RefusedError as error:
+                if error.no_bucket or (error.status in (404, 422) and self._api.info(path) is None):
+                    return
+                raise
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        begin = self._root + prefix
+        with self._doing(f"list keys {prefix!r}"):
+            try:
+                # In what order the Hub lists is nowhere promised.
+                files = sorted(self._api.tree(begin.rpartition("/")[0]), key=lambda file: file.path)
+            except RefusedError as error:
+                if not error.no_bucket and not error.no_file:
+                    raise
+                return
+        for file in files:
+            key = file.path.removeprefix(self._root)
+            if file.path.startswith(begin) and _is_key(key):
+                yield ObjectInfo(key, file.bytes, file.modified)
+
+    def _file(self, key: str) -> HubFile:
+        file = self._api.info(self._path(key))
+        if file is None:
+            raise self._missing(key)
+        return file
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    # Writing
+
+    def _name(self, path: str, hash: str) -> None:
+        try:
+            self._api.add(path, hash)
+        except RefusedError:
+            # Uploaded into a bucket of before, if it was made again just now.
+            self._api.forget()
+            raise
+
+    def _check_absent(self, key: str, path: str) -> None:
+        if self._api.info(path) is not None:
+            raise self._conflict(key)
+
+    def _check_kept(self, key: str, path: str, hash: str) -> None:
+        file = self._api.info(path)
+        if file is None or file.hash != hash:
+            raise self._conflict(key)
+
+    def _conflict(self, key: str) -> ConflictError:
+        return ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
+
+    # Reading
+
+    def _counted(self, key: str, opened: HubContent, max_bytes: int | None) -> Iterator[bytes]:
+        """The blocks of an object whose size need not be known beforehand, up to ``max_bytes``."""
+        count = 0
+        for block in opened.blocks:
+            count += len(block)
+            check_size(key, count, max_bytes)
+            moved(len(block))
+            yield block
+
+    def _copy(self, key: str, file: HubFile, copy: IO[bytes], path: Path) -> None:
+        with closing(self._transfers.download(file)) as blocks:
+            for block in blocks:
+                view = memoryview(block)
+                for start in range(0, len(view), _BLOCK_BYTES):
+                    try:
+                        count = copy.write(view[start : start + _BLOCK_BYTES])
+                    except OSError as error:
+                        raise self._no_copy(key, path, error) from error
+                    moved(count)
+
+    def _no_copy(self, key: str, path: Path, error: OSError) -> StoreError:
+        return StoreError(f"cannot copy key {key!r} of {self.url} to {path}: {error.strerror or error}; check the path")
+
+    def _missing(self, key: str) -> NotFoundError:
+        return NotFoundError(f"no object {key!r} in {self.url}")
+
+    @contextmanager
+    def _doing(self, action: str, missing: str | None = None) -> Iterator[None]:
+        """Raise what goes wrong as errors of this project. ``missing``: the key that an answer of 404 is about."""
+        try:
+            yield
+        except RefusedError as error:
+            if missing is not None and error.no_bucket:
+                raise NotFoundError(mapped(error, action, self._site).message) from error
+            if missing is not None and error.no_file:
+                raise self._missing(missing) from error
+            raise mapped(error, action, self._site) from error
+        except Exception as error:  # noqa: BLE001  of three libraries' classes and builtin ones: hub_errors knows them
+            found = mapped(error, action, self._site)
+            raise found from (None if found is error else error)
+
+
+@contextmanager
+def _blocks(key: str, data: bytes | Path) -> Iterator[Iterator[bytes]]:
+    """The content to put, piece by piece; raises UsageError where it cannot be read."""
+    if isinstance(data, bytes):
+        yield (data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES))
+        return
+    try:
+        source = open(data, "rb")  # noqa: SIM115  closed below, where errors are those of the store
+    except OSError as error:
+        raise _unreadable(key, data, error) from error
+
+    def read() -> Iterator[bytes]:
+        while True:
+            try:
+                block = source.read(_BLOCK_BYTES)
+            except OSError as error:
+                raise _unreadable(key, data, error) from error
+            if not block:
+                return
+            yield block
+
+    with source:
+        yield read()
+
+
+def _unreadable(key: str, path: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot read {path} to put it under key {key!r}: {error.strerror}; check the path")
+
+
+def _size(key: str, data: bytes | Path) -> int:
+    if isinstance(data, bytes):
+        return len(data)
+    try:
+        return data.stat().st_size
+    except OSError as error:
+        raise _unreadable(key, data, error) from error
+
+
+def _cut(opened: HubContent, start: int, length: int) -> bytes:
+    """The bytes that were asked for, whether or not the store has heeded the range."""
+    skip, found, parts = start - opened.start, 0, []
+    for block in opened.blocks:
+        moved(len(block))
+        if skip >= len(block):
+            skip -= len(block)
+            continue
+        part = block[skip : skip + length - found]
+        skip, found = 0, found + len(part)
+        parts.append(part)
+        if found == length:
+            break
+    return b"".join(parts)
+
+
+def _is_key(key: str) -> bool:
+    try:
+        check_key(key)
+    except UsageError:
+        return False
+    return True
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass  # no such folder; the call says so

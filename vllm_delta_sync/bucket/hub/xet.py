@@ -1,0 +1,145 @@
+"""Bytes to and from the Hub's content store, through hf_xet, in bounded memory and with time-outs of ours.
+
+hf_xet cuts what it is fed into chunks, keeps back those that the store has, and packs the others into blocks of 64 MB.
+It does not notice when a stored chunk is damaged: whoever reads an object checks its digest.
+"""
+
+import os
+import threading
+from collections.abc import Generator, Iterable
+from datetime import timedelta
+from typing import Any
+
+import hf_xet  # type: ignore[import-untyped]
+
+from vllm_delta_sync.bucket.hub.api import READ, WRITE, Connection, HubApi, HubFile
+from vllm_delta_sync.bucket.hub.errors import StaleError, text_of
+from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.settings import StoreOptions
+
+_UPLOADS = 4
+"""Blocks of 64 MB in flight. hf_xet by itself goes up to 64 of them, and holds each in memory."""
+_BUFFER_BYTES = 64_000_000
+_BLOCK_BYTES = 64 << 20
+_TRIES = 2
+_CONNECT_SECONDS = 10.0
+
+_SMALL_BYTES = 1 << 22
+
+_lock = threading.Lock()
+_sessions: dict[tuple[int, float, float], Any] = {}
+"""By process, as a session's threads do not survive a fork, and by what was configured."""
+
+
+class Transfers:
+    """Uploads and downloads for one bucket; raises what hf_xet raises, see ``hub_errors.mapped``."""
+
+    def __init__(self, api: HubApi, options: StoreOptions) -> None:
+        self._api = api
+        self._options = options
+
+    def upload(self, blocks: Iterable[bytes], size: int) -> str:
+        """Store a content of about ``size`` bytes and return its hash. Nobody sees it before it has a name."""
+        connection, fresh = self._api.connection(WRITE)
+        # The time-out for an answer runs while the request's body is still being sent.
+        wait = self._wait if size <= _SMALL_BYTES else self._options.allowance(_BLOCK_BYTES)
+        try:
+            return self._upload(connection, blocks, wait)
+        except Exception as error:  # of many classes; each may come from a connection that does not hold any more
+            raise self._judged(error, fresh) from error
+
+    def download(self, file: HubFile) -> Generator[bytes, None, None]:
+        """Yield a file's content, in order, in blocks of up to 64 MB; close the iterator to stop it."""
+        connection, fresh = self._api.connection(READ)
+        left = file.bytes
+        try:
+            stream = self._group(connection).download_stream(hf_xet.XetFileInfo(file.hash, file.bytes))
+        except Exception as error:  # as in upload
+            raise self._judged(error, fresh) from error
+        try:
+            while (block := self._next(stream, fresh)) is not None:
+                left -= len(block)
+                yield block
+        finally:
+            stream.cancel()
+        if left:
+            # hf_xet ends some failed downloads as if that were all.
+            raise ConnectionError(f"{file.bytes - left} of {file.bytes} bytes came")
+
+    def _next(self, stream: Any, fresh: bool) -> bytes | None:
+        try:
+            block: bytes | None = next(stream, None)
+        except Exception as error:  # as in upload
+            raise self._judged(error, fresh) from error
+        return block
+
+    def _upload(self, connection: Connection, blocks: Iterable[bytes], wait: float) -> str:
+        with _session(self._options.store_deadline, wait).new_upload_commit(**connection.arguments) as commit:
+            stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
+            for block in blocks:
+                # Waits while more than a few blocks are on their way.
+                stream.write(block)
+                moved(len(block))
+            stored = stream.finish().xet_info
+        return str(stored.hash)
+
+    def _group(self, connection: Connection) -> Any:
+        session = _session(self._options.store_deadline, self._wait)
+        return session.new_download_stream_group(**connection.arguments)
+
+    def _judged(self, error: Exception, fresh: bool) -> Exception:
+        """Another error where the connection may be to blame: one to a bucket that was made again, or ran out."""
+        if isinstance(error, DeltaSyncError):
+            return error
+        self._api.forget()
+        return error if fresh else StaleError(text_of(error))
+
+    @property
+    def _wait(self) -> float:
+        return self._options.store_deadline / _TRIES
+
+
+def _session(deadline: float, wait: float) -> Any:
+    """hf_xet's connections and threads, shared by all buckets of this process.
+
+    Args:
+        deadline: seconds for all tries of a request. wait: seconds for an answer.
+    """
+    which = os.getpid(), deadline, wait
+    with _lock:
+        if which not in _sessions:
+            # Those of the process that this one was forked from are let go: their threads are not here.
+            for known in [known for known in _sessions if known[0] != which[0]]:
+                del _sessions[known]
+            _sessions[which] = hf_xet.XetSession(_config(deadline, wait))
+        return _sessions[which]
+
+
+def _config(deadline: float, wait: float) -> Any:
+    """Few tries, short waits, small buffers; what HF_XET_* variables say goes before."""
+    ours = {
+        "client.retry_max_attempts": _TRIES - 1,
+        "client.retry_base_delay": timedelta(seconds=0.2),
+        "client.retry_max_duration": timedelta(seconds=deadline / _TRIES),
+        "client.connect_timeout": timedelta(seconds=min(_CONNECT_SECONDS, deadline / 3)),
+        "client.read_timeout": timedelta(seconds=wait),
+        "client.ac_max_upload_concurrency": _UPLOADS,
+        "reconstruction.download_buffer_size": _BUFFER_BYTES,
+        "reconstruction.download_buffer_perfile_size": _BUFFER_BYTES // 2,
+        "reconstruction.download_buffer_limit": 3 * _BUFFER_BYTES,
+        "reconstruction.min_prefetch_buffer": _BUFFER_BYTES,
+        "reconstruction.min_reconstruction_fetch_size": _BUFFER_BYTES // 2,
+        "telemetry.enabled": False,
+    }
+    given = {name for name in ours if f"HF_XET_{name.replace('.', '_').upper()}" in os.environ}
+    return hf_xet.XetConfig().with_config({name: value for name, value in ours.items() if name not in given})
+
+
+def _renew_lock() -> None:
+    """A thread of the parent may have held it at the moment of the fork."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

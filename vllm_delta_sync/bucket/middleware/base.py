@@ -1,0 +1,56 @@
+"""What the wrappers of buckets have in common: everything goes through as it is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+
+
+class BucketMiddleware(Bucket):
+    """A bucket over another one, which it closes with itself."""
+
+    def __init__(self, inner: Bucket) -> None:
+        self._inner = inner
+        self.url = inner.url
+        self.exclusive = inner.exclusive
+        self.overwrite_seconds = inner.overwrite_seconds
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._inner.put(key, data, if_absent=if_absent)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        return self._inner.get(key, max_bytes=max_bytes)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._inner.get_range(key, start, length)
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._inner.get_file(key, path)
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._inner.stat(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self._inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+    @contextmanager
+    def transfer(self, key: str) -> Iterator[None]:
+        with self._inner.transfer(key):
+            yield
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def size_of(data: bytes | Path) -> int:
+    """Bytes that a put moves; 0 for a file that cannot be looked at, which the put itself will complain about."""
+    if isinstance(data, bytes):
+        return len(data)
+    try:
+        return data.stat().st_size
+    except OSError:
+        return 0

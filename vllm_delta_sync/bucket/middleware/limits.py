@@ -1,0 +1,151 @@
+"""Limits of what one process asks of a store: requests in flight, and bytes per second each way."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
+from vllm_delta_sync.bucket.middleware.deadline import Pages
+from vllm_delta_sync.bucket.middleware.metrics import Tally
+from vllm_delta_sync.bucket.thread_pool import SLICE_SECONDS
+from vllm_delta_sync.bucket.transfer_observers import waited, watched
+from vllm_delta_sync.settings import StoreOptions
+
+BURST_SECONDS = 1.0
+"""After a time of silence so much goes through at full speed."""
+PIECE_SECONDS = 0.25
+"""A long wait is told to watchers in pieces, so that a deadline outside sees it while it lasts."""
+
+
+class LimitedBucket(BucketMiddleware):
+    """Keeps all calls of this instance together within the limits of its options.
+
+    A call beyond ``store_connections`` waits for another one to end. A transfer that is too fast is held back as its
+    bytes move, or, where the store says nothing of them, after the call. ``close`` ends all waiting for bandwidth.
+    """
+
+    def __init__(self, inner: Bucket, options: StoreOptions) -> None:
+        super().__init__(inner)
+        self._slots = threading.Semaphore(options.store_connections)
+        self._closed = threading.Event()
+        self._up = _rate(options.store_upload_limit, self._closed)
+        self._down = _rate(options.store_download_limit, self._closed)
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        with self._transfer(self._up) as throttle:
+            self._inner.put(key, data, if_absent=if_absent)
+        if throttle is not None and not throttle.bytes:
+            throttle.moved(size_of(data))
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        with self._transfer(self._down) as throttle:
+            data = self._inner.get(key, max_bytes=max_bytes)
+        if throttle is not None and not throttle.bytes:
+            throttle.moved(len(data))
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        with self._transfer(self._down) as throttle:
+            data = self._inner.get_range(key, start, length)
+        if throttle is not None and not throttle.bytes:
+            throttle.moved(len(data))
+        return data
+
+    def get_file(self, key: str, path: Path) -> None:
+        with self._transfer(self._down) as throttle:
+            self._inner.get_file(key, path)
+        if throttle is not None and not throttle.bytes:
+            throttle.moved(size_of(path))
+
+    def stat(self, key: str) -> ObjectInfo:
+        with self._slot():
+            return self._inner.stat(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return self._list(prefix)
+
+    def delete(self, key: str) -> None:
+        with self._slot():
+            self._inner.delete(key)
+
+    def close(self) -> None:
+        self._closed.set()
+        super().close()
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        pages = Pages(self._inner, prefix)
+        try:
+            while page := self._page(pages):
+                yield from page
+        finally:
+            pages.close()
+
+    def _page(self, pages: Pages) -> Sequence[ObjectInfo]:
+        with self._slot():
+            return pages.take()
+
+    @contextmanager
+    def _slot(self) -> Iterator[None]:
+        if not self._slots.acquire(blocking=False):
+            began = time.monotonic()
+            while not self._slots.acquire(timeout=SLICE_SECONDS):
+                pass
+            waited(time.monotonic() - began)
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    @contextmanager
+    def _transfer(self, rate: "_Rate | None") -> "Iterator[_Throttle | None]":
+        with self._slot():
+            if rate is None:
+                yield None
+                return
+            throttle = _Throttle(rate)
+            with watched(throttle):
+                yield throttle
+
+
+class _Rate:
+    """Bytes per second, whoever moves them."""
+
+    def __init__(self, limit: int, closed: threading.Event) -> None:
+        self._limit = limit
+        self._closed = closed
+        self._lock = threading.Lock()
+        self._paid = time.monotonic() - BURST_SECONDS
+        """The moment at which all that has moved would have moved at the limit."""
+
+    def take(self, count: int) -> None:
+        """Wait until ``count`` bytes more, which have moved already, are within the limit."""
+        with self._lock:
+            self._paid = max(self._paid, time.monotonic() - BURST_SECONDS) + count / self._limit
+            until = self._paid
+        while not self._closed.is_set() and (left := until - time.monotonic()) > 0:
+            piece = min(left, PIECE_SECONDS)
+            # Before it begins: a deadline that ends within the piece has to know of it.
+            waited(piece)
+            began = time.monotonic()
+            self._closed.wait(piece)
+            waited(max(0.0, time.monotonic() - began - piece))
+
+
+class _Throttle(Tally):
+    """Holds one transfer back."""
+
+    def __init__(self, rate: _Rate) -> None:
+        super().__init__()
+        self._rate = rate
+
+    def moved(self, count: int) -> None:
+        super().moved(count)
+        self._rate.take(count)
+
+
+def _rate(limit: int | None, closed: threading.Event) -> _Rate | None:
+    return None if limit is None else _Rate(limit, closed)

@@ -1,0 +1,175 @@
+"""What a store is used for, in numbers: calls, failures, repetitions, bytes and seconds each way."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
+from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, UnavailableError
+
+FAILURE_KINDS = tuple(error.kind for error in (StoreError, AccessError, UnavailableError, DeadlineError))
+_COUNTS = ("calls", "failures", *(f"failures_{kind}" for kind in FAILURE_KINDS), "retries")
+_COUNTS_OF_BYTES = ("sent_bytes", "received_bytes")
+_SECONDS = ("send_seconds", "receive_seconds", "waited_seconds")
+
+
+class Metrics:
+    """Sums over all calls of the buckets that share it, from any number of threads.
+
+    ``calls``: requests to the store, a listing being one. ``failures``: those that ended in a StoreError, and by its
+    kind ``failures_store``, ``failures_access``, ``failures_unavailable``, ``failures_deadline``; that an object is
+    not there, or is there already, is an answer. ``retries``: tries after the first one. ``sent_bytes``,
+    ``received_bytes``, failed tries included. ``send_seconds``, ``receive_seconds``: spent in transfers, added up over
+    those that ran at once, without ``waited_seconds``, in which a limit of bandwidth held them back.
+
+    Args:
+        whole: is told of everything too.
+    """
+
+    def __init__(self, whole: "Metrics | None" = None) -> None:
+        self._whole = whole
+        self._lock = threading.Lock()
+        self._values: dict[str, float | int] = dict.fromkeys((*_COUNTS, *_COUNTS_OF_BYTES), 0)
+        self._values.update(dict.fromkeys(_SECONDS, 0.0))
+
+    def add(self, **amounts: float | int) -> None:
+        """Add to some of the sums, by their names."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] += amount
+        if self._whole is not None:
+            self._whole.add(**amounts)
+
+    def failed(self, error: StoreError) -> None:
+        """Count a failure by its kind; one that is not known here counts as ``store``."""
+        kind = error.kind if error.kind in FAILURE_KINDS else StoreError.kind
+        self.add(failures=1, **{f"failures_{kind}": 1})
+
+    def snapshot(self) -> dict[str, float | int]:
+        """All sums as they are now."""
+        with self._lock:
+            return dict(self._values)
+
+    def since(self, earlier: Mapping[str, float | int]) -> dict[str, float | int]:
+        """What has been added since ``earlier``, a snapshot."""
+        return {name: value - earlier.get(name, 0) for name, value in self.snapshot().items()}
+
+
+PROCESS = Metrics()
+"""Of all stores that this process uses, plain directories left out."""
+
+
+class Tally(TransferObserver):
+    """Adds up what moves in one call, and the seconds in which limits held it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.bytes = 0
+        self.waits = 0.0
+
+    def moved(self, count: int) -> None:
+        with self._lock:
+            self.bytes += count
+
+    def waited(self, seconds: float) -> None:
+        with self._lock:
+            self.waits += seconds
+
+
+class _Meter(Tally):
+    def __init__(self, metrics: Metrics, sums: str) -> None:
+        super().__init__()
+        self._metrics = metrics
+        self._sums = sums
+
+    def moved(self, count: int) -> None:
+        super().moved(count)
+        self._metrics.add(**{self._sums: count})
+
+    def waited(self, seconds: float) -> None:
+        super().waited(seconds)
+        self._metrics.add(waited_seconds=seconds)
+
+
+class MeteredBucket(BucketMiddleware):
+    """Counts what goes through it. Bytes are what the store says has moved, and the object's where it says nothing."""
+
+    def __init__(self, inner: Bucket, metrics: Metrics) -> None:
+        super().__init__(inner)
+        self.metrics = metrics
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        with self._transfer("sent_bytes", "send_seconds") as meter:
+            self._inner.put(key, data, if_absent=if_absent)
+            if not meter.bytes:
+                meter.moved(size_of(data))
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        with self._transfer("received_bytes", "receive_seconds") as meter:
+            data = self._inner.get(key, max_bytes=max_bytes)
+            if not meter.bytes:
+                meter.moved(len(data))
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        with self._transfer("received_bytes", "receive_seconds") as meter:
+            data = self._inner.get_range(key, start, length)
+            if not meter.bytes:
+                meter.moved(len(data))
+        return data
+
+    def get_file(self, key: str, path: Path) -> None:
+        with self._transfer("received_bytes", "receive_seconds") as meter:
+            self._inner.get_file(key, path)
+            if not meter.bytes:
+                meter.moved(size_of(path))
+
+    def stat(self, key: str) -> ObjectInfo:
+        with self._counted():
+            return self._inner.stat(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return self._list(prefix)
+
+    def delete(self, key: str) -> None:
+        with self._counted():
+            self._inner.delete(key)
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with self._counted(), closing_items(self._inner.list(prefix)) as items:
+            yield from items
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.metrics.add(calls=1)
+        try:
+            yield
+        except StoreError as error:
+            self.metrics.failed(error)
+            raise
+
+    @contextmanager
+    def _transfer(self, sums: str, seconds: str) -> Iterator[_Meter]:
+        meter = _Meter(self.metrics, sums)
+        began = time.monotonic()
+        try:
+            with self._counted(), watched(meter):
+                yield meter
+        finally:
+            self.metrics.add(**{seconds: max(0.0, time.monotonic() - began - meter.waits)})
+
+
+@contextmanager
+def closing_items(items: Iterator[ObjectInfo]) -> Iterator[Iterator[ObjectInfo]]:
+    """A listing that is given up in the middle gives back its connection at once, if it is a generator."""
+    try:
+        yield items
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()

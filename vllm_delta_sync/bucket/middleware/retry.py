@@ -1,0 +1,211 @@
+"""Trying again where that helps: a store that did not answer, or broke off, is asked again for a while."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
+from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally, closing_items
+from vllm_delta_sync.bucket.thread_pool import patiently
+from vllm_delta_sync.bucket.transfer_observers import moved, watched
+from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError, UsageError
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.settings import StoreOptions
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+LOG_SECONDS = 1.0
+"""So long after a line that says that something is tried again comes the next one; then twice as long, and so on."""
+LONGEST_LOG_SECONDS = 60.0
+"""And no longer than this: a store that is gone for an hour fills no log. After twice that in peace it begins anew."""
+COMPARED_BYTES = 8 * 1024 * 1024
+_Result = TypeVar("_Result")
+
+logger = guarded_logger("vllm_delta_sync.bucket")
+
+
+class RetryingBucket(BucketMiddleware):
+    """Repeats what ends in UnavailableError, and nothing else.
+
+    Pauses grow from 0.1 to 5 s, each of random length, so that many clients do not come back together. No try begins
+    later than ``retry_seconds`` after the first. Not counted are the time in which limits held it back, and what the
+    longest try took beyond ``store_deadline``: else a large transfer that breaks off late would have no second try.
+    Then DeadlineError says what was tried, and what failed last.
+
+    A create-if-absent that finds the key taken after a try of its own whose outcome is unknown reads the object back:
+    with its own content it has succeeded. A listing that breaks off goes on behind the last key. A put from something
+    that can be read only once, such as a pipe, is not repeated. Bytes that a failed try moved are taken back: watchers
+    outside are told a negative number.
+    """
+
+    def __init__(self, inner: Bucket, options: StoreOptions, metrics: Metrics) -> None:
+        super().__init__(inner)
+        self._options = options
+        self._metrics = metrics
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._logged = -2 * LONGEST_LOG_SECONDS
+        self._quiet = LOG_SECONDS
+        self._unlogged = 0
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        if isinstance(data, Path) and data.exists() and not data.is_file():
+            self._inner.put(key, data, if_absent=if_absent)
+            return
+        unknown = False
+
+        def attempt() -> None:
+            nonlocal unknown
+            try:
+                self._inner.put(key, data, if_absent=if_absent)
+            except UnavailableError:
+                unknown = True
+                raise
+            except ConflictError:
+                if not unknown or not self._holds(key, data):
+                    raise
+
+        self._repeat(f"write key {key!r}", attempt)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        return self._repeat(f"read key {key!r}", lambda: self._inner.get(key, max_bytes=max_bytes))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._repeat(f"read key {key!r}", lambda: self._inner.get_range(key, start, length))
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._repeat(f"read key {key!r}", lambda: self._inner.get_file(key, path))
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._repeat(f"look up key {key!r}", lambda: self._inner.stat(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return self._list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._repeat(f"delete key {key!r}", lambda: self._inner.delete(key))
+
+    def close(self) -> None:
+        self._closed.set()
+        super().close()
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        last, tries = "", _Tries()
+        while True:
+            came = False
+            try:
+                with closing_items(self._inner.list(prefix)) as items:
+                    for item in items:
+                        if item.key > last:
+                            last, came = item.key, True
+                            yield item
+                return
+            except UnavailableError as error:
+                if came:
+                    tries = _Tries()
+                self._pause(tries, f"list keys {prefix!r}", error)
+
+    def _repeat(self, action: str, call: Callable[[], _Result]) -> _Result:
+        tries = _Tries()
+        while True:
+            try:
+                with watched(tries):
+                    return call()
+            except UnavailableError as error:
+                moved(-tries.bytes)
+                self._pause(tries, action, error)
+
+    def _pause(self, tries: "_Tries", action: str, error: UnavailableError) -> None:
+        """Wait until the next try; raises DeadlineError when it is too late for one, UnavailableError when closed."""
+        spent = tries.failed()
+        left = self._options.retry_seconds + max(0.0, tries.longest - self._options.store_deadline) - spent
+        if left <= 0:
+            count = "1 try" if tries.count == 1 else f"{tries.count} tries"
+            failure = DeadlineError(
+                f"cannot {action} of {self.url}: given up after {count} in {spent:.1f} s; raise store_deadline if the "
+                f"store is only slow. The last failure: {error.message}"
+            )
+            self._metrics.failed(failure)
+            raise failure from error
+        longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(tries.count - 1, 16))
+        pause = min(random.uniform(0, longest), left)
+        self._log(action, error, pause)
+        if patiently(self._closed.wait, pause):
+            raise UnavailableError(
+                f"cannot {action} of {self.url}: closed before another try; open it again"
+            ) from error
+        tries.begin()
+        self._metrics.add(retries=1)
+
+    def _log(self, action: str, error: UnavailableError, pause: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now - self._logged < self._quiet:
+                self._unlogged += 1
+                return
+            calm = now - self._logged >= 2 * LONGEST_LOG_SECONDS
+            self._quiet = LOG_SECONDS if calm else min(2 * self._quiet, LONGEST_LOG_SECONDS)
+            more, self._unlogged, self._logged = self._unlogged, 0, now
+        others = f" ({more} more since the last such line)" if more else ""
+        logger.warning("cannot %s, next try in %.1f s: %s%s", action, pause, error.message, others)
+
+    def _holds(self, key: str, data: bytes | Path) -> bool:
+        """Whether the object is what was to be written. Each piece of it has tries of its own."""
+        try:
+            if self.stat(key).bytes != size_of(data):
+                return False
+            start = 0
+            for piece in _pieces(key, data):
+                if self.get_range(key, start, len(piece)) != piece:
+                    return False
+                start += len(piece)
+        except NotFoundError as error:
+            raise UnavailableError(
+                f"key {key!r} of {self.url} was there and then was not: somebody deletes it; try again"
+            ) from error
+        return True
+
+
+class _Tries(Tally):
+    """The tries of one request. Times are in seconds, without those in which limits held it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.longest = 0.0
+        self._first = time.monotonic()
+        self._held_back = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        with self._lock:
+            self._held_back += self.waits
+            self.bytes, self.waits = 0, 0.0
+            self._began = time.monotonic()
+
+    def failed(self) -> float:
+        """A try has ended. Returns the seconds since the first one began."""
+        now = time.monotonic()
+        self.count += 1
+        self.longest = max(self.longest, now - self._began - self.waits)
+        return now - self._first - self._held_back - self.waits
+
+
+def _pieces(key: str, data: bytes | Path) -> Iterator[bytes]:
+    if isinstance(data, bytes):
+        for start in range(0, len(data), COMPARED_BYTES):
+            yield data[start : start + COMPARED_BYTES]
+        return
+    try:
+        with open(data, "rb") as source:
+            while piece := source.read(COMPARED_BYTES):
+                yield piece
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {data} again to compare it with key {key!r}: {error.strerror}; check the path"
+        ) from error

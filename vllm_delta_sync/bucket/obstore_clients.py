@@ -1,0 +1,288 @@
+"""From a bucket's place and the environment to a client of obstore. Nothing is asked of any store here."""
+
+import importlib.util
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vllm_delta_sync.bucket.factory import StoreLocation
+from vllm_delta_sync.bucket.obstore_errors import RAISED, Cause
+from vllm_delta_sync.errors import StoreError, UsageError
+from vllm_delta_sync.settings import StoreOptions
+
+PART_BYTES = 8 * 1024 * 1024
+"""A part of an upload, unless the object would have too many of them."""
+MOST_PARTS = 9000
+"""S3 and GCS take 10,000."""
+MOST_PARTS_AT_ONCE = 8
+CREATE_BYTES = 64 * 1024 * 1024
+"""Objects up to this size are created by one request, which the store refuses if the key is taken."""
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_OPTION_OF_ENDPOINT = {"s3": ("endpoint", "aws_endpoint_url_s3"), "gs": ("base_url",), "az": ("endpoint",)}
+_KEYS_OF_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE")
+_ROLES_OF_AWS = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    # Without it obstore passes over AWS_CONTAINER_CREDENTIALS_FULL_URI, and asks whatever is at 169.254.169.254.
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+)
+_CONTAINER = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
+_PROFILE_SECONDS = 600
+"""How long credentials of a profile are used before boto3 is asked again; it renews them a quarter of an hour before
+they run out."""
+
+RENEW_SECONDS = 5.0
+"""So old are clients at least that are made again because credentials were refused."""
+
+_process: int | None = None
+"""The process that has called obstore first."""
+
+_memory: dict[str, Any] = {}
+_memory_lock = threading.Lock()
+
+
+class Clients:
+    """The clients of one bucket. They differ in how long they wait, and in how often they try.
+
+    ``reading`` gives up a connection that stands still, and goes on where it was. ``writing`` has to wait as long as
+    sending takes: the time until the answer begins includes that. ``creating`` is ``writing`` that tries once: after an
+    answer that was lost, a second try would find its own object and call that a conflict.
+
+    Each is got anew for each call: they raise StoreError, see ``check_process``. Whatever a client keeps of credentials
+    ends with it, see ``renew``.
+
+    Raises:
+        UsageError: the environment has something that obstore does not take.
+    """
+
+    def __init__(self, url: str, build: Callable[[dict[str, Any], dict[str, Any]], Any], options: StoreOptions) -> None:
+        self._url, self._build, self._options = url, build, options
+        self._lock = threading.Lock()
+        self._writing: Any = None
+        self._creating: Any = None
+        self._reading: Any = None
+        self._built = -RENEW_SECONDS
+        # At once, for what is wrong with the environment.
+        self._ensure_reading()
+
+    @property
+    def reading(self) -> Any:
+        check_process(self._url)
+        with self._lock:
+            return self._ensure_reading()
+
+    def _ensure_reading(self) -> Any:
+        if self._reading is None:
+            quick = max(1.0, self._options.store_deadline / 3)
+            self._reading = self._client(quick, retries=2, retry_seconds=quick)
+            self._built = time.monotonic()
+        return self._reading
+
+    def renew(self) -> None:
+        """Credentials were refused: have the next calls read them anew, from files above all. Not at full pace."""
+        with self._lock:
+            if time.monotonic() - self._built >= RENEW_SECONDS:
+                self._reading = self._writing = self._creating = None
+
+    @property
+    def writing(self) -> Any:
+        check_process(self._url)
+        with self._lock:
+            if self._writing is None:
+                self._writing = self._client(self._send_seconds, retries=3, retry_seconds=self._options.store_deadline)
+            return self._writing
+
+    @property
+    def creating(self) -> Any:
+        check_process(self._url)
+        with self._lock:
+            if self._creating is None:
+                self._creating = self._client(self._send_seconds, retries=0, retry_seconds=0)
+            return self._creating
+
+    @property
+    def _send_seconds(self) -> float:
+        return self._options.allowance(max(CREATE_BYTES, MOST_PARTS_AT_ONCE * PART_BYTES))
+
+    def _client(self, read_seconds: float, retries: int, retry_seconds: float) -> Any:
+        client = {
+            "connect_timeout": timedelta(seconds=min(5.0, max(1.0, self._options.store_deadline / 3))),
+            "read_timeout": timedelta(seconds=read_seconds),
+            # Of the whole transfer, 30 s by default: no large object would ever arrive. Deadlines are put around calls.
+            "timeout": timedelta(days=365),
+            # Stores close idle connections after 20 s and more; one that is found closed costs a try.
+            "pool_idle_timeout": timedelta(seconds=15),
+            "user_agent": f"vllm-delta-sync/{version('vllm-delta-sync')}",
+        }
+        retry = {
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=retry_seconds),
+            "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
+        }
+        try:
+            return self._build(client, retry)
+        except RAISED as error:
+            raise UsageError(
+                f"bucket URL {self._url!r} cannot be opened: {Cause.of(error).text}; check the variables "
+                "of that store in the environment"
+            ) from error
+
+
+def check_process(url: str) -> None:
+    """To be called before each call of obstore.
+
+    obstore's threads do not survive a fork, and what waits for connections is shared with the process that has them:
+    a call in the other one would hang, and make all that come later in the first one hang too.
+
+    Raises:
+        StoreError: this process was forked from one that had called obstore.
+    """
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    elif _process != os.getpid() and not url.startswith("memory:"):
+        raise StoreError(
+            f"{url} cannot be used here: this process was forked from process {_process}, which had used such a store "
+            "before, and the client does not survive that; start it by spawn instead of fork (of vLLM: "
+            "VLLM_WORKER_MULTIPROCESSING_METHOD=spawn), or use the store after the fork only"
+        )
+
+
+def clients_of(place: StoreLocation, options: StoreOptions) -> Clients:
+    """Clients for ``s3``, ``gs``, ``az`` and ``memory``; raises UsageError."""
+    build = {"s3": _s3, "gs": _gs, "az": _az, "memory": _in_memory}[place.scheme]
+    return Clients(place.url, lambda client, retry: build(place, options, client, retry), options)
+
+
+def http_clients(url: str, options: StoreOptions) -> Clients:
+    """Clients for what is below an ``http(s)://`` URL; raises UsageError."""
+
+    def build(client: dict[str, Any], retry: dict[str, Any]) -> Any:
+        from obstore.store import HTTPStore
+
+        return HTTPStore(url, client_options={**client, "allow_http": url.startswith("http://")}, retry_config=retry)
+
+    return Clients(url, build, options)
+
+
+def _s3(place: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+    from obstore.store import S3Store
+
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    if bundle:
+        client = {**client, "root_certificate": Path(bundle).read_bytes()}
+    return S3Store(
+        place.authority,
+        # Not every S3-compatible store can delete several objects at once, and nothing here needs it.
+        config={"disable_bulk_delete": True, **_endpoint(place.scheme, options)},
+        client_options={**client, **_plain_http(place.scheme, options)},
+        retry_config=retry,
+        credential_provider=_aws_credentials(os.environ),
+    )
+
+
+def _gs(place: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+    from obstore.store import GCSStore
+
+    return GCSStore(
+        place.authority,
+        config=_endpoint(place.scheme, options),
+        client_options={**client, **_plain_http(place.scheme, options)},
+        retry_config=retry,
+    )
+
+
+def _az(place: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+    from obstore.store import AzureStore
+
+    return AzureStore(
+        place.authority,
+        config=_endpoint(place.scheme, options),
+        client_options={**client, **_plain_http(place.scheme, options)},
+        retry_config=retry,
+    )
+
+
+def _in_memory(place: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+    from obstore.store import MemoryStore
+
+    with _memory_lock:
+        return _memory.setdefault(place.authority, MemoryStore())
+
+
+def _endpoint(scheme: str, options: StoreOptions) -> dict[str, str]:
+    # Every name that the store knows it by, or one in the environment would come first.
+    return {} if options.store_endpoint is None else dict.fromkeys(_OPTION_OF_ENDPOINT[scheme], options.store_endpoint)
+
+
+def _plain_http(scheme: str, options: StoreOptions) -> dict[str, bool]:
+    """Let a request go out without TLS if the endpoint that was given says so."""
+    given = options.store_endpoint or next(
+        (os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), ""
+    )
+    return {"allow_http": True} if given.startswith("http://") else {}
+
+
+def _aws_credentials(environment: Mapping[str, str]) -> Callable[[], Any] | None:
+    """Who is asked for credentials that obstore does not find: boto3 for profiles. None: obstore itself.
+
+    As boto3 has it, keys in the environment come before profiles.
+
+    Raises:
+        UsageError: it takes boto3, which is not installed.
+        ValueError: boto3 finds nothing in a profile.
+    """
+    if any(environment.get(name) for name in _KEYS_OF_AWS):
+        return None
+    profile, role = environment.get("AWS_PROFILE"), any(environment.get(name) for name in _ROLES_OF_AWS)
+    bare_role = bool(environment.get(_CONTAINER)) and not role
+    boto3 = importlib.util.find_spec("boto3") is not None
+    if not boto3 and (profile or bare_role):
+        name = (
+            "AWS_PROFILE is set" if profile else f"{_CONTAINER} is set without AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"
+        )
+        raise UsageError(
+            f"{name}, which takes boto3, and that is not installed; pip install boto3, or set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY instead"
+        )
+    if boto3 and (profile or bare_role or (_has_profiles(environment) and not role)):
+        found = _profile_credentials(profile)
+        if found is not None:
+            return found
+    machine = environment.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true"
+    return None if role or (machine and not bare_role) else _none_found
+
+
+def _profile_credentials(profile: str | None) -> Callable[[], Any] | None:
+    import boto3  # type: ignore[import-untyped]
+    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        session = boto3.Session(profile_name=profile)
+        if profile is None and session.get_credentials() is None:
+            return None
+        provider: Callable[[], Any] = Boto3CredentialProvider(session, ttl=timedelta(seconds=_PROFILE_SECONDS))
+    except BotoCoreError as error:
+        raise ValueError(str(error)) from error
+    return provider
+
+
+def _has_profiles(environment: Mapping[str, str]) -> bool:
+    home = Path(environment.get("HOME") or "~").expanduser()
+    places = (("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config"))
+    return any(Path(environment.get(name) or home / ".aws" / file).is_file() for name, file in places)
+
+
+def _none_found() -> Any:
+    raise LookupError("there are none in the environment, and the metadata of this machine are not to be asked")

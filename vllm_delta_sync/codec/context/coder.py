@@ -1,0 +1,296 @@
+"""Codec ``context``: changes coded by what was there before, which both sides know; its blocks of kind tiles.
+
+The elements of a tile are split into classes by their old exponents; in each class, positions are gaps between its
+members, and values are ULP distances, with tables of their own. Entries of block k: ``@k.ids`` U32, ``@k.counts`` U64,
+``@k.tables`` U8, ``@k.streams`` U8. docs/FORMAT.md has it byte by byte.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.codec import packed
+from vllm_delta_sync.codec.blocks import Arrays, Block, Directory, block_ranges, bytes_of
+from vllm_delta_sync.codec.context.classes import KEYS, chosen_thresholds, dropped_bits
+from vllm_delta_sync.codec.context.tables import (
+    STATE_BITS,
+    STATES,
+    TOKENS,
+    Decoding,
+    decoding,
+    encoding,
+    normalized,
+    token_ranges,
+)
+from vllm_delta_sync.codec.context.tiles import BLOCK_BYTES, Grid, chosen_grid, lost_bytes, read_grid, wanted_tiles
+from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
+from vllm_delta_sync.errors import FormatError, TensorMismatchError
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.safetensors_file import Container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Sparse
+
+BLOCK_CHANGES = 256 * 1024
+"""A writer closes a block once it holds so many changes: its tables then take less than 1 %."""
+MAX_CLASSES = 16
+"""A reader takes no more. A writer makes fewer, since each takes time to read."""
+SAMPLED_ELEMENTS = 256 * 1024
+"""Of so many elements of a tensor keys are counted to choose classes; the choice costs bytes, never exactness."""
+
+_WRONG = {-1: "ends too early", -2: "has bytes behind its end", -3: "names an element outside its class",
+          -4: "carries more than the counts say", -5: "carries a distance that its dtype has not"}  # fmt: skip
+
+
+def encode(
+    groups: list[Sparse], table: TensorTable, compression: Compression, old: Old
+) -> tuple[Arrays, list[dict[str, Any]]]:
+    """Container entries and rows of ``blocks`` for relative groups.
+
+    Args:
+        compression: of what stands beside the streams. old: the bits that the groups start from.
+
+    Raises:
+        TensorMismatchError: ``old`` gives bits of another size or width.
+    """
+    arrays: Arrays = {}
+    rows: list[dict[str, Any]] = []
+    rest: list[Sparse] = []
+    for every in groups:
+        pairs = zip(every.ids.tolist(), every.counts.tolist(), strict=True)
+        lost = np.array([lost_bytes(table[tensor], count) for tensor, count in pairs])
+        tiled = (lost < 0) | (lost[lost >= 0].sum() < BLOCK_BYTES)
+        rest.append(packed.chosen_tensors(every, ~tiled))
+        group = packed.chosen_tensors(every, tiled)
+        ends = np.cumsum(group.counts)
+        for start, stop in block_ranges(group.counts, BLOCK_CHANGES):
+            block = Block(len(rows), group.element, "tiles")
+            elements = slice(int(ends[start] - group.counts[start]), int(ends[stop - 1]))
+            part = replace(
+                group, ids=group.ids[start:stop], counts=group.counts[start:stop],
+                positions=group.positions[elements], data=group.data[elements],
+            )  # fmt: skip
+            for name, plane in _encode_block(part, table, compression, old).items():
+                arrays[f"{block.name}.{name}"] = plane
+            rows.append(block.metadata)
+    others, more = packed.encode(rest, table, compression, len(rows))
+    return arrays | others, rows + more
+
+
+@dataclass
+class _Entries:
+    """A block's changes in the order of coding: (n,) class, gap + 1, zigzag − 1; and how many each tile has."""
+
+    kinds: npt.NDArray[np.uint8]
+    gaps: npt.NDArray[np.uint32]
+    values: Bits
+    sizes: list[npt.NDArray[np.int64]]
+    used: int = 0
+
+
+def _encode_block(group: Sparse, table: TensorTable, compression: Compression, old: Old) -> Arrays:
+    from vllm_delta_sync.codec.context import encode_kernels as kernels
+
+    specs = [table[tensor] for tensor in group.ids.tolist()]
+    grids = [chosen_grid(spec, count) for spec, count in zip(specs, group.counts.tolist(), strict=True)]
+    zigzags = packed.zigzag(group.data, group.element)
+    drop = dropped_bits(group.element)
+    thresholds = _thresholds(group, specs, zigzags, drop, old, sum(grid.tiles for grid in grids))
+    ending = sum(grid.tiles for grid in grids) * (thresholds.size + 1)
+    room = group.positions.size + min(ending, group.positions.size * (thresholds.size + 1))
+    entries = _Entries(np.empty(room, np.uint8), np.empty(room, np.uint32), np.empty(room, group.element.uint), [])
+    start = 0
+    for spec, grid, count in zip(specs, grids, group.counts.tolist(), strict=True):
+        sizes, used, changed = np.empty(grid.tiles, np.int64), entries.used, slice(start, start + count)
+        entries.used += kernels.entries_of_tensor(
+            _whole(old, table, spec, group.element), grid.array(), drop, thresholds, group.positions[changed],
+            zigzags[changed], entries.kinds[used:], entries.gaps[used:], entries.values[used:], sizes,
+        )  # fmt: skip
+        entries.sizes.append(sizes)
+        start += count
+    frequencies, lengths, streams = _coded(entries, thresholds.size + 1)
+    cuts = np.array([(grid.slab, grid.height, grid.width) for grid in grids], "<u8")
+    keys = np.append(np.uint8(thresholds.size), thresholds)
+    tables = [keys, _planes(cuts.T), _planes(frequencies.astype("<u2")), _planes(lengths.astype("<u4"))]
+    return {
+        "ids": ("U32", group.ids),
+        "counts": ("U64", group.counts.astype("<u8")),
+        "tables": ("U8", compress(np.concatenate(tables), compression)),
+        "streams": ("U8", streams),
+    }
+
+
+def _coded(
+    entries: _Entries, classes: int
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Frequencies (2 · classes, TOKENS), bytes of each tile's stream, all streams."""
+    from vllm_delta_sync.codec.context import encode_kernels as kernels
+
+    kinds, gaps, values = (array[: entries.used] for array in (entries.kinds, entries.gaps, entries.values))
+    counts = np.zeros((classes, 2, TOKENS), np.int64)
+    kernels.tally(kinds, gaps, values, counts)
+    frequencies = np.stack([normalized(row) for row in counts.reshape(-1, TOKENS)])
+    sizes = np.concatenate(entries.sizes)
+    lengths = np.empty(sizes.size, np.int64)
+    # A field has at most 61 bits, and an entry at most so many of states besides two of them.
+    raw = token_ranges()[1].astype(np.int64)
+    gap_bits = int((counts[:, 0, 1:] * (STATE_BITS + raw[:-1])).sum() + STATE_BITS * counts[:, 0, 0].sum())
+    room = (gap_bits + int((counts[:, 1] * (STATE_BITS + raw)).sum())) // 8 + 4 * sizes.size + 8
+    streams = np.empty(room, np.uint8)
+    used = kernels.encode_tiles(sizes, kinds, gaps, values, tuple(encoding(frequencies)), streams, lengths)
+    return frequencies, lengths, streams[:used]
+
+
+def _thresholds(
+    group: Sparse, specs: list[TensorSpec], zigzags: Bits, drop: np.uint64, old: Old, tiles: int
+) -> npt.NDArray[np.uint8]:
+    from vllm_delta_sync.codec.context import encode_kernels as kernels
+
+    owned = np.zeros(KEYS)
+    tokens = np.zeros((KEYS, TOKENS), np.int64)
+    start = 0
+    for tensor, spec, count in zip(group.ids.tolist(), specs, group.counts.tolist(), strict=True):
+        changed = slice(start, start + count)
+        bits = old(tensor).bits
+        step = max(1, spec.numel // SAMPLED_ELEMENTS)
+        sampled = np.zeros(KEYS, np.int64)
+        kernels.count_keys(bits, step, drop, sampled)
+        owned += sampled * (spec.numel / max(1, int(sampled.sum())))
+        kernels.count_tokens(bits, group.positions[changed], zigzags[changed], drop, tokens)
+        start += count
+    return chosen_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens, min(tiles, group.positions.size))
+
+
+def _whole(old: Old, table: TensorTable, spec: TensorSpec, element: DType) -> Bits:
+    found = old(table.index(spec.name))
+    if found.held is not None:
+        raise TensorMismatchError(f"old bits of {spec.name!r} are a part of it; all of it is needed to encode")
+    return _checked(found, spec, element)
+
+
+def _checked(found: BaseTensor, spec: TensorSpec, element: DType) -> Bits:
+    if found.bits.shape != (spec.numel,) or found.bits.dtype != element.uint:
+        raise TensorMismatchError(
+            f"old bits of {spec.name!r} are {found.bits.shape} of {found.bits.dtype}; "
+            f"({spec.numel},) of {element.uint} expected"
+        )
+    return found.bits
+
+
+def _planes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Lowest bytes of all values first, then the second bytes, and so on."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return np.ascontiguousarray(flat.view(np.uint8).reshape(flat.size, flat.itemsize).T).reshape(-1)
+
+
+class _Bytes:
+    """An entry, decompressed, from which numbers are taken one after the other."""
+
+    def __init__(self, container: Container, name: str, compression: Compression, what: str) -> None:
+        data = bytes_of(container, name)
+        self._bytes = decompress(data, declared_size(data, compression, what), compression, what)
+        self._cursor, self._what = 0, what
+
+    def numbers(self, count: int, width: int) -> npt.NDArray[Any]:
+        """The next ``count`` numbers of ``width`` bytes, which lie there in planes; a copy."""
+        planes = self._bytes[self._cursor :][: count * width]
+        self._cursor += count * width
+        if planes.size != count * width:
+            raise FormatError(f"{self._what} end after {self._bytes.size} bytes, {self._cursor} and more expected")
+        return np.array(planes.reshape(width, count).T, order="C").reshape(-1).view(f"<u{width}")
+
+    def end(self) -> None:
+        if self._cursor != self._bytes.size:
+            raise FormatError(f"{self._what} have {self._bytes.size} bytes, {self._cursor} expected")
+
+
+@dataclass
+class ContextBlock:
+    """One block of an object, opened: everything but its streams is read and checked.
+
+    Attributes:
+        directory: its tensors.
+    """
+
+    directory: Directory
+    _block: Block
+    _table: TensorTable
+    _what: str
+    _thresholds: npt.NDArray[np.uint8]
+    _grids: list[Grid]
+    _ends: npt.NDArray[np.int64]
+    _streams: npt.NDArray[np.uint8]
+    _tables: Decoding
+
+    @classmethod
+    def open(
+        cls, container: Container, table: TensorTable, block: Block, directory: Directory, compression: Compression,
+        what: str,
+    ) -> "ContextBlock":  # fmt: skip
+        """Read a block's tables.
+
+        Raises:
+            FormatError, LimitError: one of them is malformed.
+        """
+        specs = [table[tensor] for tensor in directory.ids.tolist()]
+        tables = _Bytes(container, f"{block.name}.tables", compression, f"{what}: tables")
+        thresholds = tables.numbers(int(tables.numbers(1, 1)[0]), 1)
+        if thresholds.size >= MAX_CLASSES or np.any(thresholds[1:] <= thresholds[:-1]) or 0 in thresholds[:1]:
+            raise FormatError(f"{what}: keys {thresholds[:20].tolist()} are not ascending, from 1 on, and at most 15")
+        cuts = tables.numbers(3 * len(specs), 8).reshape(3, -1).T
+        grids = [read_grid(spec, tuple(row), what) for spec, row in zip(specs, cuts.tolist(), strict=True)]
+        frequencies = tables.numbers(2 * (thresholds.size + 1) * TOKENS, 2).reshape(-1, TOKENS)
+        if np.any(~np.isin(frequencies.sum(axis=1, dtype=np.int64), (0, STATES))):
+            raise FormatError(f"{what}: frequencies of a table do not add up to {STATES} or 0")
+        lengths = tables.numbers(sum(grid.tiles for grid in grids), 4).astype(np.int64)
+        tables.end()
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        streams = bytes_of(container, f"{block.name}.streams")
+        if ends[-1] != streams.size:
+            raise FormatError(f"{what}: streams have {streams.size} bytes, their lengths add up to {ends[-1]}")
+        return cls(directory, block, table, what, thresholds, grids, ends, streams, decoding(frequencies))
+
+    def take(self, first: int, last: int, old: Old) -> Sparse:
+        """Decode tensors number ``first`` to ``last`` − 1 of the block, as far as ``old`` holds them.
+
+        Raises:
+            FormatError: a stream is damaged, or made against other bits.
+            UnsupportedError: a tile is held in part. TensorMismatchError: ``old`` gives bits of another size.
+        """
+        from vllm_delta_sync.codec.context import decode_kernels as kernels
+
+        element, rows = self._block.element, slice(first, last)
+        room = int(self.directory.counts[rows].sum())
+        positions, distances = np.empty(room + kernels.SLACK, np.int64), np.empty(room + kernels.SLACK, element.uint)
+        firsts = token_ranges()[0]
+        counts, used = np.zeros(last - first, np.int64), 0
+        tile = sum(grid.tiles for grid in self._grids[:first])
+        for row in range(first, last):
+            grid, tensor, count = self._grids[row], int(self.directory.ids[row]), int(self.directory.counts[row])
+            spec, held = self._table[tensor], old(tensor)
+            ends = self._ends[tile : tile + grid.tiles + 1]
+            payload = np.zeros(int(ends[-1] - ends[0]) + kernels.PADDING, np.uint8)
+            payload[: -kernels.PADDING] = self._streams[ends[0] : ends[-1]]
+            found, where = kernels.decode_tensor(
+                _checked(held, spec, element), grid.array(), dropped_bits(element), self._thresholds,
+                wanted_tiles(grid, held.held, spec.name, self._what), ends - ends[0], payload, self._tables,
+                firsts, positions[used:][: count + kernels.SLACK], distances[used:][: count + kernels.SLACK],
+            )  # fmt: skip
+            if found < 0 or (found != count and held.held is None):
+                self._refuse(spec, found, where, count)
+            counts[row - first] = found
+            used += found
+            tile += grid.tiles
+        kept = counts > 0
+        return Sparse(
+            element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
+        )
+
+    def _refuse(self, spec: TensorSpec, found: int, tile: int, count: int) -> NoReturn:
+        wrong = f"tile {tile} {_WRONG[found]}" if found < 0 else f"{found} changed elements, the counts say {count}"
+        raise FormatError(
+            f"{self._what}: {spec.name!r}: {wrong}; it is damaged, or was made against other weights than are held"
+        )

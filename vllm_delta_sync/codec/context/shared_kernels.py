@@ -1,0 +1,154 @@
+"""Compiled loops that encoding and decoding with codec ``context`` share. Arrays are flat and C-contiguous.
+
+A tile's elements are numbered in row-major order inside the tile. Which of them are of a class is a row of bits, 64
+to a word, made by comparing 64 elements at once.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from vllm_delta_sync.codec.context.tables import STATE_BITS, STATES, STRIDE, TOKENS
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, prefetch
+
+AHEAD = 24
+"""Rows that are asked for before they are read."""
+
+
+@intrinsic
+def at_least(typing_context, values, index, threshold):
+    """64 bits: which of values[index : index + 64] are ``threshold`` or more. The caller sees to the bounds."""
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        element = arguments[2].type
+        vector = ir.VectorType(element, 64)
+        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
+        loaded = builder.load(place, align=1)
+        one = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.IntType(32)(0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
+        found = builder.icmp_unsigned(">=", loaded, builder.shuffle_vector(one, one, lanes))
+        return builder.bitcast(found, ir.IntType(64))
+
+    return types.uint64(values, index, threshold), generate
+
+
+@intrinsic
+def ones(typing_context, word):
+    """Number of bits set in a uint64, as uint64."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(word), generate
+
+
+@intrinsic
+def trailing_zeros(typing_context, word):
+    """Zeros below the lowest bit set in a uint64 that is not 0, as uint64."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
+
+    return types.uint64(word), generate
+
+
+@intrinsic
+def leading_zeros(typing_context, word):
+    def generate(context, builder, signature, arguments):
+        return builder.ctlz(arguments[0], ir.IntType(1)(1))
+
+    return types.uint64(word), generate
+
+
+@intrinsic
+def key_of(typing_context, bits, drop):
+    """The highest byte of ``bits`` shifted left by ``drop`` bits, as uint8: the key of an element."""
+
+    def generate(context, builder, signature, arguments):
+        # In the width of the element, where numba would widen to 64 bits: a quarter of the speed.
+        element = arguments[0].type
+        moved = builder.shl(arguments[0], builder.trunc(arguments[1], element) if element.width < 64 else arguments[1])
+        high = builder.lshr(moved, element(element.width - 8))
+        return builder.trunc(high, ir.IntType(8)) if element.width > 8 else high
+
+    return types.uint8(bits, drop), generate
+
+
+@_compile
+def mask_tile(bits, origin, rows, columns, stride, drop, thresholds, scratch, masks):
+    """Which elements of the tile at flat index ``origin`` of ``bits`` are of which class → number of elements.
+
+    Args:
+        drop: how many bits above the key do not count, uint64. thresholds: uint8 keys at which the second and later
+            classes begin, ascending. scratch: uint8, room for the tile, up to a multiple of 64.
+        masks: (classes, words) uint64.
+    """
+    size = rows * columns
+    for row in range(rows):
+        line = bits[origin + row * stride : origin + row * stride + columns]
+        out = scratch[row * columns : row * columns + columns]
+        # Rows of a tile lie far apart, where the processor does not see them coming.
+        ahead = origin + (row + AHEAD) * stride
+        for i in range(ahead, ahead + columns, 64 // bits.itemsize):
+            prefetch(bits, np.uint64(i))
+        for i in range(columns):
+            out[i] = key_of(line[i], drop)
+    words = (size + 63) // 64
+    # One threshold after the other, each apart from what it is combined with: in one loop, words became vectors of
+    # bits that the compiler packed one by one.
+    masks[0, :words] = ~ZERO
+    if size % 64:
+        masks[0, words - 1] = (ONE << np.uint64(size % 64)) - ONE
+    for kind in range(thresholds.size):
+        threshold, held = thresholds[kind], masks[kind + 1]
+        for word in range(words):
+            held[word] = at_least(scratch, np.uint64(word * 64), threshold)
+        held[words - 1] &= masks[0, words - 1]
+    for kind in range(thresholds.size):
+        mine, above = masks[kind], masks[kind + 1]
+        for word in range(words):
+            mine[word] ^= above[word]
+    return size
+
+
+@_compile
+def token_of(value):
+    if value < np.uint64(8):
+        return value
+    exponent = np.uint64(63) - leading_zeros(value)
+    return (exponent << np.uint64(2)) - np.uint64(4) + ((value >> (exponent - np.uint64(2))) & np.uint64(3))
+
+
+@_compile
+def fill_tables(frequencies, tables, states):
+    """``Decoding`` and the states of ``Encoding`` of (tables, TOKENS) frequencies; each row adds up to STATES or 0.
+
+    Even rows are of gaps, whose tokens are one more, odd rows of values.
+    """
+    for row in range(frequencies.shape[0]):
+        wanted = frequencies[row]
+        tokens = np.zeros(STATES, np.uint8)
+        place = 0
+        for token in range(TOKENS):
+            for _ in range(wanted[token]):
+                tokens[place] = token
+                place = (place + STRIDE) % STATES
+        starts = np.zeros(TOKENS, np.int64)
+        for token in range(1, TOKENS):
+            starts[token] = starts[token - 1] + wanted[token - 1]
+        if starts[TOKENS - 1] + wanted[TOKENS - 1] == 0:
+            continue
+        numbers = np.zeros(TOKENS, np.int64)
+        for state in range(STATES):
+            token = tokens[state]
+            number = np.int64(wanted[token]) + numbers[token]
+            count = STATE_BITS - 63 + np.int64(leading_zeros(np.uint64(number)))
+            number_token = np.int64(token) - (row + 1) % 2
+            raw = number_token // 4 - 1 if number_token >= 8 else 0
+            tables[row, state] = ((number << count) - STATES) | (count << 12) | (raw << 16) | (np.int64(token) << 22)
+            states[row, starts[token] + numbers[token]] = state
+            numbers[token] += 1

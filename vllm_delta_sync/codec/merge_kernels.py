@@ -1,0 +1,172 @@
+"""Compiled loop that folds layers of changes (numba). Imported lazily, as kernels.py is, whose conventions it follows.
+
+tests/codec/test_fold.py holds it against applying the layers one by one.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+import numpy as np
+
+# numba's cache does not notice a change of what is inlined from another file; these are fixed by docs/FORMAT.md.
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _fold, _inline, _key, _unkey
+
+TILE = np.uint64(4096)
+"""Positions per step. One 64-bit word says which of its 64 words of bits are in use; both fit the nearest cache."""
+WORDS = 64
+AHEAD = 3
+S6 = np.uint64(6)
+LOW6 = np.uint64(63)
+S58 = np.uint64(58)
+END = np.int64(np.iinfo(np.int64).max)
+
+# Multiplying a power of two by a de Bruijn sequence leaves six leading bits that no other power leaves.
+SEQUENCE = np.uint64(0x03F79D71B4CB0A89)
+BIT_OF = np.zeros(64, np.uint64)
+for _bit in range(64):
+    BIT_OF[((int(SEQUENCE) << _bit) & (2**64 - 1)) >> 58] = _bit
+
+
+@_inline
+def _lowest(word):
+    """Position of the lowest set bit; 0 if there is none."""
+    return BIT_OF[((word & (ZERO - word)) * SEQUENCE) >> S58]
+
+
+@_compile
+def _scatter(start, stop, base, positions, data, relative, fold, sign, mask, values, seen, fixed, used, pinned):
+    """Put the elements start … that lie in the tile at ``base`` over what ``values`` holds.
+
+    → index of the first element beyond the tile, words in use, words in use with absolute elements.
+    """
+    i = start
+    while i < stop:
+        offset = np.uint64(positions[i] - base)
+        # Unsigned: a position before the tile, which ascending input has not, ends the loop too.
+        if offset >= TILE:
+            break
+        word = offset >> S6
+        bit = ONE << (offset & LOW6)
+        if not relative:
+            values[offset] = data[i]
+            fixed[word] |= bit
+            pinned |= ONE << word
+        elif pinned != ZERO and fixed[word] & bit != ZERO:
+            key = _key(np.uint64(values[offset]), sign, fold) + np.uint64(data[i])
+            values[offset] = _unkey(key & mask, sign, fold)
+        else:
+            values[offset] += data[i]
+        seen[word] |= bit
+        used |= ONE << word
+        i += 1
+    return i, used, pinned
+
+
+@_compile
+def _list_bits(seen, used, offsets):
+    """Ascending positions of the bits set in the words of ``seen`` that ``used`` names, which are cleared; → count."""
+    found = 0
+    while used != ZERO:
+        word = _lowest(used)
+        used &= used - ONE
+        bits = seen[word]
+        seen[word] = ZERO
+        # Most words have a few bits. How many cannot be guessed, so AHEAD are listed, and those not there overwritten.
+        for _ in range(AHEAD):
+            offsets[found] = (word << S6) | _lowest(bits)
+            found += bits != ZERO
+            bits &= bits - ONE
+        while bits != ZERO:
+            offsets[found] = (word << S6) | _lowest(bits)
+            found += 1
+            bits &= bits - ONE
+    return found
+
+
+@_compile
+def _emit(offsets, pinned, base, values, fixed, near, near_data, r, far, far_data, a):
+    """Write out the tile's elements from ``r`` and ``a`` on, and clear it; → where the next ones go."""
+    if pinned == ZERO:
+        for i in range(offsets.size):
+            offset = offsets[i]
+            near[r] = base + np.int64(offset)
+            near_data[r] = values[offset]
+            # What came back to where it was is overwritten by what follows.
+            r += values[offset] != 0
+            values[offset] = 0
+        return r, a
+    for i in range(offsets.size):
+        offset = offsets[i]
+        if (fixed[offset >> S6] >> (offset & LOW6)) & ONE != ZERO:
+            far[a] = base + np.int64(offset)
+            far_data[a] = values[offset]
+            a += 1
+        elif values[offset] != 0:
+            near[r] = base + np.int64(offset)
+            near_data[r] = values[offset]
+            r += 1
+        values[offset] = 0
+    fixed[:] = ZERO
+    return r, a
+
+
+@_compile
+def fold_layers(
+    firsts,
+    starts,
+    stops,
+    relative,
+    positions,
+    data,
+    sign,
+    mask,
+    near,
+    near_data,
+    near_counts,
+    far,
+    far_data,
+    far_counts,
+):
+    """Fold the layers of each of some tensors of one dtype; the positions of a layer ascend.
+
+    Args:
+        firsts: (t + 1,) int64; tensor t has the layers firsts[t] … firsts[t + 1] − 1, in order of application.
+        starts, stops: (layers,) int64: each layer's elements in ``positions`` (int64) and ``data``.
+        relative: (layers,) bool: ULP distances, else new bits.
+        near, near_data: as many as there are relative elements: receive the distances that remain, none of them 0.
+        far, far_data: as many as there are absolute elements: receive the new bits.
+        near_counts, far_counts: (t,) int64: receive the elements of each tensor.
+
+    Returns:
+        how many of ``near`` and of ``far`` are in use.
+    """
+    fold = _fold(sign, mask)
+    # Layers are laid over each other in a dense tile, which is left all 0: the first distance adds to nothing.
+    values = np.zeros(TILE, data.dtype)
+    seen = np.zeros(WORDS, np.uint64)
+    fixed = np.zeros(WORDS, np.uint64)
+    offsets = np.empty(64 * WORDS + AHEAD, np.uint64)
+    cursors = starts.copy()
+    r = 0
+    a = 0
+    for tensor in range(firsts.size - 1):
+        r_before = r
+        a_before = a
+        while True:
+            base = END
+            for layer in range(firsts[tensor], firsts[tensor + 1]):
+                if cursors[layer] < stops[layer]:
+                    base = min(base, positions[cursors[layer]])
+            if base == END:
+                break
+            used = ZERO
+            pinned = ZERO
+            for layer in range(firsts[tensor], firsts[tensor + 1]):
+                cursors[layer], used, pinned = _scatter(
+                    cursors[layer], stops[layer], base, positions, data, relative[layer], fold, sign, mask,
+                    values, seen, fixed, used, pinned,
+                )  # fmt: skip
+            found = _list_bits(seen, used, offsets)
+            r, a = _emit(offsets[:found], pinned, base, values, fixed, near, near_data, r, far, far_data, a)
+        near_counts[tensor] = r - r_before
+        far_counts[tensor] = a - a_before
+    return r, a

@@ -1,0 +1,303 @@
+"""Codec ``packed``: positions as byte gaps or bit masks, ULP distances as two-bit codes and the few bytes they leave.
+
+Every plane is entropy-coded by itself. Entries of block k: ``@k.ids`` U32, ``@k.counts`` U64; ``@k.gaps``,
+``@k.low`` and ``@k.escapes``, or ``@k.mask``; ``@k.codes``, ``@k.small``, ``@k.wide.0`` … U8.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_delta_sync.codec.blocks import (
+    BLOCK_ELEMENTS,
+    Arrays,
+    Block,
+    Directory,
+    Kind,
+    OpenedBlock,
+    block_ranges,
+    bytes_of,
+)
+from vllm_delta_sync.codec.zstd import Compression, Plane, compress, declared_size, decompress
+from vllm_delta_sync.errors import FormatError, LimitError
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.limits import MAX_DENSE_RATIO
+from vllm_delta_sync.format.safetensors_file import Container, aligned
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.tensors.changes import Sparse
+
+DENSE_RATIO = 4
+"""A writer sends a mask where more than one in so many elements of a tensor changed: it is smaller from there on."""
+
+GAP_BITS = 6
+"""Length in bits of the mean gap without its low bits, at most: one gap in fifty then exceeds a byte at most."""
+
+
+def encode(
+    groups: list[Sparse], table: TensorTable, compression: Compression, first_block: int = 0
+) -> tuple[Arrays, list[dict[str, Any]]]:
+    """Container entries and the ``blocks`` metadata of relative groups; the first block has number ``first_block``."""
+    arrays: Arrays = {}
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        numels = np.array([table[tensor].numel for tensor in group.ids.tolist()], np.int64)
+        dense = group.counts * DENSE_RATIO > numels
+        kinds: list[tuple[Kind, np.ndarray]] = [("sparse", ~dense), ("dense", dense)]
+        for kind, chosen in kinds:
+            part, sizes = chosen_tensors(group, chosen), numels[chosen]
+            for first, last in block_ranges(part.counts, BLOCK_ELEMENTS):
+                block = Block(first_block + len(rows), group.element, kind)
+                start = int(part.counts[:first].sum())
+                elements = slice(start, start + int(part.counts[first:last].sum()))
+                directory = Directory(part.ids[first:last], part.counts[first:last], sizes[first:last])
+                _encode_block(arrays, block, directory, part.positions[elements], part.data[elements], compression)
+                rows.append(block.metadata)
+    return arrays, rows
+
+
+def chosen_tensors(group: Sparse, chosen: np.ndarray) -> Sparse:
+    """Some tensors of a group; ``chosen``: (k,) bool."""
+    if chosen.all():
+        return group
+    elements = np.repeat(chosen, group.counts)
+    return replace(
+        group,
+        ids=group.ids[chosen],
+        counts=group.counts[chosen],
+        positions=group.positions[elements],
+        data=group.data[elements],
+    )
+
+
+def _encode_block(
+    arrays: Arrays,
+    block: Block,
+    directory: Directory,
+    positions: np.ndarray,
+    distances: np.ndarray,
+    compression: Compression,
+) -> None:
+    arrays[f"{block.name}.ids"] = ("U32", directory.ids.astype("<u4"))
+    arrays[f"{block.name}.counts"] = ("U64", directory.counts.astype("<u8"))
+    planes = _mask_planes if block.kind == "dense" else _gap_planes
+    parts = planes(positions, directory) | value_planes(distances, directory.counts)
+    for part, plane in parts.items():
+        arrays[f"{block.name}.{part}"] = ("U8", compress(plane, compression))
+
+
+def _gap_planes(positions: np.ndarray, directory: Directory) -> dict[str, np.ndarray]:
+    from vllm_delta_sync.codec import packed_kernels
+
+    counts, shifts = directory.counts, gap_shifts(directory)
+    gaps, low = np.empty(positions.size, np.uint8), np.zeros(_low_bytes(counts, shifts), np.uint8)
+    escapes = np.empty(positions.size, "<u8")
+    used = packed_kernels.encode_gaps(positions, counts, shifts, gaps, low, escapes)
+    planes = np.ascontiguousarray(escapes[:used].view(np.uint8).reshape(used, 8).T).reshape(-1)
+    return {"gaps": gaps, "low": low, "escapes": planes}
+
+
+def gap_shifts(directory: Directory) -> np.ndarray:
+    """(k,) int64: how many of the lowest bits of a tensor's gaps stand apart, so that few of the rest exceed a byte."""
+    mean = directory.numels // directory.counts
+    # The exponent of a number of up to 53 bits, exact as a float, is its length in bits.
+    return np.maximum(np.frexp(mean.astype(np.float64))[1].astype(np.int64) - GAP_BITS, 0)
+
+
+def _mask_planes(positions: np.ndarray, directory: Directory) -> dict[str, np.ndarray]:
+    from vllm_delta_sync.codec import packed_kernels
+
+    mask = np.zeros(_mask_bytes(directory.numels), np.uint8)
+    packed_kernels.encode_mask(positions, directory.counts, directory.numels, mask)
+    return {"mask": mask}
+
+
+def value_planes(distances: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Planes of (n,) ULP distances of some tensors, (k,) int64 counts of each, before compression."""
+    from vllm_delta_sync.codec import packed_kernels
+
+    width = distances.itemsize
+    codes, small = np.zeros(_code_bytes(counts), np.uint8), np.empty(distances.size, np.uint8)
+    wide = np.empty(distances.size, distances.dtype)
+    smalls, wides = packed_kernels.encode_values(distances, counts, 8 * width, codes, small, wide)
+    table = wide[:wides].view(np.uint8).reshape(wides, width)
+    planes = {f"wide.{byte}": np.ascontiguousarray(table[:, byte]) for byte in range(width)}
+    return {"codes": codes, "small": small[:smalls]} | planes
+
+
+def _low_bytes(counts: np.ndarray, shifts: np.ndarray) -> int:
+    return int(((counts * shifts + 7) >> 3).sum())
+
+
+def _mask_bytes(numels: np.ndarray) -> int:
+    return int(((numels + 7) >> 3).sum())
+
+
+def _code_bytes(counts: np.ndarray) -> int:
+    return int(((counts + 3) >> 2).sum())
+
+
+def zigzag(distances: np.ndarray, element: DType) -> np.ndarray:
+    """Two's complement to 0, −1, 1, −2 … → 0, 1, 2, 3 …, in the same width."""
+    signed = distances.view(f"<i{element.itemsize}")
+    return ((signed << 1) ^ (signed >> (8 * element.itemsize - 1))).view(element.uint)
+
+
+def entry_names(blocks: Iterable[Block]) -> set[str]:
+    """The entry names of these blocks, no more and no fewer."""
+    names = set()
+    for block in blocks:
+        where = ["mask"] if block.kind == "dense" else ["gaps", "low", "escapes"]
+        wide = [f"wide.{byte}" for byte in range(block.element.itemsize)]
+        names |= {f"{block.name}.{part}" for part in ("ids", "counts", *where, "codes", "small", *wide)}
+    return names
+
+
+@dataclass
+class _Planes:
+    """What a block is decoded from, while it is being taken. ``where``: gaps of a sparse block, mask of a dense one."""
+
+    where: Plane
+    codes: Plane
+    small: Plane
+    wide: list[Plane]
+    low: Plane | None = None
+    escapes: np.ndarray = field(default_factory=lambda: np.empty(0, "<u8"))
+    used: int = 0
+
+
+class BlockReader:
+    """One block of kind sparse or dense, taken tensor by tensor in ascending order of id.
+
+    Attributes:
+        block: its number, element type and kind. directory: which tensors it holds. row: of them, the first not taken.
+
+    Raises:
+        LimitError: it is dense, and holds few elements of a tensor.
+    """
+
+    def __init__(self, container: Container, table: TensorTable, opened: OpenedBlock, compression: Compression) -> None:
+        self.block, self.directory, self._what = opened.block, opened.directory, opened.what
+        self._container, self._table, self._compression = container, table, compression
+        counts, numels = self.directory.counts, self.directory.numels
+        thin = np.flatnonzero(counts < numels // MAX_DENSE_RATIO)
+        if self.block.kind == "dense" and thin.size:
+            row = int(thin[0])
+            raise LimitError(
+                f"{self._what} is dense, and holds {counts[row]} of the {numels[row]} elements of "
+                f"{self._name(self.directory.ids, row)}: fewer than one in {MAX_DENSE_RATIO} (MAX_DENSE_RATIO)"
+            )
+        self.row = 0
+        self._planes: _Planes | None = None
+
+    def take(self, last: int) -> Sparse:
+        """What the tensors up to row ``last``, excluded, hold that was not taken yet; at least one tensor.
+
+        Raises:
+            FormatError, LimitError: a plane is damaged.
+        """
+        from vllm_delta_sync.codec import packed_kernels
+
+        rows, self.row = slice(self.row, last), last
+        planes = self._planes = self._planes or self._open()
+        directory, element = self.directory, self.block.element
+        ids, counts = directory.ids[rows], directory.counts[rows]
+        positions = self._positions(planes, Directory(ids, counts, directory.numels[rows]))
+        codes = aligned(planes.codes.take(_code_bytes(counts)))
+        smalls, wides, bad = packed_kernels.count_codes(codes, counts)
+        if bad >= 0:
+            raise FormatError(f"{self._what}: codes go on behind the last element of {self._name(ids, bad)}")
+        small, table = planes.small.take(smalls), np.empty((wides, element.itemsize), np.uint8)
+        for byte, plane in enumerate(planes.wide):
+            table[:, byte] = plane.take(wides)
+        distances = np.empty(positions.size, element.uint)
+        wide = table.reshape(-1).view(element.uint)
+        packed_kernels.decode_values(codes, counts, small, wide, distances)
+        if last == directory.ids.size:
+            self._close(planes)
+        return Sparse(element.name, ids, counts, positions, distances, relative=True)
+
+    def _positions(self, planes: _Planes, directory: Directory) -> np.ndarray:
+        positions = np.empty(int(directory.counts.sum()), np.int64)
+        if planes.low is None:
+            self._unmask(planes.where, directory, positions)
+        else:
+            self._sum_gaps(planes, planes.low, directory, positions)
+        return positions
+
+    def _unmask(self, plane: Plane, directory: Directory, positions: np.ndarray) -> None:
+        from vllm_delta_sync.codec import packed_kernels
+
+        counts, numels = directory.counts, directory.numels
+        bad = packed_kernels.decode_mask(plane.take(_mask_bytes(numels)), counts, numels, positions)
+        if bad >= 0:
+            raise FormatError(
+                f"{self._what}: mask of {self._name(directory.ids, bad)} does not hold {int(counts[bad])} of its "
+                f"{int(numels[bad])} elements"
+            )
+
+    def _sum_gaps(self, planes: _Planes, low: Plane, directory: Directory, positions: np.ndarray) -> None:
+        from vllm_delta_sync.codec import packed_kernels
+
+        counts, numels, shifts = directory.counts, directory.numels, gap_shifts(directory)
+        gaps, least = planes.where.take(positions.size), low.take(_low_bytes(counts, shifts))
+        escaped = int(np.count_nonzero(gaps == 255))
+        escapes = planes.escapes[planes.used : planes.used + escaped]
+        planes.used += escaped
+        bad = packed_kernels.decode_gaps(gaps, least, escapes, counts, shifts, numels, positions)
+        if bad == counts.size:
+            raise FormatError(f"{self._what}: escapes do not match the gaps")
+        if bad >= 0:
+            raise FormatError(
+                f"{self._what}: a position in {self._name(directory.ids, bad)} lies outside its {int(numels[bad])} "
+                "elements, or low bits go on behind the last one"
+            )
+
+    def _name(self, ids: np.ndarray, row: int) -> str:
+        return repr(self._table[int(ids[row])].name)
+
+    def _data(self, part: str) -> tuple[np.ndarray, str]:
+        return bytes_of(self._container, f"{self.block.name}.{part}"), f"{self._what}: {part}"
+
+    def _plane(self, part: str, size: int | None = None) -> Plane:
+        """A plane of ``size`` bytes, or of up to one for each element."""
+        data, what = self._data(part)
+        plane, total = Plane(data, self._compression, what, size), int(self.directory.counts.sum())
+        if size is None and plane.size > total:
+            raise FormatError(f"{what} has {plane.size} bytes, and the block {total} elements")
+        return plane
+
+    def _open(self) -> _Planes:
+        directory = self.directory
+        total = int(directory.counts.sum())
+        dense = self.block.kind == "dense"
+        planes = _Planes(
+            where=self._plane("mask", _mask_bytes(directory.numels)) if dense else self._plane("gaps", total),
+            codes=self._plane("codes", _code_bytes(directory.counts)),
+            small=self._plane("small"),
+            wide=[self._plane(f"wide.{byte}") for byte in range(self.block.element.itemsize)],
+        )
+        if not dense:
+            planes.low = self._plane("low", _low_bytes(directory.counts, gap_shifts(directory)))
+            planes.escapes = self._escapes(total)
+        return planes
+
+    def _escapes(self, total: int) -> np.ndarray:
+        """All escapes of the block, as narrow as their values allow: most are far below 2^16."""
+        data, what = self._data("escapes")
+        size = declared_size(data, self._compression, what)
+        if size % 8 or size > 8 * total:
+            raise FormatError(f"{what} have {size} bytes, which is not 8 for each of at most {total} elements")
+        planes = decompress(data, size, self._compression, what).reshape(8, size // 8)
+        used = max((byte + 1 for byte in range(8) if planes[byte].any()), default=1)
+        width = next(width for width in (1, 2, 4, 8) if width >= used)
+        narrow: np.ndarray = np.ascontiguousarray(planes[:width].T).reshape(-1).view(f"<u{width}")
+        return narrow
+
+    def _close(self, planes: _Planes) -> None:
+        self._planes = None
+        if planes.used != planes.escapes.size:
+            raise FormatError(f"{self._what}: escapes do not match the gaps")
+        if any(plane.left for plane in (planes.small, *planes.wide)):
+            raise FormatError(f"{self._what}: small or wide distances are left over")

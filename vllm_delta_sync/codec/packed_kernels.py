@@ -1,0 +1,241 @@
+"""Compiled loops of codec ``packed`` (numba). Imported lazily, as kernels.py is, whose conventions it follows.
+
+``counts`` and ``numels`` are (k,) int64, one per tensor; what belongs to a tensor follows that of the one before.
+tests/codec/test_packed.py holds each function against a plain numpy reference.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+import numpy as np
+
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile
+
+BYTE = np.uint64(8)
+ESCAPE = np.uint64(255)
+SMALLEST = np.uint64(3)
+"""Zigzag distances 1 and 2 are codes of their own, those from here on to SMALLEST + 255 are one byte more."""
+LARGEST = np.uint64(258)
+SMALL = np.uint64(2)
+WIDE = np.uint64(3)
+THREE = np.uint64(3)
+SEVEN = np.uint64(7)
+
+_CODES = np.arange(256)[:, None] >> np.arange(0, 8, 2) & 3
+SMALLS_IN = np.count_nonzero(_CODES == 2, axis=1)
+WIDES_IN = np.count_nonzero(_CODES == 3, axis=1)
+"""How many of a byte's four codes say so."""
+
+
+@_compile
+def encode_gaps(positions, counts, shifts, gaps, low, escapes):
+    """Positions → gaps without their ``shifts`` (k,) lowest bits, those bits in ``low`` (u8), zeros before.
+
+    A gap of 255 or more is 255, and what is above goes to ``escapes`` (u64). Returns the number of escapes.
+    """
+    cursor = 0
+    begin = np.int64(0)
+    used = 0
+    for group in range(counts.size):
+        following = ZERO
+        shift = np.uint64(shifts[group])
+        least = (ONE << shift) - ONE
+        held = ZERO
+        bits = ZERO
+        for _ in range(counts[group]):
+            gap = np.uint64(positions[cursor]) - following
+            following = np.uint64(positions[cursor]) + ONE
+            held |= (gap & least) << bits
+            bits += shift
+            while bits >= BYTE:
+                low[begin] = np.uint8(held & ESCAPE)
+                begin += 1
+                held >>= BYTE
+                bits -= BYTE
+            gap >>= shift
+            if gap >= ESCAPE:
+                escapes[used] = gap - ESCAPE
+                used += 1
+                gap = ESCAPE
+            gaps[cursor] = np.uint8(gap)
+            cursor += 1
+        if bits != ZERO:
+            low[begin] = np.uint8(held)
+            begin += 1
+    return used
+
+
+@_compile
+def decode_gaps(gaps, low, escapes, counts, shifts, numels, positions):
+    """Inverse of encode_gaps, into ``positions``; ``low`` has as many bytes as counts and shifts take.
+
+    Returns -1 when all is well, else the group whose positions leave its tensor or whose low bits go on behind its
+    last element, or ``counts.size`` when the escapes do not come out even.
+    """
+    cursor = 0
+    begin = np.int64(0)
+    used = 0
+    for group in range(counts.size):
+        numel = np.uint64(numels[group])
+        shift = np.uint64(shifts[group])
+        least = (ONE << shift) - ONE
+        following = ZERO
+        held = ZERO
+        bits = ZERO
+        for _ in range(counts[group]):
+            gap = np.uint64(gaps[cursor])
+            if gap == ESCAPE:
+                if used >= escapes.size:
+                    return counts.size
+                if np.uint64(escapes[used]) >= numel:
+                    return group
+                gap += np.uint64(escapes[used])
+                used += 1
+            while bits < shift:
+                held |= np.uint64(low[begin]) << bits
+                begin += 1
+                bits += BYTE
+            # Before the shift, which could carry a gap far beyond the tensor around to inside it.
+            if gap > numel >> shift:
+                return group
+            position = following + ((gap << shift) | (held & least))
+            held >>= shift
+            bits -= shift
+            if position >= numel:
+                return group
+            positions[cursor] = np.int64(position)
+            following = position + ONE
+            cursor += 1
+        if held != ZERO:
+            return group
+    if used != escapes.size:
+        return counts.size
+    return -1
+
+
+@_compile
+def encode_mask(positions, counts, numels, mask):
+    """Set the bits of ``positions`` in ``mask``, zeros before: each tensor takes whole bytes, lowest bit first."""
+    cursor = 0
+    begin = np.int64(0)
+    for group in range(counts.size):
+        for _ in range(counts[group]):
+            position = np.uint64(positions[cursor])
+            mask[np.uint64(begin) + (position >> THREE)] |= np.uint8(ONE << (position & SEVEN))
+            cursor += 1
+        begin += (numels[group] + 7) >> 3
+
+
+@_compile
+def decode_mask(mask, counts, numels, positions):
+    """Inverse of encode_mask. Returns -1, or the group whose bits are not as many as its count, or beyond its end."""
+    cursor = 0
+    begin = np.int64(0)
+    for group in range(counts.size):
+        end = cursor + counts[group]
+        for start in range(0, numels[group], 8):
+            byte = np.uint64(mask[begin])
+            begin += 1
+            most = min(numels[group] - start, 8)
+            if byte >> np.uint64(most) != ZERO:
+                return group
+            if cursor + 8 <= end:
+                # Which bits are set cannot be guessed: all eight are written, and those not set overwritten.
+                for bit in range(8):
+                    positions[cursor] = start + bit
+                    cursor += (byte >> np.uint64(bit)) & ONE != ZERO
+            else:
+                for bit in range(8):
+                    if (byte >> np.uint64(bit)) & ONE != ZERO:
+                        if cursor >= end:
+                            return group
+                        positions[cursor] = start + bit
+                        cursor += 1
+        if cursor != end:
+            return group
+    return -1
+
+
+@_compile
+def encode_values(distances, counts, width, codes, small, wide):
+    """ULP distances of ``width`` bits → two-bit ``codes``, zeros before, and what they leave to say.
+
+    Returns how many of ``small`` (u8) and of ``wide`` (zigzag distances, unsigned of that width) are in use.
+    """
+    top = np.uint64(width - 1)
+    mask = (((ONE << top) - ONE) << ONE) | ONE
+    cursor = 0
+    begin = np.int64(0)
+    smalls = 0
+    wides = 0
+    for group in range(counts.size):
+        for i in range(counts[group]):
+            distance = np.uint64(distances[cursor])
+            zigzag = ((distance << ONE) ^ (ZERO - (distance >> top))) & mask
+            code = zigzag - ONE
+            if code > ONE:
+                # A distance of 0, which no writer of ours has, is wide as well.
+                code = SMALL if SMALLEST <= zigzag <= LARGEST else WIDE
+                if code == SMALL:
+                    small[smalls] = np.uint8(zigzag - SMALLEST)
+                    smalls += 1
+                else:
+                    wide[wides] = zigzag
+                    wides += 1
+            codes[begin + (i >> 2)] |= np.uint8(code << np.uint64((i & 3) << 1))
+            cursor += 1
+        begin += (counts[group] + 3) >> 2
+    return smalls, wides
+
+
+@_compile
+def count_codes(codes, counts):
+    """→ how many codes say small and wide, and -1 or the group whose last byte says more than it has elements."""
+    begin = np.int64(0)
+    smalls = 0
+    wides = 0
+    for group in range(counts.size):
+        end = begin + ((counts[group] + 3) >> 2)
+        for i in range(begin, end):
+            smalls += SMALLS_IN[codes[i]]
+            wides += WIDES_IN[codes[i]]
+        spare = np.uint64((4 * (end - begin) - counts[group]) << 1)
+        if np.uint64(codes[end - 1]) >> (np.uint64(8) - spare) != ZERO:
+            return smalls, wides, group
+        begin = end
+    return smalls, wides, -1
+
+
+@_compile
+def decode_values(codes, counts, small, wide, distances):
+    """Inverse of encode_values; ``small`` and ``wide`` have as many elements as count_codes says."""
+    cursor = 0
+    begin = np.int64(0)
+    smalls = 0
+    wides = 0
+    for group in range(counts.size):
+        for i in range(counts[group]):
+            code = (np.uint64(codes[begin + (i >> 2)]) >> np.uint64((i & 3) << 1)) & THREE
+            zigzag = code + ONE
+            if code >= SMALL:
+                if code == SMALL:
+                    zigzag = np.uint64(small[smalls]) + SMALLEST
+                    smalls += 1
+                else:
+                    zigzag = np.uint64(wide[wides])
+                    wides += 1
+            distances[cursor] = (zigzag >> ONE) ^ (ZERO - (zigzag & ONE))
+            cursor += 1
+        begin += (counts[group] + 3) >> 2
+
+
+@_compile
+def frame_end(data, start):
+    """Where the blocks of a zstd frame that begin at ``start`` end; -1 if that is beyond ``data`` (u8)."""
+    place = np.int64(start)
+    while place + 3 <= data.size:
+        header = np.int64(data[place]) | np.int64(data[place + 1]) << 8 | np.int64(data[place + 2]) << 16
+        # Last block (1 bit), type (2 bits; 1 is one byte, to be repeated), size.
+        place += 3 + (1 if header >> 1 & 3 == 1 else header >> 3)
+        if header & 1:
+            return place if place <= data.size else -1
+    return -1

@@ -1,0 +1,164 @@
+"""The entropy stage: zstd frames that declare their size, or nothing."""
+
+from typing import Literal
+
+import numpy as np
+import zstandard
+
+from vllm_delta_sync.errors import FormatError
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.limits import check_limit
+
+Compression = Literal["zstd", "none"]
+COMPRESSIONS = ("zstd", "none")
+
+_MAGIC = b"\x28\xb5\x2f\xfd"
+
+# Planes are close to memoryless, so matches only cost: long minimum matches leave the work to Huffman coding. Anything
+# but 0 for target_length would turn that off.
+_PARAMETERS = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=18, hash_log=12, min_match=7, target_length=0
+)
+
+
+def compress(plane: np.ndarray, compression: Compression) -> np.ndarray:
+    """(n,) uint8 → (m,) uint8: one zstd frame with its content size, or the plane itself for ``none``."""
+    if compression == "none":
+        return plane
+    return np.frombuffer(zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(plane.data), np.uint8)
+
+
+def decompress(data: np.ndarray, size: int, compression: Compression, what: str) -> np.ndarray:
+    """Inverse of ``compress`` for a plane that must have exactly ``size`` bytes.
+
+    Raises:
+        FormatError: not one zstd frame of that declared size.
+        LimitError: the declared size or window is above its limit; nothing was allocated.
+    """
+    if compression == "none":
+        if data.size != size:
+            raise FormatError(f"{what} has {data.size} bytes, {size} expected")
+        return data
+    try:
+        plain = _decompress_frame(data, size, what)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{what} is not a valid zstd frame: {error}") from error
+    if len(plain) != size:
+        raise FormatError(f"{what} expands to {len(plain)} bytes, {size} expected")
+    return np.frombuffer(plain, np.uint8)
+
+
+def _decompress_frame(data: np.ndarray, size: int, what: str) -> bytes:
+    if bytes(data[:4]) != _MAGIC:
+        raise FormatError(f"{what} is not a zstd frame: it begins with {bytes(data[:4]).hex()}")
+    frame = zstandard.get_frame_parameters(data.data)
+    if frame.content_size != size:
+        raise FormatError(f"{what} declares {frame.content_size} bytes, {size} expected")
+    _check_frame(frame, data, size, what)
+    if size == 0:
+        return _decompress_empty(data, what)
+    plain: bytes = zstandard.ZstdDecompressor().decompress(
+        data.data, max_output_size=size, read_across_frames=False, allow_extra_data=False
+    )
+    return plain
+
+
+def _decompress_empty(data: np.ndarray, what: str) -> bytes:
+    # The one-call interface returns early for a declared size of 0 and looks at nothing that follows.
+    check_limit(f"{what}: bytes of an empty frame", data.size, limits.MAX_EMPTY_FRAME_BYTES, "MAX_EMPTY_FRAME_BYTES")
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        plain: bytes = stream.decompress(data.data)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{what} is not a valid zstd frame: {error}") from error
+    if not stream.eof or stream.unused_data:
+        raise FormatError(f"{what} is not one whole zstd frame")
+    return plain
+
+
+class Plane:
+    """What ``compress`` gave, handed out from the first byte to the last.
+
+    Attributes:
+        size: bytes of it in all, as declared; nothing was allocated for them yet. left: how many were not taken yet.
+
+    Raises:
+        FormatError, LimitError: see ``declared_size``.
+    """
+
+    def __init__(self, data: np.ndarray, compression: Compression, what: str, size: int | None = None) -> None:
+        self._data, self._compression, self._what = data, compression, what
+        self._reader: zstandard.ZstdDecompressionReader | None = None
+        self.size = self.left = declared_size(data, compression, what, size)
+
+    def take(self, count: int) -> np.ndarray:
+        """The next (count,) bytes.
+
+        Raises:
+            FormatError: there are fewer, or the frame is damaged.
+        """
+        if count > self.left:
+            raise FormatError(f"{self._what} has {self.size} bytes, {self.size - self.left + count} or more expected")
+        start, self.left = self.size - self.left, self.left - count
+        if count == self.size:
+            return decompress(self._data, count, self._compression, self._what)
+        if self._compression == "none":
+            return self._data[start : start + count]
+        return self._read(count)
+
+    def _read(self, count: int) -> np.ndarray:
+        if self._reader is None:
+            self._reader = zstandard.ZstdDecompressor().stream_reader(self._data.data)
+        taken = np.empty(count, np.uint8)
+        filled = 0
+        while filled < count:
+            try:
+                got = self._reader.readinto(taken[filled:].data)
+            except zstandard.ZstdError as error:
+                raise FormatError(f"{self._what} is not a valid zstd frame: {error}") from error
+            if not got:
+                raise FormatError(f"{self._what} ends {count - filled} bytes too early")
+            filled += got
+        return taken
+
+
+def declared_size(data: np.ndarray, compression: Compression, what: str, expected: int | None = None) -> int:
+    """How many bytes ``decompress`` would give, from what can be read without decompressing.
+
+    Args:
+        expected: how many they must be, if that is known.
+
+    Raises:
+        FormatError: not one whole zstd frame that declares its size. LimitError: see ``decompress``.
+    """
+    from vllm_delta_sync.codec import packed_kernels
+
+    if compression == "none":
+        if expected not in (None, data.size):
+            raise FormatError(f"{what} has {data.size} bytes, {expected} expected")
+        return data.size
+    if bytes(data[:4]) != _MAGIC:
+        raise FormatError(f"{what} is not a zstd frame: it begins with {bytes(data[:4]).hex()}")
+    try:
+        frame = zstandard.get_frame_parameters(data.data)
+        start = zstandard.frame_header_size(data.data)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{what} is not a zstd frame: {error}") from error
+    size: int = frame.content_size
+    if size == zstandard.CONTENTSIZE_UNKNOWN:
+        raise FormatError(f"{what} does not declare its size")
+    if expected not in (None, size):
+        raise FormatError(f"{what} declares {size} bytes, {expected} expected")
+    _check_frame(frame, data, size, what)
+    # A stream does not tell what follows its frame.
+    end = packed_kernels.frame_end(data, start)
+    if end < 0 or end + (4 if frame.has_checksum else 0) != data.size:
+        raise FormatError(f"{what} is not one whole zstd frame")
+    if size == 0:
+        _decompress_empty(data, what)
+    return size
+
+
+def _check_frame(frame: zstandard.FrameParameters, data: np.ndarray, size: int, what: str) -> None:
+    check_limit(f"{what}: zstd window", frame.window_size, 1 << limits.MAX_ZSTD_WINDOW_LOG, "MAX_ZSTD_WINDOW_LOG")
+    check_limit(f"{what}: declared size", size, data.size * limits.MAX_ZSTD_RATIO, "MAX_ZSTD_RATIO")

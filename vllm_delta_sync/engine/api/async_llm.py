@@ -1,0 +1,182 @@
+"""``vllm.AsyncLLM`` in the caller's own process: follow a run beside ``generate``, as a server does.
+
+The receiver has a thread of its own and reaches the engine through the caller's event loop, which must therefore not be
+blocked. Requests in flight at a commit are treated as the setting ``pause_mode`` says.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_delta_sync.engine import WORKER_EXTENSION
+from vllm_delta_sync.engine.api import weight_transfer
+from vllm_delta_sync.engine.api.offline import joined_keys
+from vllm_delta_sync.engine.commit.transaction import Answer
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.features import check_features
+from vllm_delta_sync.engine.compat.layout_checks import check_layout
+from vllm_delta_sync.engine.core import hooks
+from vllm_delta_sync.engine.core.ports import ServerEnginePort
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.settings import Settings, load_settings
+
+WAIT_STEP_SECONDS = 0.01
+CLOSE_SECONDS = 60.0
+OPEN = "delta_sync_attached"
+"""Attribute of an engine that is followed."""
+
+
+class AsyncSync:
+    """Follows a run with an ``AsyncLLM``. Use from the event loop that uses the engine.
+
+    With the setting ``policy`` at ``follow`` every new version is taken in the background; with ``manual`` nothing
+    moves but by ``to``. As ``async with``, it is closed at the end of the block.
+    """
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        self._engine = engine
+        self._service = ReceiverService(ServerEnginePort(engine, asyncio.get_running_loop(), settings), settings)
+        self._asked: set[asyncio.Future[Any]] = set()
+        self._closed = False
+        checks = weight_transfer.Checks(settings.bucket, self.status)
+        self._transfer = weight_transfer.AsyncTransfer(checks, self._ask)
+
+    async def __aenter__(self) -> "AsyncSync":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _start(self) -> None:
+        backend = patches.transfer_backend(self._engine.vllm_config)
+        if backend in (None, weight_transfer.BACKEND):
+            self._transfer.install(self._engine, labels_only=backend is None)
+        self._service.start()
+
+    async def _ask(self, action: str, argument: Any = None) -> Any:
+        if self._closed:
+            raise EngineError("this is closed and follows nothing any more; call attach_async again")
+        future = asyncio.wrap_future(self._service.request(action, argument))
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        return await future
+
+    async def to(self, version: int | None = None) -> Answer:
+        """Bring the weights to a version, what the setting ``target`` says if None; returns ``status()``.
+
+        Raises:
+            DeltaSyncError: with the weights still those of the version served before.
+        """
+        status: Answer = await self._ask("sync", version)
+        return status
+
+    async def rollback(self, version: int) -> Answer:
+        """Go back to a version in ``status()["undo"]`` and hold it; returns ``status()``.
+
+        Raises:
+            DeltaSyncError: it cannot be gone back to, or what failed.
+        """
+        status: Answer = await self._ask("rollback", version)
+        return status
+
+    async def hold(self) -> Answer:
+        """Keep what is served, whatever is published, until ``release``; returns ``status()``."""
+        status: Answer = await self._ask("hold")
+        return status
+
+    async def release(self) -> Answer:
+        """End a hold; returns ``status()``."""
+        status: Answer = await self._ask("release")
+        return status
+
+    async def verify(self) -> Answer:
+        """Rescan all weights against the served version: {"verdict", "version", "mismatched", "chain", …}.
+
+        Raises:
+            EngineError: no version is served yet.
+        """
+        verdict: Answer = await self._ask("verify")
+        return verdict
+
+    def status(self) -> Answer:
+        """The same document as ``GET /delta_sync/status``."""
+        return self._service.receiver.status()
+
+    async def wait(self, version: int, timeout: float = 30.0) -> Answer:
+        """Return ``status()`` once the version, or a later one, is served.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            OverdueError: it is not in time.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            served = self._service.receiver.served_version
+            if served is not None and served >= version:
+                return self.status()
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise weight_transfer.OverdueError(
+                    f"version {version} was not served within {timeout:g} s; version {served} is, see status()"
+                )
+            await asyncio.sleep(min(WAIT_STEP_SECONDS, left))
+
+    async def close(self) -> None:
+        """Follow no more. The engine goes on with what it serves; whoever waits for an answer gets an EngineError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._service.stop()
+        # Not on the loop: a commit under way needs it to come to its end.
+        await asyncio.to_thread(self._service.join, CLOSE_SECONDS)
+        for future in [*self._asked]:
+            if not future.done():
+                future.set_exception(EngineError("this was closed before there was an answer"))
+        setattr(self._engine, OPEN, None)
+
+
+async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> AsyncSync:
+    """Follow a run. The engine must have been made with ``worker_extension_cls=WORKER_EXTENSION``.
+
+    Args:
+        engine: a ``vllm.AsyncLLM``.
+        bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
+        trusted_keys: public key files; in one string, separated by commas. None: as the settings say.
+
+    Raises:
+        EngineError: this is no ``AsyncLLM``, the extension or the plugin is missing, an option or the layout is not
+            supported, or the engine is followed already.
+        SettingsError: a setting cannot be used.
+    """
+    if hasattr(engine, "llm_engine") or not hasattr(engine, "engine_core"):
+        raise EngineError(
+            f"attach_async is for a vllm.AsyncLLM, this is {type(engine).__name__}; for a vllm.LLM call "
+            "attach(llm, bucket=URL)"
+        )
+    if getattr(engine, OPEN, None) is not None:
+        raise EngineError("this engine is followed already; close() what attach_async returned before")
+    _check_plugin()
+    settings = load_settings({"bucket": bucket, "trusted_keys": joined_keys(trusted_keys)})
+    patches.check_extension(engine.vllm_config, WORKER_EXTENSION)
+    check_features(engine.vllm_config)
+    check_layout(engine.vllm_config, missing=hooks.missing_names())
+    patches.warn_untested()
+    sync = AsyncSync(engine, settings)
+    sync._start()
+    setattr(engine, OPEN, sync)
+    return sync
+
+
+def _check_plugin() -> None:
+    """The engine core's process must have our part; it loads plugins as the environment says."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and patches.PLUGIN_NAME not in allowed.split(","):
+        raise EngineError(
+            f"VLLM_PLUGINS is {allowed!r} and does not name {patches.PLUGIN_NAME}, so the engine cannot be paused "
+            "safely; add it, or unset the variable, before the engine is made"
+        )

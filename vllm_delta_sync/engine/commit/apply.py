@@ -1,0 +1,203 @@
+"""Commit: gather old bits, add, scatter and hash in one pass over what changed; or the same backwards.
+
+On the CPU a compiled loop does it; on other devices the same arithmetic runs as torch operations.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view, to_device
+from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.errors import WeightsLostError
+from vllm_delta_sync.format import kernels
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.tensors.bits import order_masks
+from vllm_delta_sync.tensors.torch_views import SIGNED
+
+HASH_ELEMENTS = 1 << 22
+"""Elements per step of the torch path, and of an exchange: bounds scratch memory."""
+
+Measured = dict[int, Fingerprint]
+
+
+def commit(patch: StagedPatch, routes: RouteMap, backwards: bool = False) -> Measured:
+    """Apply a patch in place, or take it back, on the calling thread's current stream.
+
+    The engine is paused, and this is the worker's main thread. When it returns the device is done. Whatever stops it,
+    an interrupt included, ``patch.applied`` says how things stand: all of it or nothing, unless WeightsLostError is
+    raised.
+
+    Returns:
+        per group of ranks, the change of fingerprint over ``patch.sparse``; also in ``patch.measured``.
+
+    Raises:
+        WeightsLostError: it failed midway, and going back failed too.
+    """
+    measured: Measured = {}
+    done: list[SparsePatch | DensePatch] = []
+    steps: list[SparsePatch | DensePatch] = [*patch.sparse, *patch.dense]
+    with routes.memory.committing():
+        try:
+            for step in reversed(steps) if backwards else steps:
+                if isinstance(step, DensePatch):
+                    _exchange_tensor(step, routes)
+                else:
+                    change = apply_sparse(step, routes.destinations[step.destination], backwards)
+                    measured[step.group] = measured.get(step.group, Fingerprint()) + change
+                done.append(step)
+            # A device reports what went wrong no earlier.
+            routes.memory.synchronize()
+            patch.measured, patch.applied = measured, not backwards
+        except BaseException as error:  # an interrupt too must not leave half a version
+            _take_back(done, routes, patch.version, backwards, error)
+            patch.applied = backwards
+            raise
+    return measured
+
+
+def _take_back(
+    done: list[SparsePatch | DensePatch], routes: RouteMap, version: int, backwards: bool, cause: BaseException
+) -> None:
+    try:
+        for step in reversed(done):
+            if isinstance(step, DensePatch):
+                _exchange_tensor(step, routes)
+            else:
+                apply_sparse(step, routes.destinations[step.destination], not backwards)
+        routes.memory.synchronize()
+    except BaseException as error:  # whatever stops it, an interrupt too, the weights are then unknown
+        raise WeightsLostError(
+            f"taking back version {version} failed midway ({type(error).__name__}: {error}) after {cause}; start the "
+            "server again"
+        ) from error
+
+
+def apply_sparse(sparse: SparsePatch, destination: Destination, backwards: bool) -> Fingerprint:
+    """Apply one sparse patch, or take it back; the change of fingerprint. All of it or nothing."""
+    if destination.flat.device.type != "cpu":
+        return apply_torch(sparse, destination, backwards)
+    if sparse.relative:
+        masks = order_masks(sparse.element)
+        change = kernels.commit_relative(
+            destination.bits, sparse.positions, sparse.data, sparse.premix, *masks, backwards
+        )
+    else:
+        change = kernels.exchange(destination.bits, sparse.positions, sparse.data, sparse.premix)
+    return Fingerprint(int(change[0]), int(change[1]))
+
+
+def warm_up(elements: set[DType]) -> None:
+    """Compile the loops for these element types now, so that no commit pays for it while the engine is paused."""
+    for element in elements:
+        for index in (np.int32, np.int64):
+            bits, nowhere, words = np.empty(0, element.uint), np.empty(0, index), np.empty(0, np.uint64)
+            kernels.commit_relative(bits, nowhere, bits, words, *order_masks(element), False)
+            kernels.exchange(bits, nowhere, bits, words)
+
+
+def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
+    done: list[Callable[[], None]] = []
+    try:
+        for route, buffer in dense.parts:
+            view = region_view(routes.destinations[route.destination].flat, route.target)
+            _exchange_rows(view, buffer, done)
+    except BaseException:  # an interrupt too must not leave half a tensor
+        for again in reversed(done):
+            again()
+        raise
+
+
+def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable[[], None]]) -> None:
+    """Exchange what a view and a buffer of its shape hold, some rows at a time."""
+    if view.dim() == 0:
+        view, buffer = view.view(1), buffer.view(1)
+    if view.dim() > 1 and view[0].numel() > HASH_ELEMENTS:
+        for row in range(view.shape[0]):
+            _exchange_rows(view[row], buffer[row], done)
+        return
+    rows = max(1, HASH_ELEMENTS * view.shape[0] // max(1, view.numel()))
+    for start in range(0, view.shape[0], rows):
+        there, here = view[start : start + rows], buffer[start : start + rows]
+
+        def swap(there: torch.Tensor = there, here: torch.Tensor = here) -> None:
+            old = there.to(here.device, copy=True)
+            try:
+                there.copy_(here)
+                here.copy_(old)
+            except BaseException:  # an interrupt too must not lose the old bits
+                there.copy_(old)
+                raise
+
+        swap()
+        done.append(swap)
+
+
+def apply_torch(sparse: SparsePatch, destination: Destination, backwards: bool) -> Fingerprint:
+    """``apply_sparse`` with torch operations, on any device."""
+    total = Fingerprint()
+    done = 0
+    try:
+        for start in range(0, sparse.positions.size, HASH_ELEMENTS):
+            total += _apply_piece(sparse, destination, start, backwards)
+            done = start + HASH_ELEMENTS
+    except BaseException:  # an interrupt too must not leave half a patch
+        for start in reversed(range(0, done, HASH_ELEMENTS)):
+            _apply_piece(sparse, destination, start, not backwards)
+        raise
+    return total
+
+
+def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, backwards: bool) -> Fingerprint:
+    piece = slice(start, start + HASH_ELEMENTS)
+    if sparse.uploaded is None:
+        where, data, premix = to_device(sparse, piece, destination.flat.device)
+    else:
+        where, data, premix = (tensor[piece] for tensor in sparse.uploaded)
+    where = where.long()
+    before = destination.flat[where]
+    after = _add(before, -data if backwards else data, sparse) if sparse.relative else data
+    # Everything that allocates comes before the write: running out of memory leaves the piece untouched.
+    change = _hash_change(premix, before, after)
+    kept = None if sparse.relative else before.cpu().numpy()
+    destination.flat[where] = after
+    if kept is not None:
+        sparse.data[piece] = kept.view(sparse.data.dtype)
+        if sparse.uploaded is not None:
+            data.copy_(before)
+    return change
+
+
+def _add(bits: torch.Tensor, distances: torch.Tensor, sparse: SparsePatch) -> torch.Tensor:
+    # In two's complement the monotone key of a float is x for x >= 0 and min − x − 1 … written as x ^ max for x < 0;
+    # signed addition then wraps modulo 2^width by itself.
+    if not sparse.element.is_float:
+        return bits + distances
+    largest = torch.iinfo(SIGNED[sparse.element.itemsize]).max
+    key = torch.where(bits < 0, bits ^ largest, bits) + distances
+    return torch.where(key < 0, key ^ largest, key)
+
+
+_BITS, _FINAL, _LANE = (
+    int(np.array(constant).view(np.int64)) for constant in (kernels.BITS, kernels.FINAL, kernels.LANE)
+)
+
+
+def _shift(words: torch.Tensor, count: int) -> torch.Tensor:
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def _hash_change(premix: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Fingerprint:
+    """Sum of hash(after) − hash(before); int64 arithmetic wraps as the unsigned definition does."""
+    mask = -1 if before.element_size() == 8 else (1 << (8 * before.element_size())) - 1
+    lows = []
+    for bits in (before, after):
+        words = premix + (bits.to(torch.int64) & mask) * _BITS
+        words = (words ^ _shift(words, 29)) * _FINAL
+        lows.append(words ^ _shift(words, 32))
+    highs = [low * _LANE for low in lows]
+    highs = [high ^ _shift(high, 29) for high in highs]
+    modulus = (1 << 64) - 1
+    return Fingerprint(int((lows[1] - lows[0]).sum()) & modulus, int((highs[1] - highs[0]).sum()) & modulus)

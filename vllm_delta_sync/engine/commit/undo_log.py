@@ -1,0 +1,130 @@
+"""``UndoLog`` keeps applied patches, within a bound of memory, so that they can be reverted and applied again."""
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+
+from vllm_delta_sync.engine.commit.apply import Measured
+from vllm_delta_sync.engine.model.patch import StagedPatch
+from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.format.fingerprint import Fingerprint
+
+FINGERPRINT_BYTES = 200
+"""What a fingerprint takes in Python, with its two integers and its place in a list."""
+ENTRIES = 256
+"""Most commits in the log, however small they are."""
+
+
+@dataclass
+class UndoEntry:
+    """A patch that was committed, what its commit measured, and what was held before."""
+
+    patch: StagedPatch
+    measured: Measured
+    fingerprints: list[Fingerprint]
+    version: int | None
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Memory, in bytes; at most, where the fingerprints of tensors that did not change are shared."""
+        # A patch keeps its size when it is taken back and applied again.
+        return self.patch.nbytes + FINGERPRINT_BYTES * len(self.fingerprints)
+
+    def expected(self, backwards: bool) -> Measured:
+        """What applying the patch again, or taking it back, must measure."""
+        if not backwards:
+            return self.measured
+        return {group: Fingerprint() - value for group, value in self.measured.items()}
+
+
+@dataclass
+class Path:
+    """Commits to take back, newest first, or to apply again, oldest first."""
+
+    steps: list[UndoEntry]
+    backwards: bool
+
+
+class UndoLog:
+    """Commits that can be taken back, and those that were and can be applied again.
+
+    Attributes:
+        moves: how often weights were moved: commits, and steps back or forward again.
+        nbytes: host memory held, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.moves = 0
+        self.nbytes = 0
+        self._applied: deque[UndoEntry] = deque()
+        self._undone: list[UndoEntry] = []
+        self._unconfirmed: list[UndoEntry] = []
+
+    @property
+    def versions(self) -> list[int | None]:
+        """Versions that can be gone back to, newest first; None stands for weights that were no version."""
+        return [applied.version for applied in reversed(self._applied)]
+
+    def push(self, applied: UndoEntry) -> None:
+        """Add the newest commit. What was taken back before belongs to another history then."""
+        self._forget_undone()
+        self._applied.append(applied)
+        self._unconfirmed.append(applied)
+        self.nbytes += applied.nbytes
+        self.moves += 1
+
+    def path(self, version: int | None, held: int | None) -> Path:
+        """How to get from ``held`` to ``version``.
+
+        Raises:
+            EngineError: the log does not reach there.
+        """
+        ahead = [applied.patch.version for applied in reversed(self._undone)]
+        if version in ahead:
+            return Path(list(reversed(self._undone))[: ahead.index(version) + 1], backwards=False)
+        if version in self.versions:
+            return Path(list(reversed(self._applied))[: self.versions.index(version) + 1], backwards=True)
+        known = ", ".join(str(known) for known in self.versions if known is not None)
+        raise EngineError(
+            f"version {version} is not in this rank's undo log, which holds {known or 'none'}; version {held} is kept. "
+            "Versions that were folded into one commit, or fell out of undo_bytes, cannot be gone back to"
+        )
+
+    def walk(self, backwards: bool) -> UndoEntry:
+        """Note that the newest commit was taken back, or the one taken back last was applied again; which it is."""
+        if backwards:
+            moved = self._applied.pop()
+            self._undone.append(moved)
+        else:
+            moved = self._undone.pop()
+            self._applied.append(moved)
+        self.moves += 1
+        return moved
+
+    def trim(self, limit: int) -> None:
+        """Forget the oldest commits until at most ``limit`` bytes are held, and all before weights that were no
+        version."""
+        self._forget_undone()
+        while self._applied and (
+            self.nbytes > limit or len(self._applied) > ENTRIES or self._applied[0].version is None
+        ):
+            self.nbytes -= self._applied.popleft().nbytes
+
+    def confirm(self) -> None:
+        """No commit is reverted within its own pause any more: drop the copies of patches on a device. Host memory has
+        the same."""
+        for applied in self._unconfirmed:
+            for sparse in applied.patch.sparse:
+                sparse.uploaded = None
+        self._unconfirmed.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._applied.clear()
+        self._undone.clear()
+        self._unconfirmed.clear()
+        self.nbytes = 0
+
+    def _forget_undone(self) -> None:
+        self.nbytes -= sum(applied.nbytes for applied in self._undone)
+        self._undone.clear()

@@ -1,0 +1,188 @@
+"""All engine cores that a server's client reaches, as one: asked together, paused together, or not at all.
+
+With data parallelism each engine core has a scheduler and ranks of its own. Engines of a dense model know nothing of
+each other; those of a mixture of experts run in step and wait for each other in every forward pass, in pauses, and when
+they resume. So whatever is asked of one is asked of all at once, and the answers of all are waited for even if one
+fails: nobody goes on while another engine may still be at work.
+
+The ranks behind an answer are counted over all engines, in the order of data parallel ranks.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.layout_checks import ranks_per_engine, reached_engines
+from vllm_delta_sync.engine.core import rank_rpc
+from vllm_delta_sync.engine.core.hooks import missing_names
+from vllm_delta_sync.engine.core.watchdog import Answer
+from vllm_delta_sync.errors import EngineError
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+END_SECONDS = 10.0
+
+
+class EngineCoreClients:
+    """The engine cores behind one ``AsyncLLM``. Coroutines run in its event loop.
+
+    Where this vLLM's engine core is not as expected (``missing_names``), vLLM's own calls are made instead, to the one
+    engine there is then: see ``layout.check_layout``.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._core = client.engine_core
+
+    async def _each(self, method: str, *args: Any, own: list[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a utility of every engine core at once.
+
+        Args:
+            own: per engine, what it is to get instead of ``args``.
+
+        Returns:
+            the answers, in the order of engines.
+
+        Raises:
+            Exception: the first that an engine answered with, once all have answered.
+        """
+        # vLLM's own call reaches every engine too, but returns the first one's answer, and at the first error.
+        calls = [
+            self._core._call_utility_async(method, *(args if own is None else own[index]), engine=engine)
+            for index, engine in enumerate(reached_engines(self._client))
+        ]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def _cut(self, method: str, arguments: Answer, *rest: Any) -> list[tuple[Any, ...]]:
+        """Per engine, the arguments of a call to its ranks."""
+        size = ranks_per_engine(self._client)
+        engines = len(reached_engines(self._client))
+        return [
+            (method, rank_rpc.of_ranks(arguments, engine * size, (engine + 1) * size), *rest)
+            for engine in range(engines)
+        ]
+
+    async def pause(self, mode: str, clear_cache: bool, lease_s: float) -> None:
+        """Pause every engine core, for at most ``lease_s`` seconds; waiting for requests in flight does not count.
+
+        Cause: ``pause_generation`` ends with a fixed 20 ms sleep for the order of outputs, which weights do not need.
+        Symptom: every pause is 20 ms longer. Remove when: the sleep is gone.
+
+        Raises:
+            EngineError: an engine sleeps; none was paused.
+        """
+        if clear_cache:
+            await self._client.renderer.clear_mm_cache_async()
+        if missing_names():
+            await self._core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+            return
+        # An engine that refuses would leave those that run in step with it waiting for it.
+        if len(reached_engines(self._client)) > 1 and any(await self._each("is_sleeping")):
+            raise EngineError("the engine sleeps and holds no weights to patch; wake it up first (POST /wake_up)")
+        request = asyncio.ensure_future(self._each("delta_sync_pause", mode, clear_cache, lease_s))
+        try:
+            # Mode ``wait`` lasts as long as the requests in flight, of the engine that takes longest.
+            while not (await asyncio.wait({request}, timeout=lease_s / 3))[0]:
+                await self.renew(lease_s)
+            await request
+        finally:
+            request.cancel()
+
+    async def renew(self, lease_s: float) -> Answer:
+        """Guard.renew, in every engine core: {"expired": whether any has none on}."""
+        if missing_names():
+            return {"expired": False}
+        return {"expired": any(answer["expired"] for answer in await self._each("delta_sync_renew", lease_s))}
+
+    async def call(self, method: str, arguments: Answer) -> list[Answer]:
+        """``delta_sync_call`` on every rank of every engine.
+
+        No timeout inside the engine: it would take a late answer for that of the next call.
+        """
+        if missing_names():
+            number = rank_rpc.next_number()
+            plain = rank_rpc.of_ranks(arguments)
+            answers = await self._client.collective_rpc(rank_rpc.METHOD, args=(method, plain, number))
+            return rank_rpc.checked(answers, number)
+        return _joined(await self._each("delta_sync_ask", own=self._cut(method, arguments)))
+
+    async def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
+        """Guard.call, in every engine core: for ``commit`` and ``revert``, which must not reach an engine that runs.
+
+        Returns:
+            {"expired": whether any engine's pause had, and then it did nothing; "answers": one per rank, if none had}.
+            An engine that has already settled on the version that a ``revert`` goes to counts as one that went there.
+        """
+        if missing_names():
+            return {"expired": False, "answers": await self.call(method, arguments)}
+        several = len(reached_engines(self._client)) > 1
+        # None begins while another has no pause left to do the same in.
+        if several and method == "commit" and (await self.renew(timeout_s))["expired"]:
+            return {"expired": True, "answers": []}
+        outcomes = await self._each("delta_sync_paused_call", own=self._cut(method, arguments, timeout_s))
+        if several and method == "revert" and any(outcome["expired"] for outcome in outcomes):
+            described = await self._each("delta_sync_ask", "describe", {})
+            for outcome, held in zip(outcomes, described, strict=True):
+                if outcome["expired"] and all(answer.get("version") == arguments["version"] for answer in held):
+                    outcome.update({"expired": False, "answers": held})
+        if any(outcome["expired"] for outcome in outcomes):
+            return {"expired": True, "answers": []}
+        return {"expired": False, "answers": _joined([outcome["answers"] for outcome in outcomes])}
+
+    async def label(self, version: int | None) -> None:
+        """Set vLLM's weight version, which its outputs carry per span, to the decimal version, or to no version."""
+        await patches.label_weights(self._client, version)
+
+    async def label_paused(self, version: int | None) -> Answer:
+        """Guard.label, in every engine core: what a watchdog has taken back is not to be labelled as if it were held.
+
+        Returns:
+            {"expired": whether any engine's pause had, and then it was not labelled}.
+        """
+        if missing_names():
+            await self.label(version)
+            return {"expired": False}
+        label = patches.NO_VERSION if version is None else str(version)
+        answers = await self._each("delta_sync_paused_label", label)
+        return {"expired": any(answer["expired"] for answer in answers)}
+
+    async def resume(self) -> Answer:
+        """Guard.resume, in every engine core: {"expired": whether any went on by itself, "outcome": of that one}."""
+        if missing_names():
+            await self._core.resume_scheduler_async()
+            return {"expired": False, "outcome": None}
+        answers = await self._each("delta_sync_resume")
+        gone = [answer for answer in answers if answer["expired"]]
+        return {"expired": bool(gone), "outcome": gone[0]["outcome"] if gone else None}
+
+    async def end(self, reason: str) -> None:
+        """End every engine core and its workers, even if they hang in a call; the server then ends too.
+
+        Raises:
+            EngineError: an engine's process is not this server's own, and it does not answer.
+        """
+        logger.critical("ending the engine: %s", reason)
+        processes = getattr(self._core.resources.engine_manager, "processes", None) or []
+        if processes:
+            from vllm.utils.system_utils import kill_process_tree
+
+            for process in processes:
+                kill_process_tree(process.pid)
+        if len(processes) >= len(reached_engines(self._client)):
+            return
+        try:
+            await asyncio.wait_for(self._each("delta_sync_end", reason), END_SECONDS)
+        except TimeoutError as error:
+            raise EngineError("an engine core is not this server's own process and does not answer: end it") from error
+        except Exception:  # noqa: BLE001  an engine that ends cannot answer
+            return
+
+
+def _joined(per_engine: list[list[Answer]]) -> list[Answer]:
+    return [answer for answers in per_engine for answer in answers]

@@ -1,0 +1,162 @@
+"""The lease on a pause: a watchdog in the engine core's process that ends a pause whose controller was lost.
+
+The controller lives in the API server, the pause in the engine core, which is another process: a controller that dies
+or hangs between pause and resume would leave generation paused for ever. So the controller pauses for a bounded time,
+and when that has passed, the engine core settles what the ranks hold by itself, on the thread that runs its loop, and
+goes on. Other callers' pauses (vLLM's /pause, /sleep) are kept apart from ours: what was paused before stays paused
+after, and what is asked for meanwhile is done when ours is over.
+"""
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+from vllm_delta_sync.engine.compat.patches import wrap_method
+from vllm_delta_sync.engine.core.watchdog import PauseWatchdog
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+CORE_MODULE = "vllm.v1.engine.core"
+
+
+def _guard(engine: Any) -> PauseWatchdog:
+    guard: PauseWatchdog | None = getattr(engine, "delta_sync_guard", None)
+    if guard is None:
+        guard = engine.delta_sync_guard = PauseWatchdog(engine)
+    return guard
+
+
+@cache
+def missing_names() -> list[str]:
+    """What the guard needs of vLLM's engine core and its client and does not find. Imports vLLM."""
+    from vllm.v1 import engine
+    from vllm.v1.engine import core, core_client
+
+    process = getattr(core, "EngineCoreProc", None)
+    methods = ["pause_scheduler", "resume_scheduler", "set_weight_version", "run_busy_loop", "_handle_client_request"]
+    missing = [name for name in [*methods, "_send_engine_dead"] if not hasattr(process, name)]
+    if not hasattr(getattr(engine, "EngineCoreRequestType", None), "WAKEUP"):
+        missing.append("EngineCoreRequestType.WAKEUP")
+    if not hasattr(getattr(core_client, "AsyncMPClient", None), "_call_utility_async"):
+        missing.append("AsyncMPClient._call_utility_async")
+    # These are set on instances: their names stand in the constructors.
+    for module, owner, names in (
+        (core, "EngineCore", ["_idle_state_callbacks", "scheduler"]),
+        (core, "EngineCoreProc", ["input_queue"]),
+        (core_client, "MPClient", ["core_engines"]),
+    ):
+        constructor = inspect.unwrap(getattr(getattr(module, owner, None), "__init__", missing_names))
+        missing += [name for name in names if name not in constructor.__code__.co_names]
+    return missing
+
+
+def install() -> None:
+    """Give vLLM's engine core process its watchdog. Called in every process; does nothing where there is no engine.
+
+    An engine inside the caller's own process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is left alone: nothing there can
+    be lost apart from it.
+    """
+    core = sys.modules.get(CORE_MODULE)
+    if core is None or hasattr(getattr(core, "EngineCoreProc", None), "delta_sync_pause"):
+        return
+    missing = missing_names()
+    if missing:
+        logger.warning(
+            "this vLLM's engine core is not as expected (no %s): a controller that is lost in the middle of a commit "
+            "leaves generation paused",
+            ", ".join(missing),
+        )
+        return
+    process = core.EngineCoreProc
+
+    def delta_sync_pause(self: Any, mode: str, clear_cache: bool, lease_s: float) -> Any:
+        return _guard(self).pause(mode, clear_cache, lease_s)
+
+    def delta_sync_resume(self: Any) -> Any:
+        return _guard(self).resume()
+
+    def delta_sync_renew(self: Any, lease_s: float) -> Any:
+        return _guard(self).renew(lease_s)
+
+    def delta_sync_ask(self: Any, method: str, arguments: Any) -> Any:
+        return _guard(self).ask(method, arguments)
+
+    def delta_sync_paused_call(self: Any, method: str, arguments: Any, timeout_s: float) -> Any:
+        return _guard(self).call(method, arguments, timeout_s)
+
+    def delta_sync_paused_label(self: Any, label: str) -> Any:
+        return _guard(self).label(label)
+
+    def delta_sync_end(self: Any, reason: str) -> Any:
+        _guard(self).end(reason)
+
+    calls = (delta_sync_pause, delta_sync_resume, delta_sync_renew, delta_sync_ask)
+    for method in (*calls, delta_sync_paused_call, delta_sync_paused_label, delta_sync_end):
+        setattr(process, method.__name__, method)
+    process._handle_client_request = _checking(process._handle_client_request)
+    # Engines that run in step have loops, and a way to resume, of their own.
+    for cls in (process, getattr(core, "DPEngineCoreProc", process)):
+        for name, wrap in OVERRIDABLE.items():
+            if name in vars(cls) or (cls is process and hasattr(cls, name)):
+                setattr(cls, name, wrap(getattr(cls, name)))
+
+
+def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        future = _guard(self).defer(lambda: original(self, *args, **kwargs))
+        return original(self, *args, **kwargs) if future is None else future
+
+    return call
+
+
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def handle(self: Any, request_type: Any, request: Any) -> Any:
+        if request_type.name == "WAKEUP":
+            _guard(self).check()
+        return original(self, request_type, request)
+
+    return handle
+
+
+def _ending_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def run(self: Any) -> Any:
+        _guard(self).end_with_parent()
+        return original(self)
+
+    return run
+
+
+OVERRIDABLE = {
+    # vLLM's /pause since 0.33: it calls pause_scheduler and makes the engine reject new requests. Without this it would
+    # reject them during our pause and accept them after it, because the end of our pause resumes the scheduler.
+    "pause_generation": _deferring,
+    "pause_scheduler": _deferring,
+    "resume_scheduler": _deferring,
+    "run_busy_loop": _ending_with_parent,
+}
+
+
+def fail_when_engine_died(client: Any) -> None:
+    """Let ``vllm serve`` exit with status 1 if its engine died.
+
+    Cause: it winds down as after a request to stop. Symptom: exit status 0, which a supervisor takes for the wish to
+    be off. Remove when: vLLM says so itself.
+    """
+    asked: list[bool] = []
+
+    def shutdown(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        # Only the first call tells: any shutdown makes the client look as if its engine had died.
+        asked.append(client.errored)
+        original(*args, **kwargs)
+        if asked == [True]:
+            logger.critical("the engine is dead; exit status 1")
+            raise SystemExit(1)
+
+    wrap_method(client, "shutdown", shutdown)

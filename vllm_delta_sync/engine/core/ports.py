@@ -1,0 +1,149 @@
+"""The two engines behind ``EnginePort``: the API server's asynchronous client, and an offline ``LLM``."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_delta_sync.engine.commit.transaction import Answer, DrainError
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.core import rank_rpc
+from vllm_delta_sync.engine.core.clients import EngineCoreClients
+from vllm_delta_sync.errors import EngineError, WeightsLostError
+from vllm_delta_sync.settings import Settings
+
+CALL_TIMEOUT_S = 120.0
+"""Bound on one call into an engine that runs; every call is short, long work runs in the background."""
+ANSWER_SECONDS = 5.0
+"""What an answer may take on top of the time that the engine allows its ranks."""
+PAUSED = ("commit", "revert")
+"""Calls that must not reach an engine that runs."""
+
+
+class ServerEnginePort:
+    """All engines of a vLLM server, called from the receiver's thread through the server's event loop."""
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
+        self._engines = EngineCoreClients(client)
+        self._loop = loop
+        self._mode = settings.pause_mode
+        self._clear = settings.prefix_cache == "reset"
+        self._seconds = settings.pause_seconds
+        self._patience = settings.wait_seconds
+
+    def _run(self, call: Coroutine[Any, Any, Any], timeout: float | None = CALL_TIMEOUT_S) -> Any:
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError as error:
+            future.cancel()
+            raise EngineError(f"the engine did not answer within {timeout:.0f} s") from error
+        except Exception as error:  # vLLM reports a worker's failure as a bare exception
+            raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+
+    def call(self, method: str, arguments: Answer) -> list[Answer]:
+        """See EnginePort.
+
+        Raises:
+            WeightsLostError: a rank does not answer in the middle of a commit: nobody knows what it holds.
+            EngineError: the engine failed, or the pause had expired and nothing was done.
+        """
+        answers: list[Answer]
+        if method not in PAUSED:
+            answers = self._run(self._engines.call(method, arguments))
+            return answers
+        try:
+            outcome = self._run(
+                self._engines.call_paused(method, arguments, self._seconds), self._seconds + ANSWER_SECONDS
+            )
+        except EngineError as error:
+            raise WeightsLostError(f"{method} has no outcome: {error.message}") from error
+        if outcome["expired"]:
+            raise EngineError(f"the pause expired before {method}, so it was not done on every rank")
+        answers = outcome["answers"]
+        return answers
+
+    def pause(self) -> None:
+        """See EnginePort. Mode ``wait`` lasts as long as the requests in flight.
+
+        Raises:
+            DrainError: that is too long. The pause is still to be taken back, by ``resume``.
+        """
+        pausing = self._engines.pause(self._mode, self._clear, self._seconds)
+        if self._mode != "wait":
+            self._run(pausing)
+            return
+        try:
+            self._run(pausing, self._patience)
+        except EngineError as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
+            raise DrainError(
+                f"requests in flight did not finish within wait_seconds = {self._patience:g}, so the commit is tried "
+                "again later; bound max_tokens, raise wait_seconds, or set pause_mode to keep"
+            ) from error
+
+    def resume(self) -> bool:
+        """See EnginePort."""
+        outcome = self._run(self._engines.resume())
+        return bool(outcome["expired"])
+
+    def label(self, version: int | None) -> None:
+        """See EnginePort."""
+        self._run(self._engines.label(version))
+
+    def label_paused(self, version: int | None) -> None:
+        """See EnginePort."""
+        if self._run(self._engines.label_paused(version))["expired"]:
+            raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
+
+    def end(self, reason: str) -> None:
+        """See EnginePort; the server ends with its engine."""
+        self._run(self._engines.end(reason))
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # vLLM reports a worker's failure as a bare exception
+        raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+
+
+class OfflineEnginePort:
+    """An ``LLM`` object, used between two ``generate`` calls: nothing runs, so nothing is paused."""
+
+    def __init__(self, llm: Any, settings: Settings) -> None:
+        self._llm = llm
+        self._clear = settings.prefix_cache == "reset"
+
+    def call(self, method: str, arguments: Answer) -> list[Answer]:
+        """See EnginePort."""
+        number = rank_rpc.next_number()
+        with _engine_errors():
+            answers = self._llm.collective_rpc(rank_rpc.METHOD, args=(method, rank_rpc.of_ranks(arguments), number))
+        return rank_rpc.checked(answers, number)
+
+    def pause(self) -> None:
+        """Nothing runs between two ``generate`` calls. Raises EngineError if something does."""
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise EngineError("requests are unfinished; call sync.to() between two generate() calls")
+
+    def resume(self) -> bool:
+        """Drop cached keys and values of the older policy, as the setting says."""
+        with _engine_errors():
+            if self._clear:
+                self._llm.reset_prefix_cache()
+        return False
+
+    def label(self, version: int | None) -> None:
+        """See EnginePort."""
+        with _engine_errors():
+            self._llm.llm_engine.set_weight_version(patches.NO_VERSION if version is None else str(version))
+
+    def label_paused(self, version: int | None) -> None:
+        """See EnginePort; nothing runs, so nothing expires."""
+        self.label(version)
+
+    def end(self, reason: str) -> None:
+        """An ``LLM`` belongs to its caller, who gets the error and must make another one."""

@@ -1,0 +1,200 @@
+"""``--load-format delta_sync``: start from the bucket, with a model folder of config and tokenizer only."""
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.engine import LOAD_FORMAT
+from vllm_delta_sync.engine.follow.standing_orders import chosen_by, peek
+from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.staging.reconstruct import drain, newest, rebuild
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    SettingsError,
+    StoreError,
+    TensorMismatchError,
+)
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.run.documents import TAG_PREFIX
+from vllm_delta_sync.settings import HEAD, Settings, load_settings
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+
+@dataclass(frozen=True)
+class LoadedVersion:
+    """What was handed to a model's ``load_weights``; left on the model as ``delta_sync_loaded``.
+
+    Attributes:
+        run: run id. url: where it lies. version: version number. digest: SHA-256 of its manifest.
+        fingerprints: hex, one per tensor of the run's table, in its order.
+    """
+
+    run: str
+    url: str
+    version: int
+    digest: str
+    fingerprints: tuple[str, ...]
+
+
+def register() -> None:
+    """Make the format known to vLLM, once per process."""
+    from vllm.model_executor import model_loader
+
+    if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not DeltaSyncLoader:
+        register_model_loader(LOAD_FORMAT)(DeltaSyncLoader)
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's ``value`` on every rank of this engine."""
+    from vllm.distributed import get_world_group
+
+    return get_world_group().broadcast_object(value)
+
+
+def is_rank_0() -> bool:
+    """Whether this process decides for its engine."""
+    from vllm.distributed import get_world_group
+
+    return bool(get_world_group().rank_in_group == 0)
+
+
+class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
+    """Loads what the server is to serve of the run that ``DELTA_SYNC_BUCKET`` names, else its newest good version."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        if load_config.model_loader_extra_config:
+            raise SettingsError(
+                f"model_loader_extra_config is {str(load_config.model_loader_extra_config)[:80]!r}: load format "
+                f"{LOAD_FORMAT!r} takes none; set DELTA_SYNC_BUCKET"
+            )
+
+    @cached_property
+    def run(self) -> Run:
+        """The run to load from.
+
+        Raises:
+            SettingsError: no bucket is set. NotFoundError: there is no run.
+        """
+        settings = load_settings()
+        return self._open(settings, settings.bucket)
+
+    def _open(self, settings: Settings, url: str) -> Run:
+        folder = settings.cache_folder()
+        cache = None if folder is None else ObjectCache(folder, settings.cache_bytes)
+        return open_run(url, settings.keyring(), settings.store(), cache)
+
+    @property
+    def _serves_any(self) -> bool:
+        """Whether quarantined versions are loaded like others."""
+        return load_settings().quarantined == "serve"
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing: objects are read as they are needed."""
+
+    def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        """As vLLM does it, with the run's own output head if it has one."""
+        self._untie(model_config)
+        return super().create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+    def _untie(self, model_config: Any) -> None:
+        # vLLM builds a head of its own where config.json says tied and the checkpoint has one all the same. It looks
+        # for that in the model folder, which has no weights here; vLLM ties again if the two turn out to be equal.
+        own_head = any(spec.name.endswith("lm_head.weight") for spec in self.run.table)
+        if own_head and getattr(model_config.hf_config, "tie_word_embeddings", False):
+            model_config.hf_config.tie_word_embeddings = False
+            model_config.hf_config.get_text_config().tie_word_embeddings = False
+            model_config.word_embeddings_untied_by_checkpoint = True
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Rebuild the version, hand every tensor to the model's own ``load_weights``, and leave a ``Loaded`` on it.
+
+        Raises:
+            DeltaSyncError: see ``newest`` and ``rebuild``.
+            TensorMismatchError: the run's tensors leave some of the model's parameters unset.
+            EngineError, ChainError: ranks cannot agree on a version.
+        """
+        began = time.perf_counter()
+        run, chosen = self._agree()
+        held, state = rebuild(run, chosen, model_config.model, self._serves_any)
+        if from_rank_0(held.version) != held.version:
+            raise EngineError(f"this rank could rebuild version {held.version} and rank 0 another one; start again")
+        fingerprints = tuple(value.hex() for value in state.fingerprints)
+        names = model.load_weights(drain(run, state))
+        if names is not None and model_config.quantization is None:
+            self._check_all_set(model, set(names))
+        model.delta_sync_loaded = LoadedVersion(held.run, run.bucket.url, held.version, held.digest, fingerprints)
+        del state
+        gc.collect()
+        logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)
+
+    def _agree(self) -> tuple[Run, Manifest]:
+        """The run and the version that all ranks load: the head may move while they look."""
+        if not is_rank_0():
+            chosen = from_rank_0(None)
+            if chosen is None:
+                raise EngineError("rank 0 found no version to load; its own error says why")
+            url, version, digest = chosen
+            run = self.run if url == self.run.bucket.url else self._open(load_settings(), url)
+            manifest = run.manifest(version)
+            if manifest.digest != digest:
+                raise ChainError(f"version {version} is {manifest.digest} here and {digest} on rank 0")
+            return run, manifest
+        try:
+            run, manifest = self.chosen()
+        except DeltaSyncError:
+            from_rank_0(None)
+            raise
+        from_rank_0((run.bucket.url, manifest.version, manifest.digest))
+        return run, manifest
+
+    def chosen(self) -> tuple[Run, Manifest]:
+        """What is to be served: what a standing order holds, what the target names, else the newest.
+
+        Raises:
+            DeltaSyncError: as ``open_run`` and ``newest``.
+        """
+        settings = load_settings()
+        order = peek(settings)
+        settings = settings if order is None else chosen_by(settings, order)
+        run = self.run if order is None or order.bucket is None else self._open(settings, settings.bucket)
+        head = newest(run, self._serves_any, TrustedHead(settings, run.keyring, writes=False))
+        holds = order is not None and order.holding and order.run == run.info.run
+        version = order.version if order is not None and holds else None
+        if version is None and settings.target == HEAD:
+            return run, head
+        try:
+            # Not the newest meanwhile: what is loaded generates as soon as the server answers.
+            manifest = run.resolve(_named(settings.target) if version is None else version)
+            run.authentic.descends(head, manifest)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            logger.warning("starting with version %d of run %s: %s", head.version, run.info.run, error)
+            return run, head
+        return run, manifest
+
+    def _check_all_set(self, model: Any, names: set[str]) -> None:
+        try:
+            DefaultModelLoader(self.load_config).track_weights_loading(model, names)
+        except ValueError as error:
+            raise TensorMismatchError(
+                f"run {self.run.info.run} does not have every weight of this model; is config.json that of the run? "
+                f"{error}"
+            ) from error
+
+
+def _named(target: str) -> int | str:
+    return target if target.startswith(TAG_PREFIX) else int(target)

@@ -1,0 +1,96 @@
+"""vLLM's entry points: the general plugin (every process) and the endpoint plugin (API server)."""
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+from vllm_delta_sync import admin_token
+from vllm_delta_sync.engine import WORKER_EXTENSION
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.redaction import guarded_logger, public_url
+
+# A child of vLLM's logger, the only one that vLLM gives a handler; one for all our modules in the engine.
+logger = guarded_logger("vllm.delta_sync")
+
+
+def register() -> None:
+    """General plugin. vLLM calls it in every process, possibly more than once."""
+    from vllm_delta_sync.engine.api import weight_transfer
+    from vllm_delta_sync.engine.core import hooks
+    from vllm_delta_sync.engine.entrypoints import load_format
+
+    # In the API server this comes before the engine's processes are started, so they do not get the token.
+    admin_token.hide()
+    patches.initialize_amx()
+    patches.hide_numba_from_kernel_scan()
+    patches.sleep_between_looks()
+    load_format.register()
+    weight_transfer.register()
+    hooks.install()
+
+
+class EndpointPlugin:
+    """Routes under ``/delta_sync`` and the controller that follows the run."""
+
+    name = patches.PLUGIN_NAME
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add the routes; vLLM calls it while it builds the application."""
+        from vllm_delta_sync.engine.api import routes
+
+        routes.attach(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Check the set-up and start to follow. What is wrong with it ends the server, after one line that says so."""
+        from vllm_delta_sync.engine.entrypoints.serve_command import warn_shared_flags
+
+        warn_shared_flags(args)
+        try:
+            await self._begin(engine_client, state)
+        except DeltaSyncError as error:
+            # vLLM would show a traceback, in which that line is lost.
+            logger.critical("%s: %s; the server ends", error.kind, error.message)
+            raise SystemExit(error.exit_code) from None
+
+    async def _begin(self, engine_client: Any, state: Any) -> None:
+        """As ``init_state``.
+
+        Raises:
+            SettingsError: no bucket, or a setting that cannot be used.
+            EngineError: the worker extension is missing, or the layout is not supported.
+        """
+        from vllm_delta_sync.engine.api import weight_transfer
+        from vllm_delta_sync.engine.api.api_server_group import siblings_of
+        from vllm_delta_sync.engine.api.api_servers import LeaderElection
+        from vllm_delta_sync.engine.compat.features import check_features
+        from vllm_delta_sync.engine.compat.layout_checks import check_layout
+        from vllm_delta_sync.engine.core import hooks
+        from vllm_delta_sync.engine.core.ports import ServerEnginePort
+        from vllm_delta_sync.engine.follow.service import ReceiverService
+        from vllm_delta_sync.engine.observe import spans
+        from vllm_delta_sync.settings import load_settings
+
+        settings = load_settings()
+        patches.warn_untested()
+        patches.check_extension(engine_client.vllm_config, WORKER_EXTENSION)
+        check_features(engine_client.vllm_config)
+        check_layout(engine_client.vllm_config, missing=hooks.missing_names())
+        port = ServerEnginePort(engine_client, asyncio.get_running_loop(), settings)
+        controller = LeaderElection(lambda: ReceiverService(port, settings), siblings_of(engine_client))
+        state.delta_sync = controller
+        state.delta_sync_token = settings.admin_token()
+        state.delta_sync_min_version_seconds = settings.min_version_seconds
+        if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
+            logger.warning("admin_token_file can be read by others than its owner; run chmod 600 on it")
+        hooks.fail_when_engine_died(engine_client)
+        weight_transfer.install_on_server(engine_client, controller, settings.bucket)
+        spans.install(engine_client, state, lambda: controller.receiver.served_run)
+        await controller.start()
+        logger.info("following %s (policy %s)", public_url(settings.bucket), settings.policy)
+
+
+def endpoint_plugin() -> EndpointPlugin:
+    """Factory that vLLM calls in the API server, if VLLM_PLUGINS names ``delta_sync``."""
+    return EndpointPlugin()

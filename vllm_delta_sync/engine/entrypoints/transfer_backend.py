@@ -1,0 +1,52 @@
+"""What a worker has behind vLLM's weight transfer API where its backend is ours: a refusal.
+
+The controller moves all ranks at once, so calls end at the engine's client; see ``transfer``. One that comes as far as
+a worker was forwarded by nobody, and must not look as if it had done something.
+"""
+
+from typing import Any, NoReturn
+
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+from vllm_delta_sync.engine.api.weight_transfer import BACKEND
+from vllm_delta_sync.errors import EngineError
+
+
+class BucketTransferEngine(WeightTransferEngine[dict[str, Any], dict[str, Any]]):
+    """Refuses every update; ``shutdown`` has nothing to release."""
+
+    init_info_cls = dict
+    update_info_cls = dict
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Refuse. Raises EngineError."""
+        _refuse("init_weight_transfer_engine")
+
+    def start_weight_update(self) -> None:
+        """Refuse. Raises EngineError."""
+        _refuse("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Refuse. Raises EngineError."""
+        _refuse("update_weights")
+
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
+        """Refuse. Raises EngineError."""
+        _refuse("update_weights")
+
+    def finish_weight_update(self) -> None:
+        """Refuse. Raises EngineError."""
+        _refuse("finish_weight_update")
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+def _refuse(method: str) -> NoReturn:
+    raise EngineError(
+        f"{method} reached a worker, and the weight transfer backend {BACKEND} is served by the controller, which "
+        "moves all ranks together: on a server name delta_sync in VLLM_PLUGINS and set DELTA_SYNC_BUCKET "
+        "(delta-sync serve does both), otherwise call attach(llm, bucket) or attach_async(engine, bucket) first; "
+        "nothing was changed"
+    )

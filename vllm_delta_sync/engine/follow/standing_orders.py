@@ -1,0 +1,255 @@
+"""Standing orders: what somebody told a server at run time and what outlives it; a target, and a hold.
+
+One small file per configured run URL (and ``receiver_id``), written before the order is answered. A damaged one means
+that there was an order: the server holds what it starts with until it is told otherwise, since the order may have been
+to keep away from the newest version.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import stat
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Literal, TextIO
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_delta_sync.bucket import open_bucket, scheme_of, store_of
+from vllm_delta_sync.errors import DeltaSyncError, SettingsError, UsageError
+from vllm_delta_sync.format.limits import MAX_VERSION
+from vllm_delta_sync.settings import TARGET, Settings
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+MAX_ORDER_BYTES = 16 * 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class StandingOrder(BaseModel):
+    """What is in force.
+
+    Attributes:
+        setting: what the setting ``target`` was when it was given; another one wins over it.
+        target, bucket: chosen at run time; None: as set. The bucket is one beside the configured one.
+        holding: whether new versions are left alone. run, version: at what it holds; None if nothing was served yet.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    format: Literal[1] = 1
+    setting: str
+    target: Annotated[str, Field(pattern=TARGET)] | None = None
+    bucket: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    holding: bool = False
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether all is as the settings say."""
+        return self.target is None and self.bucket is None and not self.holding
+
+    def __str__(self) -> str:
+        parts = [] if self.target is None else [f"target {self.target}"]
+        parts += [] if self.bucket is None else ["another run"]
+        if self.holding:
+            parts.append("hold" if self.version is None else f"hold at version {self.version}")
+        return ", ".join(parts) or "none"
+
+
+class StandingOrderStore:
+    """Where a server's order is kept. Nothing here fails: an order that cannot be kept ends with the process.
+
+    Attributes:
+        path: the file; None if there is no place for one.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock: TextIO | None = None
+        self._kept: StandingOrder | None = None
+        self.path: Path | None = None
+        self._why_not = ""
+        try:
+            name = open_bucket(settings.bucket, settings.store()).url
+            if settings.receiver_id is not None:
+                name = f"{name}\n{settings.receiver_id}"
+            self.path = settings.state_folder() / f"{sha256(name.encode()).hexdigest()[:32]}.order"
+        except SettingsError as error:
+            self._why_not = error.message
+
+    def load(self) -> StandingOrder | None:
+        """The order in force; None if there is none. One that holds no version if what is kept cannot be read."""
+        if self.path is None or not os.path.lexists(self.path):
+            return None
+        unread = StandingOrder(setting=self._settings.target, holding=True)
+        try:
+            if not self._own():
+                logger.warning("a standing order is not taken: %s", self._why_not)
+                return None
+            self._kept = self.parsed(_read(self.path))
+        except (OSError, ValueError, DeltaSyncError) as error:
+            reason = error.strerror if isinstance(error, OSError) else _first_line(error)
+            logger.warning(
+                "the standing order in %r cannot be read (%s), so nobody knows which version it was to keep: this "
+                "server holds what it starts with. POST /delta_sync/release to follow, or give another order",
+                str(self.path), reason,
+            )  # fmt: skip
+            return unread
+        if self._kept.setting != self._settings.target:
+            logger.warning(
+                "the setting target is %s, and was %s when the standing order (%s) was given: the setting wins, and "
+                "the order is dropped",
+                self._settings.target, self._kept.setting, self._kept,
+            )  # fmt: skip
+            self.save(StandingOrder(setting=self._settings.target))
+            return None
+        logger.info("standing order: %s", self._kept)
+        return self._kept
+
+    def save(self, order: StandingOrder) -> None:
+        """Keep an order, durably; an empty one removes what is kept."""
+        if order == self._kept or (self._kept is None and order.is_none and not self._is_there()):
+            return
+        try:
+            if self.path is not None and self._own():
+                if order.is_none:
+                    _remove(self.path)
+                else:
+                    _write(self.path, order.model_dump_json())
+                self._kept = None if order.is_none else order
+                return
+        except OSError as error:
+            self._why_not = f"{str(self.path)!r} cannot be written: {error.strerror}"
+        logger.warning(
+            "the standing order (%s) is in force, and ends with this process: %s; set state_dir to a directory that "
+            "this user can write",
+            order, self._why_not,
+        )  # fmt: skip
+
+    def _is_there(self) -> bool:
+        return self.path is not None and os.path.lexists(self.path)
+
+    def _own(self) -> bool:
+        """Whether the file is this server's: another one of this user, for the same run, has its own orders."""
+        if self._lock is not None or self.path is None:
+            return self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = os.fdopen(descriptor, "r+")
+        try:
+            # A record lock: none that this process forks keeps it.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            lock.close()
+            self._why_not = (
+                f"{str(self.path)!r} is in use by another server of this user that follows the same run; give each a "
+                "receiver_id, or a state_dir"
+            )
+            return False
+        self._lock = lock
+        return True
+
+    def parsed(self, data: bytes) -> StandingOrder:
+        """An order from its bytes. Raises ValueError, UsageError: it is none, or its run is not beside ours."""
+        order = StandingOrder.model_validate_json(data)
+        if order.bucket is not None:
+            sibling(self._settings.bucket, order.bucket)
+        return order
+
+
+def peek(settings: Settings) -> StandingOrder | None:
+    """The order that a server with these settings will find, without taking the file; None if it will find none."""
+    kept = StandingOrderStore(settings)
+    try:
+        order = None if kept.path is None else kept.parsed(_read(kept.path))
+    except (OSError, ValueError, DeltaSyncError):
+        return None
+    return order if order is not None and order.setting == settings.target else None
+
+
+def chosen_by(settings: Settings, order: StandingOrder) -> Settings:
+    """Settings with what an order says in place of theirs."""
+    said = {"target": order.target, "bucket": order.bucket}
+    return settings.model_copy(update={name: value for name, value in said.items() if value is not None})
+
+
+def sibling(configured: str, asked: str) -> str:
+    """The URL of a run beside the configured one, which somebody asked for.
+
+    Raises:
+        UsageError: it is not in the same store, under the same prefix, by another name.
+    """
+    parent, own = _parted(configured)
+    beside, name = _parted(asked)
+    if beside != parent or _NAME.fullmatch(name) is None or not own:
+        raise UsageError(
+            "field 'bucket' names no run beside the configured one; give that one's URL with another last part, of "
+            "letters, digits, '.', '_' and '-'"
+        )
+    if name == own:
+        return configured
+    root = configured.rstrip("/")
+    found = root[: len(root) - len(root.rpartition("/")[2])] + name
+    if store_of(found) != store_of(configured):
+        raise UsageError(f"the configured run is all of {store_of(configured)!r}: there is none beside it")
+    return found
+
+
+def _parted(url: str) -> tuple[str, str]:
+    """What a URL's last part stands in, and that part; nothing is decoded, so that nothing can be spelled otherwise."""
+    text = url.rstrip("/")
+    if scheme_of(text) == "file":
+        text = text.removeprefix("file://")
+        if not text.startswith("/") and not url.lower().startswith("file:"):
+            text = f"{Path.cwd()}/{text}"
+    parent, _, name = text.rpartition("/")
+    return parent, name
+
+
+def _read(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise ValueError("others than this user may have written it")
+        data = file.read(MAX_ORDER_BYTES + 1)
+    if len(data) > MAX_ORDER_BYTES:
+        raise ValueError(f"it has more than {MAX_ORDER_BYTES} bytes")
+    return data
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    with suppress(FileNotFoundError):
+        part.unlink()
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
+    os.replace(part, path)
+    _sync(path.parent)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: ValueError | DeltaSyncError) -> str:
+    if isinstance(error, ValidationError):
+        problem = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, problem['loc'])) or 'it'}: {problem['msg']}"[:200]
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

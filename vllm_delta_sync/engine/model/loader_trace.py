@@ -1,0 +1,261 @@
+"""Watch a model's own loader: which elements of the checkpoint it puts where, and what it computes.
+
+``load_weights`` runs once on a replica without data, and with data-less (meta) tensors, while every operation is
+seen. Each plain copy is an affine map from flat source indices to destination elements; slices, fused projections,
+transposes and tied weights come out by themselves. Whatever else reaches a parameter (casts, transforms, sums) is
+noted with the checkpoint tensors that went into it: ``compiling.py`` says what becomes of it.
+
+Works on any torch module with a ``load_weights(iterable of (name, tensor))`` method; knows nothing of vLLM.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_delta_sync.engine.model.model_replica import walk
+from vllm_delta_sync.engine.model.regions import Region, coalesce
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
+
+aten = torch.ops.aten
+NOBODY: frozenset[int] = frozenset()
+OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
+"""What was there before plays no part in what is there after."""
+
+
+class LoadableModel(Protocol):
+    """What tracing needs of a model; vLLM's models have it."""
+
+    def load_weights(self, weights: Any) -> Any: ...
+    def named_modules(self, memo: Any = ..., prefix: str = ..., remove_duplicate: bool = ...) -> Any: ...
+    def named_parameters(self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...) -> Any: ...
+    def named_buffers(self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...) -> Any: ...
+    def get_submodule(self, target: str) -> torch.nn.Module: ...
+
+
+@dataclass
+class Target:
+    """Memory that a loader may write: one storage of the replica.
+
+    Attributes:
+        names: every parameter or buffer that lies in it. numel: of all of it, in elements of ``dtype``.
+        is_parameter: whether one of them is a parameter.
+    """
+
+    names: list[str]
+    dtype: torch.dtype
+    numel: int
+    is_parameter: bool
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements of a checkpoint tensor, one by one, to elements of a target."""
+
+    tensor: int
+    target: int
+    source: Region
+    place: Region
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A target holds something else than elements of the checkpoint. ``tensors`` went into it; ``reason`` says how."""
+
+    target: int
+    tensors: frozenset[int]
+    reason: str
+
+
+@dataclass
+class Trace:
+    """What a loader does with the tensors of a run.
+
+    Attributes:
+        paddings: (target, region, number of copies before it) of what is set to a constant.
+        kept: per place of a tensor that hangs on the model and is no memory of it, as (path of the module, path from
+            there): the tensors that went into it.
+    """
+
+    table: TensorTable
+    targets: list[Target] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    paddings: list[tuple[int, Region, int]] = field(default_factory=list)
+    computed: list[Computed] = field(default_factory=list)
+    kept: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
+
+
+class _LoadRecorder(TorchDispatchMode):
+    """Follows checkpoint tensors through all operations; the replica's memory is meta, so nothing is computed."""
+
+    def __init__(self, table: TensorTable, replica: LoadableModel) -> None:
+        super().__init__()
+        self.trace = Trace(table)
+        self.current = "(before the first tensor)"
+        self._targets: dict[int, int] = {}
+        self._sources: dict[int, int] = {}
+        # Which checkpoint tensors went into a storage that is neither.
+        self._made_of: dict[int, frozenset[int]] = {}
+        # Storages are told apart by address of their implementation, which may be reused once one is freed.
+        self._alive: list[torch.Tensor] = []
+        for name, tensor in replica.named_parameters(remove_duplicate=False):
+            self._add_target(name, tensor, True)
+        for name, tensor in replica.named_buffers(remove_duplicate=False):
+            self._add_target(name, tensor, False)
+
+    def _add_target(self, name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "meta" or storage.nbytes() == 0 or tensor.element_size() not in SIGNED:
+            return
+        known = self._targets.get(storage._cdata)
+        if known is not None:
+            self.trace.targets[known].names.append(name)
+            self.trace.targets[known].is_parameter |= is_parameter
+            return
+        self._alive.append(tensor)
+        self._targets[storage._cdata] = len(self.trace.targets)
+        numel = storage.nbytes() // tensor.element_size()
+        self.trace.targets.append(Target([name], tensor.dtype, numel, is_parameter))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The run's tensors without data, as a loader would get them."""
+        for position, spec in enumerate(self.trace.table):
+            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+            self._alive.append(tensor)
+            self._sources[tensor.untyped_storage()._cdata] = position
+            self.current = spec.name
+            yield spec.name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = NOBODY.union(*(self._within(tensor) for tensor in tensors_in([args, kwargs])))
+        written = list(written_by(func, args, kwargs))
+        found = func(*args, **kwargs)
+        if tensors:
+            for tensor in tensors_in(found):
+                self._note(tensor, tensors)
+        for tensor in written:
+            self._record(func, tensor, tensors, args)
+        return found
+
+    def _within(self, tensor: torch.Tensor) -> frozenset[int]:
+        key = tensor.untyped_storage()._cdata
+        source = self._sources.get(key)
+        return self._made_of.get(key, NOBODY) if source is None else frozenset((source,))
+
+    def _note(self, tensor: torch.Tensor, tensors: frozenset[int]) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._sources:
+            if key not in self._made_of:
+                self._alive.append(tensor)
+            self._made_of[key] = self._made_of.get(key, NOBODY) | tensors
+
+    def _record(self, func: Any, tensor: torch.Tensor, tensors: frozenset[int], args: Any) -> None:
+        """A tensor was written."""
+        target = self._targets.get(tensor.untyped_storage()._cdata)
+        if target is None:
+            if tensors:
+                self._note(tensor, tensors)
+            return
+        held = self.trace.targets[target]
+        where = f"{held.names[0]} (while loading {self.current})"
+        is_copy = func is aten.copy_.default
+        came_from = tensors
+        if func in OVERWRITES:
+            came_from = NOBODY.union(*(self._within(source) for source in tensors_in(args[1:])))
+        self._note(tensor, came_from)
+        if not came_from and tensor.dtype == held.dtype:
+            self.trace.paddings.append((target, _region(tensor), len(self.trace.copies)))
+        elif tensor.dtype != held.dtype:
+            reason = f"{where} is written through a view of another dtype"
+            self.trace.computed.append(Computed(target, came_from, reason))
+        elif not is_copy:
+            reason = f"{where} is written by {func}, which is not a copy"
+            self.trace.computed.append(Computed(target, came_from, reason))
+        else:
+            self._record_copy(target, tensor, args[1], where)
+
+    def _record_copy(self, target: int, tensor: torch.Tensor, source: torch.Tensor, where: str) -> None:
+        position = self._sources.get(source.untyped_storage()._cdata)
+        if position is None:
+            reason = f"{where} receives computed values, not elements of the checkpoint"
+        elif source.dtype != tensor.dtype:
+            name = self.trace.table[position].name
+            reason = (
+                f"{where} casts {name} from {source.dtype} to {tensor.dtype}; publish what is served: give the "
+                "Publisher base= with the served checkpoint, or a model whose config has that dtype"
+            )
+        elif source.shape != tensor.shape:
+            reason = f"{where} copies {tuple(source.shape)} into {tuple(tensor.shape)} by broadcasting"
+        else:
+            if source.numel():
+                first, second = coalesce(
+                    source.shape,
+                    (int(source.storage_offset()), source.stride()),
+                    (int(tensor.storage_offset()), tensor.stride()),
+                )
+                self.trace.copies.append(Copy(position, target, first, second))
+            return
+        self.trace.computed.append(Computed(target, self._within(source), reason))
+
+    def note_kept(self, replica: Any) -> None:
+        """What the loader left on the model, besides what it wrote to the model's memory."""
+        for path, name, tensor in walk(replica):
+            tensors = self._within(tensor)
+            if tensors and tensor.untyped_storage()._cdata not in self._targets:
+                self.trace.kept[path, name] = tensors
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors that an operation writes to, as its schema says."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    return coalesce(tensor.shape, (int(tensor.storage_offset()), tensor.stride()), (0, tensor.stride()))[0]
+
+
+def watch_loader(replica: LoadableModel, table: TensorTable) -> Trace:
+    """Let a replica load the tensors of a run, and see what it does. What the replica is afterwards is of no use.
+
+    Args:
+        replica: all memory that the loader may write is on the meta device.
+
+    Raises:
+        ModelError: the loader fails, or reads the data of a tensor; the message names tensor and reason.
+    """
+    recorder = _LoadRecorder(table, replica)
+    try:
+        with torch.no_grad(), recorder:
+            replica.load_weights(recorder.weights())
+    except Exception as error:  # the loader is foreign code and may raise anything
+        # torch's errors about tensors without data name the meta device, and have no class of their own.
+        fix = (
+            "this loader reads the data of a tensor to decide where others go, which cannot be traced; serve the model "
+            "in another layout, such as without --enable-expert-parallel"
+            if "meta" in str(error)
+            else "if the run is of another model, check the setting bucket, or start vLLM from the run's checkpoint"
+        )
+        raise ModelError(
+            f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}: {error}; "
+            f"{fix}"
+        ) from error
+    recorder.note_kept(replica)
+    return recorder.trace

@@ -1,0 +1,247 @@
+"""Stage: turn decoded changes into per-destination patches that a commit can apply in one pass.
+
+A patch is its own undo log. Distances are subtracted to go back; absolute bits and full tensors are exchanged with
+what they overwrite, in place, so that after a commit the patch holds the old bits. A commit allocates nothing that
+grows with the patch.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_delta_sync.engine.model.regions import Indices, Region
+from vllm_delta_sync.engine.model.route_map import Route, RouteMap
+from vllm_delta_sync.errors import FingerprintError
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.torch_views import SIGNED
+
+Words = npt.NDArray[np.uint64]
+Positions = npt.NDArray[np.int32] | Indices
+Piece = tuple[Positions, Bits, Words]
+
+NARROW_ELEMENTS = 1 << 31
+"""Destinations of fewer elements are addressed by int32: half the memory, and half of what a commit reads."""
+
+
+@dataclass
+class SparsePatch:
+    """Changed elements of one destination, ascending by address, all held by the same ranks.
+
+    Attributes:
+        destination: position in RouteMap.destinations.
+        group: the ranks that hold copies of these elements.
+        positions: (n,) int32 or int64 indices into the destination's flat view.
+        data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
+        premix: (n,) uint64: index half of each element's hash (docs/FORMAT.md), so that a commit hashes bits only.
+        uploaded: positions, data (signed view) and premix (as int64) on the destination's device, if that is not the
+            CPU. Kept until all ranks have confirmed the commit: until then it may be reverted within the same pause.
+    """
+
+    destination: int
+    group: int
+    element: DType
+    relative: bool
+    positions: Positions
+    data: Bits
+    premix: Words
+    uploaded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, in bytes."""
+        return self.positions.nbytes + self.data.nbytes + self.premix.nbytes
+
+
+@dataclass
+class DensePatch:
+    """One tensor in full: per route, the bits to exchange, shaped like the route's region, in host memory."""
+
+    tensor: int
+    parts: list[tuple[Route, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, in bytes."""
+        return sum(buffer.nbytes for _, buffer in self.parts)
+
+
+@dataclass
+class StagedPatch:
+    """Everything this rank writes for one version.
+
+    Attributes:
+        declared: change of fingerprint over ``sparse``, over all ranks, each element once.
+        fingerprints: per tensor id of the run: what it has after the commit, loaded by this rank or not.
+        applied: whether the weights hold it. measured: what the last commit of it measured, per group of ranks.
+    """
+
+    version: int
+    sparse: list[SparsePatch]
+    declared: Fingerprint
+    dense: list[DensePatch]
+    fingerprints: list[Fingerprint] = field(repr=False)
+    applied: bool = False
+    measured: dict[int, Fingerprint] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, in bytes."""
+        return sum(patch.nbytes for patch in self.sparse) + sum(patch.nbytes for patch in self.dense)
+
+    @property
+    def elements(self) -> int:
+        """How many elements a commit of it writes on this rank."""
+        dense = sum(buffer.numel() for patch in self.dense for _, buffer in patch.parts)
+        return sum(patch.positions.size for patch in self.sparse) + dense
+
+
+def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerprint]) -> StagedPatch:
+    """Route a version's changes.
+
+    Args:
+        held: per tensor id of the run, the fingerprint before this version.
+
+    Raises:
+        FingerprintError: a tensor sent in full does not come to the fingerprint that its object declares.
+        MemoryError: there is no room for the patch.
+    """
+    after = list(held)
+    for tensor, change in changes.fingerprints.items():
+        after[tensor] += change
+    for full in changes.full:
+        _check_full(full, routes, after, changes)
+    dense = [_stage_dense(full, routes) for full in changes.full if routes.routes[full.id]]
+    sparse = [patch for group in changes.sparse for patch in _stage_sparse(group, routes)]
+    in_full = {full.id for full in changes.full}
+    # From what is declared, not from what is carried: a rank may have dropped the elements that it does not hold.
+    scattered = [
+        change for tensor, change in changes.fingerprints.items() if tensor not in in_full and routes.loaded[tensor]
+    ]
+    declared = sum(scattered, Fingerprint())
+    upload(sparse, routes)
+    return StagedPatch(version, sparse, declared, dense, after)
+
+
+def local_part(changes: Changes, routes: RouteMap, keep: set[int]) -> Changes:
+    """Changes without the scattered elements that this rank does not hold: what it keeps of versions to be folded.
+
+    Tensors in full are kept, since they are hashed whole. Fingerprints are those of all ranks.
+
+    Args:
+        keep: tensor ids of which everything is kept: those that an earlier version of the fold sent in full.
+    """
+    groups = [_local_group(group, routes, keep) for group in changes.sparse]
+    return Changes([group for group in groups if group.positions.size], changes.full, changes.fingerprints)
+
+
+def _local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
+    kept: list[tuple[int, Indices, Bits]] = []
+    for tensor, positions, data in group.tensors():
+        found = routes.routes[tensor]
+        if tensor in keep or sum(route.source.numel for route in found) == routes.table[tensor].numel:
+            kept.append((tensor, positions, data))
+            continue
+        inside = np.zeros(positions.size, bool)
+        for route in found:
+            inside |= route.map(positions)[1]
+        if inside.any():
+            kept.append((tensor, positions[inside], data[inside]))
+    if sum(part[1].size for part in kept) == group.positions.size:
+        return group
+    empty = (np.empty(0, np.int64), np.empty(0, group.data.dtype))
+    return Sparse(
+        group.dtype,
+        np.array([part[0] for part in kept], np.uint32),
+        np.array([part[1].size for part in kept], np.int64),
+        np.concatenate([part[1] for part in kept] or [empty[0]]),
+        np.concatenate([part[2] for part in kept] or [empty[1]]),
+        group.relative,
+    )
+
+
+def upload(patches: list[SparsePatch], routes: RouteMap) -> None:
+    """Copy patches to their destinations' devices, so that the commit need not. Raises torch.OutOfMemoryError."""
+    for patch in patches:
+        device = routes.destinations[patch.destination].flat.device
+        if device.type != "cpu":
+            patch.uploaded = to_device(patch, slice(None), device)
+
+
+def to_device(
+    patch: SparsePatch, piece: slice, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(positions, signed data, premix as int64) of a piece of a patch, on a device."""
+    signed = patch.data[piece].view(f"<i{patch.data.itemsize}")
+    arrays = (patch.positions[piece], signed, patch.premix[piece].view(np.int64))
+    positions, data, premix = (torch.from_numpy(array).to(device) for array in arrays)
+    return positions, data, premix
+
+
+def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], changes: Changes) -> None:
+    spec = routes.table[full.id]
+    measured = fingerprint_tensor(spec.name, full.bits)
+    # An anchor declares nothing relative; its caller compares with the manifest's absolute fingerprints.
+    if full.id in changes.fingerprints and after[full.id] != measured:
+        raise FingerprintError(
+            f"tensor {spec.name!r} was sent in full but does not lead from the weights held to the declared "
+            "fingerprint: the object was made against other weights"
+        )
+    after[full.id] = measured
+
+
+def _stage_dense(full: Full, routes: RouteMap) -> DensePatch:
+    # torch wants writable memory; what was fetched may be read only.
+    bits = np.require(full.bits, requirements=["W"])
+    flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
+    return DensePatch(
+        full.id,
+        [
+            (route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format))
+            for route in routes.routes[full.id]
+        ],
+    )
+
+
+def _stage_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
+    from vllm_delta_sync.format import kernels
+
+    names = [routes.table[tensor].name for tensor in group.ids.tolist()]
+    seeds = np.array([tensor_seed(name) for name in names], np.uint64)
+    premix = np.empty(group.positions.size, np.uint64)
+    kernels.premix_positions(group.positions, seeds, group.counts, premix)
+    pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    cursor = 0
+    for tensor, positions, data in group.tensors():
+        words = premix[cursor : cursor + positions.size]
+        cursor += positions.size
+        for route, holders in zip(routes.routes[tensor], routes.groups[tensor], strict=True):
+            mapped, inside = route.map(positions)
+            extent = routes.destinations[route.destination].flat.numel()
+            target: Positions = mapped.astype(np.int32) if extent < NARROW_ELEMENTS else mapped
+            part = (target, data, words) if inside.all() else (target[inside], data[inside], words[inside])
+            if part[0].size:
+                pieces[route.destination, holders].append(part)
+    # Taken out one by one, so that pieces and patches are not all held at once.
+    return [_merge(*key, group, pieces.pop(key)) for key in sorted(pieces)]
+
+
+def _merge(destination: int, holders: int, group: Sparse, parts: list[Piece]) -> SparsePatch:
+    parts.sort(key=lambda part: int(part[0][0]))
+    positions: Positions = np.concatenate([part[0] for part in parts])
+    data = np.concatenate([part[1] for part in parts])
+    premix = np.concatenate([part[2] for part in parts])
+    if np.any(positions[1:] <= positions[:-1]):
+        order = np.argsort(positions, kind="stable")
+        positions, data, premix = positions[order], data[order], premix[order]
+    return SparsePatch(destination, holders, group.element, group.relative, positions, data, premix)
+
+
+def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
+    """The elements of a region of a flat (numel,) tensor, in the region's shape."""
+    return flat.as_strided(region.sizes, region.strides, region.offset)

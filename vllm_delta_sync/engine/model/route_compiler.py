@@ -1,0 +1,322 @@
+"""From what a loader was seen to do to routes: plain copies become routes, the rest becomes units or is refused.
+
+A checkpoint tensor that is copied, element by element, is patched by address. One that anything else happens to (a
+cast, a transform, a kernel's layout made after loading) belongs to a unit, with all memory it has a part in and all
+tensors that have a part in that: ``derived.py`` loads units again. What is left must add up: no element loaded twice,
+no memory shared, and no parameter that might follow from others without anybody having seen how.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_delta_sync.engine.model.load_record import LoadRecord, record_of
+from vllm_delta_sync.engine.model.loader_replay import LoaderReplay, ReloadScope, live_tensors, owners_in
+from vllm_delta_sync.engine.model.loader_trace import Copy, LoadableModel, Trace, watch_loader
+from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate
+from vllm_delta_sync.engine.model.regions import Region, find_overlap
+from vllm_delta_sync.engine.model.reload_units import ReloadUnits, Shadows, destination_of
+from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.format.table import TensorTable
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+
+# As in vLLM's own loading: in inference mode torch shows a recorder other operators, and makes other tensors.
+@torch.inference_mode(False)
+def trace_routes(
+    model: LoadableModel, table: TensorTable, shadows: Shadows | None = None, memory: WeightMemory | None = None
+) -> RouteMap:
+    """Trace and prove the routes of a run's tensors in a model. No weight is written.
+
+    Args:
+        shadows: gives the bits of tensors that the loader computes with; None: such a model is refused.
+        memory: that of the weights; None: that of ``WeightMemory.of``.
+
+    Raises:
+        ModelError: a tensor is computed and there are no shadows, or loading the shadows again does not give what the
+            model holds; a parameter is covered in part, or the loader fails. The message names tensor and reason.
+        DeltaSyncError: what ``shadows`` raises.
+    """
+    memory = WeightMemory.of(model) if memory is None else memory
+    record = record_of(model)
+    if record is not None and record.hidden:
+        raise ModelError(
+            f"this model cannot be patched in place: after loading, weights were handed to {', '.join(record.hidden)}, "
+            "which keeps a copy of them that cannot be reached; serve it without that quantization or kernel"
+        )
+    appeared = [] if record is None else record.appeared(model)
+    if appeared:
+        more = f" and {len(appeared) - 3} more" if len(appeared) > 3 else ""
+        raise ModelError(
+            f"this model cannot be patched in place: {', '.join(appeared[:3])}{more} did not exist after loading, may "
+            "have been computed from weights since, and would not follow them; serve the model without the kernel or "
+            "feature that keeps it"
+        )
+    if record is None:
+        with memory.reading():
+            skeleton = replicate(model, MetaLeaf(model))
+    else:
+        skeleton = record.skeleton
+    # A door that is watched on the instance would lead to the model itself.
+    skeleton.__dict__.pop("load_weights", None)
+    trace = watch_loader(replicate(skeleton, MetaLeaf(skeleton)), table)
+    if not trace.copies and not trace.computed:
+        raise ModelError(
+            f"this model loads none of the {len(table)} tensors of the run, such as {table[0].name!r}: the run is of "
+            "another model; check the setting bucket, or start vLLM from the checkpoint that the run refers to"
+        )
+    compiler = _Compiler(model, trace, record, memory)
+    parts = compiler.parts()
+    if parts and shadows is None:
+        more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
+        raise ModelError(f"this model cannot be patched in place: {parts[0].reason}{more}")
+    routes = compiler.routes()
+    if compiler.unfilled:
+        logger.warning("no tensor of the run is loaded to %s; that stays as it is", ", ".join(compiler.unfilled))
+    if parts and shadows is not None:
+        places = frozenset(_split(name) for target in trace.targets for name in target.names)
+        replayer = LoaderReplay(model, skeleton, table, record, places, memory)
+        routes.derived = ReloadUnits.prove(routes, replayer, parts, shadows)
+    return routes
+
+
+class _Compiler:
+    """Tells what is patched by address from what has to be loaded again."""
+
+    def __init__(self, model: LoadableModel, trace: Trace, record: LoadRecord | None, memory: WeightMemory) -> None:
+        self.trace, self.record, self._memory = trace, record, memory
+        # Modules that were left with something made of a tensor.
+        self._made_of: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for path, places in record.changed.items() if record is not None else ():
+            for at in places:
+                self._made_of[at].append(path)
+        self._live = live_tensors(model, record)
+        self._owners = owners_in(model)
+        self._of_tensor: dict[int, list[Copy]] = defaultdict(list)
+        self._of_target: dict[int, list[Copy]] = defaultdict(list)
+        for copy in trace.copies:
+            self._of_tensor[copy.tensor].append(copy)
+            self._of_target[copy.target].append(copy)
+        self._computed_of_tensor: dict[int, set[int]] = defaultdict(set)
+        self._computed_of_target: dict[int, set[int]] = defaultdict(set)
+        for computed in trace.computed:
+            self._computed_of_target[computed.target] |= computed.tensors
+            for tensor in computed.tensors:
+                self._computed_of_tensor[tensor].add(computed.target)
+        # What is not patched by address, and why: by target, and by tensor.
+        self._reasons: dict[int, str] = {}
+        self.unfilled: list[str] = []
+        self._apart: set[int] = set()
+
+    def parts(self) -> list[ReloadScope]:
+        """What has to be loaded again, as groups that have nothing in common."""
+        self._seed()
+        groups = _Groups()
+        for target in self._reasons:
+            for node in self._neighbours(target):
+                groups.join(("target", target), node)
+        # What a group's tensors also reach belongs to it, and so on.
+        pending = list(self._reasons)
+        while pending:
+            target = pending.pop()
+            for tensor in self._tensors_in(target):
+                self._apart.add(tensor)
+                groups.join(("target", target), ("tensor", tensor))
+                for other in self._targets_of(tensor):
+                    groups.join(("target", other), ("tensor", tensor))
+                    if other not in self._reasons:
+                        self._reasons[other] = self._reasons[target]
+                        pending.append(other)
+                        for node in self._neighbours(other):
+                            groups.join(("target", other), node)
+        for place, tensors in self.trace.kept.items():
+            # Of a tensor that is loaded nowhere else, too.
+            self._apart.update(tensors)
+            for tensor in tensors:
+                groups.join(("kept", place), ("tensor", tensor))
+        found = [self._part(nodes) for nodes in groups.all()]
+        return [part for part in found if part.tensors]
+
+    def _part(self, nodes: Iterable[tuple[str, Any]]) -> ReloadScope:
+        members: dict[str, list[Any]] = defaultdict(list)
+        for kind, value in nodes:
+            members[kind].append(value)
+        targets = sorted(members["target"])
+        names = {_split(name) for target in targets for name in self.trace.targets[target].names}
+        reason = next((self._reasons[target] for target in targets if target in self._reasons), "")
+        return ReloadScope(sorted(members["tensor"]), names | set(members["kept"]), set(members["module"]), reason)
+
+    def _seed(self) -> None:
+        """Targets that hold something else than elements of the checkpoint, or are not where the loader put them."""
+        for computed in self.trace.computed:
+            self._reasons.setdefault(computed.target, computed.reason)
+        for place, tensors in self.trace.kept.items():
+            for other in (other for tensor in tensors for other in self._targets_of(tensor)):
+                self._reasons.setdefault(other, f"{'.'.join(place)} is kept by the loader")
+        for tensor, copies in self._of_tensor.items():
+            reason = _repeated(self.trace.table[tensor].name, copies)
+            if reason is not None:
+                for copy in copies:
+                    self._reasons.setdefault(copy.target, reason)
+        behind: dict[int, int] = defaultdict(int)
+        for position in range(len(self.trace.targets)):
+            behind[self._storage(position)] += 1
+        for position, target in enumerate(self.trace.targets):
+            if position in self._reasons:
+                continue
+            modules = [path for name in target.names for path in self._made_of[_split(name)]]
+            if modules:
+                where = modules[0] or "the model"
+                self._reasons[position] = f"{target.names[0]} is worked on after loading, in {where!r}"
+            elif self._destination(position) is None:
+                self._reasons[position] = f"{target.names[0]} is not where the loader left it"
+            elif behind[self._storage(position)] > 1:
+                self._reasons[position] = f"{target.names[0]} was joined with other memory after loading"
+            else:
+                clash = self._clash(position)
+                if clash is not None:
+                    self._reasons[position] = clash
+
+    def _neighbours(self, target: int) -> Iterable[tuple[str, Any]]:
+        """What shares memory, or a module that is worked on, with a target."""
+        names = self.trace.targets[target].names
+        for name in names:
+            for path in self._made_of[_split(name)]:
+                yield "module", path
+            tensor = self._live.get(_split(name))
+            if tensor is not None:
+                yield "storage", tensor.untyped_storage()._cdata
+
+    def _tensors_in(self, target: int) -> set[int]:
+        return {copy.tensor for copy in self._of_target[target]} | self._computed_of_target[target]
+
+    def _targets_of(self, tensor: int) -> set[int]:
+        return {copy.target for copy in self._of_tensor[tensor]} | self._computed_of_tensor[tensor]
+
+    def _clash(self, target: int) -> str | None:
+        """Why the copies into a target cannot be told apart, if so."""
+        copies = self._of_target[target]
+        held = self.trace.targets[target]
+        repeated = next((copy for copy in copies if not copy.place.is_injective), None)
+        if repeated is not None:
+            return f"tensor {self.trace.table[repeated.tensor].name!r} is loaded with repeated elements"
+        pair = find_overlap([copy.place for copy in copies])
+        if pair is not None:
+            first, second = (self.trace.table[copies[position].tensor].name for position in pair)
+            return f"tensors {first!r} and {second!r} are loaded to the same memory of {held.names[0]!r}"
+        for of, region, before in self.trace.paddings:
+            if of != target or not region.numel:
+                continue
+            # Constants that were there before the copies are gone, and those beside them stay.
+            earlier = [copy for copy in self.trace.copies[:before] if copy.target == target]
+            if earlier and find_overlap([*(copy.place for copy in earlier), region]) is not None:
+                name = self.trace.table[earlier[0].tensor].name
+                return f"tensors {name!r} and 'padding' are loaded to the same memory of {held.names[0]!r}"
+        return None
+
+    def routes(self) -> RouteMap:
+        """Routes of all that is patched by address."""
+        destinations: list[Destination] = []
+        numbers: dict[int, int] = {}
+        routes: list[list[Route]] = [[] for _ in self.trace.table]
+        for position, target in enumerate(self.trace.targets):
+            if position in self._reasons:
+                continue
+            self._check_covered(position)
+            found = self._destination(position)
+            if found is not None:
+                storage = found.untyped_storage()._cdata
+                numbers[position] = len(destinations)
+                destinations.append(destination_of(target.names[0], found, self._owners.get(storage, [])))
+        for copy in self.trace.copies:
+            if copy.tensor not in self._apart:
+                routes[copy.tensor].append(Route(numbers[copy.target], copy.source, copy.place))
+        return RouteMap(self.trace.table, destinations, routes, memory=self._memory)
+
+    def _destination(self, position: int) -> torch.Tensor | None:
+        """A live tensor in the memory that stands behind a target; None if that is not one memory of the same size."""
+        target = self.trace.targets[position]
+        found = [self._live.get(_split(name)) for name in target.names]
+        first = found[0]
+        if first is None or not is_plain(first) or first.device.type == "meta":
+            return None
+        storage = first.untyped_storage()
+        same = all(tensor is not None and tensor.untyped_storage()._cdata == storage._cdata for tensor in found)
+        fits = first.dtype == target.dtype and storage.nbytes() == target.numel * first.element_size()
+        return first if same and fits else None
+
+    def _storage(self, position: int) -> int:
+        found = self._destination(position)
+        return 0 if found is None else found.untyped_storage()._cdata
+
+    def _check_covered(self, position: int) -> None:
+        """A parameter that no tensor reaches may be derived from one that is: it would go stale without anybody
+        noticing. Where loading was watched, that has been seen."""
+        target = self.trace.targets[position]
+        if not target.is_parameter:
+            return
+        if self.record is not None:
+            if not self._of_target[position]:
+                self.unfilled.append(target.names[0])
+            return
+        regions = [copy.place for copy in self._of_target[position]]
+        regions += [region for of, region, _ in self.trace.paddings if of == position and region.numel]
+        covered = sum(region.numel for region in _without_repeats(regions))
+        if covered != target.numel:
+            raise ModelError(
+                f"parameter {target.names[0]!r} gets {covered} of its {target.numel} elements from the checkpoint: "
+                "the rest may be derived from other weights and would go stale, so this model is refused"
+            )
+
+
+def _repeated(name: str, copies: Sequence[Copy]) -> str | None:
+    """Why the places that a tensor is loaded to are no copies of each other and no parts of it, if so."""
+    if not all(copy.source.is_injective for copy in copies):
+        return f"tensor {name!r} is loaded with repeated elements (an expanded view)"
+    if find_overlap(sorted({copy.source for copy in copies}, key=lambda region: region.offset)) is not None:
+        return f"an element of tensor {name!r} is loaded to two places"
+    return None
+
+
+def _without_repeats(regions: list[Region]) -> list[Region]:
+    """Regions that cover the same, without those that lie over others."""
+    kept: list[Region] = []
+    for region in regions:
+        if region.is_injective and find_overlap([*kept, region]) is None:
+            kept.append(region)
+    return kept
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, attribute = name.rpartition(".")
+    return path, attribute
+
+
+class _Groups:
+    """Sets that are joined by what they have in common."""
+
+    def __init__(self) -> None:
+        self._parent: dict[tuple[str, Any], tuple[str, Any]] = {}
+
+    def _root(self, node: tuple[str, Any]) -> tuple[str, Any]:
+        while self._parent.setdefault(node, node) != node:
+            node = self._parent[node]
+        return node
+
+    def join(self, first: tuple[str, Any], second: tuple[str, Any]) -> None:
+        """Two members of one set."""
+        self._parent[self._root(second)] = self._root(first)
+
+    def all(self) -> list[list[tuple[str, Any]]]:
+        """Every set, in order of its first member."""
+        found: dict[tuple[str, Any], list[tuple[str, Any]]] = defaultdict(list)
+        for node in list(self._parent):
+            found[self._root(node)].append(node)
+        return list(found.values())

@@ -1,0 +1,124 @@
+"""Which rank holds which part of each checkpoint tensor: proven whole, each element counted once.
+
+Under tensor parallelism a rank loads slices; norms, biases and key/value heads may lie on several ranks. Each rank
+reports the source regions of its routes. Regions of two ranks must be the same (copies, which must then agree) or
+disjoint; together they must be the whole tensor, or nothing of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from vllm_delta_sync.engine.model.regions import Region, find_overlap
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorTable
+
+AGAIN = -1
+"""In the place of a group: what is counted already."""
+Slots = list[list[int]]
+"""Per tensor id, per route of one rank: which of the tensor's distinct regions the route loads."""
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Who holds what.
+
+    Attributes:
+        slots: per rank.
+        holders: per tensor id, per distinct region: the ranks that hold it, ascending. Empty for a tensor that no
+            rank loads.
+        members: per group id: the ranks of that group. A group is a set of ranks that hold copies of something.
+    """
+
+    slots: list[Slots]
+    holders: list[list[tuple[int, ...]]]
+    members: list[tuple[int, ...]]
+
+    def groups(self, rank: int) -> list[list[int]]:
+        """Per tensor id, per route of a rank: the group that holds the route's region; AGAIN where another route of the
+        rank loads the same."""
+        ids = {ranks: position for position, ranks in enumerate(self.members)}
+        found = []
+        for tensor, slots in enumerate(self.slots[rank]):
+            first = [slots.index(slot) == position for position, slot in enumerate(slots)]
+            groups = [ids[self.holders[tensor][slot]] for slot in slots]
+            found.append([group if counts else AGAIN for group, counts in zip(groups, first, strict=True)])
+        return found
+
+    def is_loaded(self, tensor: int) -> bool:
+        """Whether any rank holds the tensor."""
+        return bool(self.holders[tensor])
+
+    def combine(self, tensor: int, measured: Sequence[Sequence[Fingerprint]]) -> Fingerprint | None:
+        """Fingerprint of a whole tensor from what each rank measured per route; None if copies of a region differ."""
+        found: dict[int, Fingerprint] = {}
+        for rank, fingerprints in enumerate(measured):
+            for slot, value in zip(self.slots[rank][tensor], fingerprints, strict=True):
+                if found.setdefault(slot, value) != value:
+                    return None
+        return sum(found.values(), Fingerprint())
+
+    def combine_groups(self, measured: Sequence[dict[int, Fingerprint]]) -> Fingerprint | None:
+        """Total over all ranks, each element once, of what each rank measured per group; None if copies differ."""
+        total = Fingerprint()
+        for group, ranks in enumerate(self.members):
+            values = {measured[rank].get(group, Fingerprint()) for rank in ranks}
+            if len(values) > 1:
+                return None
+            total += values.pop()
+        return total
+
+
+def assign(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) -> Ownership:
+    """Prove that ranks hold every tensor whole or not at all, and say who holds what.
+
+    Args:
+        regions: per rank, per tensor id: the source region of each of the rank's routes.
+
+    Raises:
+        ModelError: a tensor is held in part, or two ranks' parts overlap without being the same.
+    """
+    slots: list[Slots] = [[] for _ in regions]
+    holders: list[list[tuple[int, ...]]] = []
+    for tensor, spec in enumerate(table):
+        found: dict[Region, list[int]] = {}
+        for rank, of_rank in enumerate(regions):
+            for region in of_rank[tensor]:
+                ranks = found.setdefault(region, [])
+                if rank not in ranks[-1:]:
+                    ranks.append(rank)
+        order = {region: slot for slot, region in enumerate(found)}
+        for rank, of_rank in enumerate(regions):
+            slots[rank].append([order[region] for region in of_rank[tensor]])
+        holders.append([tuple(ranks) for ranks in found.values()])
+        if found:
+            _prove_whole(spec.name, tuple(found), spec.numel)
+    members = sorted({ranks for of_tensor in holders for ranks in of_tensor})
+    return Ownership(slots, holders, members)
+
+
+def _prove_whole(name: str, regions: tuple[Region, ...], numel: int) -> None:
+    if _overlap(regions):
+        raise ModelError(f"two ranks load parts of tensor {name!r} that overlap without being the same")
+    covered = sum(region.numel for region in regions)
+    if covered != numel:
+        raise ModelError(f"only {covered} of {numel} elements of tensor {name!r} are loaded, over all ranks")
+
+
+# Layers repeat: the same cuts of the same shapes come again and again.
+@lru_cache(maxsize=256)
+def _overlap(regions: tuple[Region, ...]) -> bool:
+    return find_overlap(regions) is not None
+
+
+def region_to_plain(region: Region) -> list[Any]:
+    """A region as plain data, for the way from a worker to the controller."""
+    return [region.offset, list(region.sizes), list(region.strides)]
+
+
+def region_from_plain(data: list[Any]) -> Region:
+    """Inverse of ``region_to_plain``."""
+    offset, sizes, strides = data
+    return Region(int(offset), tuple(sizes), tuple(strides))

@@ -1,0 +1,142 @@
+"""Which weights produced which output tokens: ``delta_sync`` in answers of completions and chat completions.
+
+vLLM labels every engine step with a weight version and keeps the offsets per output, but its OpenAI routes drop
+them. Each request's outputs are watched on their way through the engine client; a finished response gets the spans of
+its choices, and a stream gets them in its last chunk (``span_stream``).
+"""
+
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.observe import metrics
+from vllm_delta_sync.engine.observe.span_stream import amended
+
+_current: "ContextVar[SpanRecord | None]" = ContextVar("delta_sync_spans", default=None)
+
+
+class TokenTimes:
+    """When the output tokens of one choice came."""
+
+    __slots__ = ("_ends", "_times")
+
+    def __init__(self) -> None:
+        self._ends = array("Q")
+        self._times = array("d")
+
+    def note(self, tokens: int, now: float) -> None:
+        """So many more tokens came now, in seconds of any clock."""
+        if tokens:
+            self._ends.append(tokens + (self._ends[-1] if self._ends else 0))
+            self._times.append(now)
+
+    def gap(self, token: int) -> float | None:
+        """Seconds that passed before this token came, by its index; None if nothing came before it."""
+        at = bisect_right(self._ends, token)
+        return self._times[at] - self._times[at - 1] if 0 < at < len(self._times) else None
+
+
+@dataclass
+class SpanRecord:
+    """Spans of one HTTP request, collected as its outputs finish.
+
+    Attributes:
+        streams: whether outputs come piece by piece. started, finished: how many prompts were handed to the engine,
+            and how many have had their last output.
+    """
+
+    streams: bool = False
+    started: int = 0
+    finished: int = 0
+    spans: list[dict[str, int | None]] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no output is to come any more."""
+        return 0 < self.started == self.finished
+
+    def document(self, run: str | None) -> dict[str, Any]:
+        """The member ``delta_sync`` of an answer."""
+        return {"run": run, "spans": sorted(self.spans, key=lambda span: (span["index"], span["start"]))}
+
+    async def watch(self, prompt: int, choices: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """Pass outputs through and note the spans of those that have them (finished ones)."""
+        clocks = [TokenTimes() for _ in range(choices)] if self.streams else []
+        # Closed with this one, not when it is collected: that is how the engine learns that a client has gone.
+        async with aclosing(outputs):
+            async for output in outputs:
+                for completion in output.outputs:
+                    if clocks:
+                        clocks[completion.index].note(len(completion.token_ids), time.monotonic())
+                    self._take(prompt * choices, completion, clocks)
+                self.finished += output.finished
+                yield output
+
+    def _take(self, first: int, completion: Any, clocks: list[TokenTimes]) -> None:
+        for span in completion.weight_versions or ():
+            version = int(span.version) if span.version.isdecimal() else None
+            index = first + completion.index
+            self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
+            gap = clocks[completion.index].gap(span.start) if clocks and span.start else None
+            if gap is not None:
+                metrics.observe_gap(gap)
+
+
+def install(engine_client: Any, state: Any, run_id: Callable[[], str | None]) -> None:
+    """Wrap the shared engine client and the two OpenAI serving objects of an API server.
+
+    Args:
+        run_id: the run that versions belong to.
+    """
+    patches.wrap_method(engine_client, "generate", _generate)
+    for attribute, method in (
+        ("openai_serving_completion", "create_completion"),
+        ("openai_serving_chat", "create_chat_completion"),
+    ):
+        serving = getattr(state, attribute, None)
+        if serving is not None:
+            patches.wrap_method(serving, method, _respond(run_id))
+
+
+def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # A plain function: an async generator would run in its consumer's context, not in the request's.
+    outputs = original(*args, **kwargs)
+    record = _current.get()
+    if record is None:
+        return outputs
+    params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
+    prompt = record.started
+    record.started += 1
+    return record.watch(prompt, getattr(params, "n", 1) or 1, outputs)
+
+
+def _respond(run_id: Callable[[], str | None]) -> Callable[..., Any]:
+    async def respond(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(request, "use_beam_search", False):
+            return await original(request, *args, **kwargs)
+        record = SpanRecord(streams=bool(getattr(request, "stream", False)))
+        began = run_id()
+
+        def run() -> str | None:
+            # Versions of two runs in one answer cannot be told apart, so none is named.
+            ends = run_id()
+            return ends if began in (None, ends) else None
+
+        token = _current.set(record)
+        try:
+            response = await original(request, *args, **kwargs)
+        finally:
+            _current.reset(token)
+        if isinstance(response, AsyncGenerator):
+            return amended(response, lambda: record.document(run()) if record.complete else None)
+        if hasattr(response, "choices"):
+            response.delta_sync = record.document(run())
+        return response
+
+    return respond

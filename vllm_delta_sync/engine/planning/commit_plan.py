@@ -1,0 +1,131 @@
+"""What one commit takes, and where it starts; as objects for the controller, as plain data for the ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
+from vllm_delta_sync.format.manifest import Manifest, version_key
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.objects import needs_weights
+from vllm_delta_sync.run.plan import Step
+
+Key = tuple[str, str]
+"""Run id and key of a document."""
+REBUILD = "rebuild"
+"""Stands for the key of a document where a version is rebuilt from whatever there is."""
+
+
+@dataclass(frozen=True)
+class WeightPosition:
+    """A version of a run: what the ranks hold."""
+
+    run: Run
+    manifest: Manifest
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """One commit.
+
+    Attributes:
+        target: the version of the followed run that it ends at.
+        steps: folded into one; of several runs, if the way leads across branches. Empty: the target is taken whole.
+        anchor: the anchor beside the chain that holds the target; None if the target is an anchor itself.
+        rebuild: whether each rank makes the target from whatever there is.
+    """
+
+    target: Manifest
+    steps: list[Step] = field(default_factory=list)
+    anchor: Anchor | None = None
+    rebuild: bool = False
+
+    @property
+    def versions(self) -> int:
+        """How many versions it spans."""
+        return sum(_span(step) for step in self.steps) or 1
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a step is decoded against the weights held."""
+        return any(needs_weights(step.document) for step in self.steps)
+
+    @property
+    def changed(self) -> int:
+        """Elements carried."""
+        return sum(step.changed for step in self.steps) if self.steps else self.target.total
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of objects to read; 0 where only the ranks find out."""
+        if self.steps:
+            return sum(step.payload_bytes for step in self.steps)
+        return 0 if self.rebuild else (self.anchor or self.target).payload_bytes
+
+    def key(self, index: int) -> Key:
+        """The document to avoid if step number ``index`` is bad."""
+        if self.steps:
+            return step_key(self.steps[index])
+        if self.rebuild:
+            return self.target.run, REBUILD
+        version = self.target.version
+        return self.target.run, anchor_key(version) if self.anchor is not None else version_key(version)
+
+    def to_plain(self) -> dict[str, Any]:
+        """For the way to the ranks. Runs other than the followed one go by URL and digest of run.json."""
+        return {
+            "target": _text(self.target),
+            "steps": [
+                {
+                    "document": _text(step.document),
+                    "folded": isinstance(step.document, MergedDelta),
+                    "backwards": step.backwards,
+                    "run": None if step.run.info.run == self.target.run else _where(step.run),
+                }
+                for step in self.steps
+            ],
+            "anchor": None if self.anchor is None else _text(self.anchor),
+            "rebuild": self.rebuild,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any], run_at: Callable[[tuple[str, str] | None], Run]) -> "UpdatePlan":
+        """Inverse of ``to_plain``.
+
+        Args:
+            run_at: the run at a URL, whose run.json has a digest; None: the followed one.
+        """
+        return cls(
+            Manifest.from_bytes(plain["target"].encode()),
+            [_step(step, run_at) for step in plain["steps"]],
+            None if plain["anchor"] is None else Anchor.from_bytes(plain["anchor"].encode()),
+            plain["rebuild"],
+        )
+
+
+def step_key(step: Step) -> Key:
+    """The document to avoid if a step is bad."""
+    return step.run.info.run, step.key
+
+
+def _step(plain: dict[str, Any], run_at: Callable[[tuple[str, str] | None], Run]) -> Step:
+    kind = MergedDelta if plain["folded"] else Manifest
+    where = None if plain["run"] is None else (plain["run"][0], plain["run"][1])
+    return Step(run_at(where), kind.from_bytes(plain["document"].encode()), plain["backwards"])
+
+
+def _where(run: RunDocuments) -> list[str]:
+    return [run.bucket.url, run.info.digest]
+
+
+def _text(document: Manifest | MergedDelta | Anchor) -> str:
+    return document.to_bytes().decode()
+
+
+def _span(step: Step) -> int:
+    return step.high - step.low if isinstance(step.document, MergedDelta) else 1

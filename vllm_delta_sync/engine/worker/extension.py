@@ -1,0 +1,76 @@
+"""The worker extension: what ``collective_rpc`` reaches in every worker process.
+
+vLLM mixes this class into its worker and refuses attribute names that the worker has, so everything is prefixed
+``delta_sync_`` and all state sits in one object. Methods return plain data, errors included: an exception would end
+the worker under some executors.
+"""
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from vllm_delta_sync.errors import DeltaSyncError, EngineError
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.engine.worker.rank_worker import RankWorker
+
+# A child of vLLM's logger, the only one that vLLM gives a handler.
+logger = logging.getLogger("vllm.delta_sync")
+
+CONTACT_SECONDS = 300.0
+"""How long a worker waits to hear from a controller before it says, again and again, that none has come."""
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker by ``--worker-extension-cls``."""
+
+    delta_sync_receiver: "RankWorker | None" = None
+
+    def delta_sync_call(self, method: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
+        """Run one of METHODS on this rank's receiver; the answer carries the call's number as ``call``."""
+        contacted.set()
+        try:
+            answer = self._delta_sync_dispatch(method, arguments)
+        except DeltaSyncError as error:
+            answer = {"error": {"kind": error.kind, "message": error.message}}
+        except Exception as error:  # an exception would end the worker under some executors
+            logger.exception("the receiver failed unexpectedly")
+            answer = {"error": {"kind": EngineError.kind, "message": f"unexpected {type(error).__name__}: {error}"}}
+        return {**answer, "call": number}
+
+    def _delta_sync_dispatch(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        # Imported late: numba must not be loaded before vLLM has initialized its worker.
+        from vllm_delta_sync.engine.compat import patches, write_hooks
+        from vllm_delta_sync.engine.model import load_record
+        from vllm_delta_sync.engine.worker.rank_worker import RankWorker
+
+        if self.delta_sync_receiver is None:
+            model = self.get_model()  # type: ignore[attr-defined]
+            folder = self.model_config.model  # type: ignore[attr-defined]
+            self.delta_sync_receiver = RankWorker(model, self.rank, folder)  # type: ignore[attr-defined]
+            write_hooks.watch(self, model, self.delta_sync_receiver)
+            record = load_record.record_of(model)
+            if record is not None and record.changed:
+                patches.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
+        if method not in METHODS:
+            raise EngineError(f"method {method!r} is unknown; this worker and its controller are of different releases")
+        answer: dict[str, Any] = getattr(self.delta_sync_receiver, method)(**arguments)
+        return answer
+
+
+METHODS = ("start", "poll", "outcome", "adopt", "commit", "revert", "trim", "describe", "trust")
+"""What a controller may call on a rank."""
+contacted = threading.Event()
+
+
+def watch_for_controller() -> None:
+    """Complain in the log, every CONTACT_SECONDS, until a controller has called."""
+
+    def watch() -> None:
+        while not contacted.wait(CONTACT_SECONDS):
+            logger.warning(
+                "vllm-delta-sync: the worker extension is loaded but no controller has contacted it. Name delta_sync "
+                "in VLLM_PLUGINS and set DELTA_SYNC_BUCKET (delta-sync serve does both), or call attach(llm, bucket)."
+            )
+
+    threading.Thread(target=watch, name="delta-sync-contact", daemon=True).start()

@@ -1,0 +1,409 @@
+"""One rank's receiver: gathers what its model holds, stages versions beside generation, commits and goes back.
+
+Runs inside a worker process. Long operations run in one background thread that is started and polled, because a
+long remote call would block the engine; everything else is short and runs on the caller's thread. ``commit`` and
+``revert`` ask for a paused engine.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.codec.merge import warm_up
+from vllm_delta_sync.engine.commit import apply as commits
+from vllm_delta_sync.engine.commit.interrupts import postponed
+from vllm_delta_sync.engine.commit.transaction import Answer, as_ours
+from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
+from vllm_delta_sync.engine.model.loader_trace import LoadableModel
+from vllm_delta_sync.engine.model.patch import StagedPatch
+from vllm_delta_sync.engine.model.route_compiler import trace_routes
+from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.engine.model.shard_ownership import region_to_plain
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
+from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_use
+from vllm_delta_sync.engine.staging.run_cache import RunCache
+from vllm_delta_sync.engine.staging.stage import stage_leg
+from vllm_delta_sync.engine.worker.background import Background
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    FingerprintError,
+    WeightsLostError,
+)
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.manifest import Manifest
+
+
+class RankWorker:
+    """State of one rank.
+
+    Attributes:
+        index: of this rank among those that one call reaches. folder: what vLLM loaded the model from.
+        routes: None until traced.
+        fingerprints: per tensor id of the run: what the whole tensor has, over all ranks, at the version held.
+        version: the version held; None until proven.
+        confirmed: False from a commit until the controller has found it right on all ranks.
+        intact: False once a commit could neither be finished nor taken back.
+        touched: who else wrote, or may have written, weights since they were last proven; None if nobody.
+        touches: how often that happened. memory: of the weights, and who may touch it when.
+    """
+
+    def __init__(
+        self, model: LoadableModel, index: int = 0, folder: str = "", memory: WeightMemory | None = None
+    ) -> None:
+        self.model = model
+        self.index = index
+        self.folder = folder
+        self.run: Run | None = None
+        self.routes: RouteMap | None = None
+        self.fingerprints: list[Fingerprint] = []
+        self.version: int | None = None
+        self.intact = True
+        self.confirmed = True
+        self.touched: str | None = None
+        self.touches = 0
+        self.memory = WeightMemory.of(model) if memory is None else memory
+        self._noted: Answer | None = None
+        self._runs = RunCache()
+        self._staged: StagedPatch | None = None
+        self._log = UndoLog()
+        self._staged_at = self._moves()
+        self._background = Background(self.memory.background)
+
+    @property
+    def asleep(self) -> bool:
+        """True while weights are not in memory."""
+        return self.memory.asleep
+
+    def start(self, operation: str, arguments: Answer) -> Answer:
+        """Begin ``prove``, ``stage``, ``repair`` or ``scan`` in the background.
+
+        Raises:
+            BusyError: an operation is still running. EngineError: there is no such operation.
+        """
+        operations: dict[str, Callable[..., Answer]] = {
+            "prove": self.prove,
+            "stage": self.stage,
+            "repair": self.repair,
+            "scan": self.scan,
+        }
+        if operation not in operations:
+            raise EngineError(f"operation {operation!r} is unknown; known are {', '.join(operations)}")
+        self._background.start(operation, operations[operation], arguments)
+        return {}
+
+    def poll(self) -> Answer:
+        """{"running": whether the operation started last still is}."""
+        return {"running": self._background.is_busy}
+
+    def outcome(self) -> Answer:
+        """What the operation started last answered, or its error. It may be megabytes, so it is no part of ``poll``."""
+        return self._background.outcome()
+
+    def prove(
+        self,
+        url: str,
+        cache_dir: str | None = None,
+        cache_bytes: int = 0,
+        info: str | None = None,
+        trusted: Sequence[str] = (),
+        store: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Trace routes, and gather every tensor through them.
+
+        Args:
+            info, trusted, store: see ``RunCache``.
+
+        Returns:
+            per tensor id the source regions of this rank's routes and the fingerprint of each; and what is known of
+            the weights: {"run", "url", "version", "fingerprints"} or None.
+        """
+        began = time.perf_counter()
+        self._awake()
+        runs = RunCache(trusted, store, None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes))
+        run = runs.open(url, info)
+        noted = self._note()
+        shadows = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
+        routes = trace_routes(self.model, run.table, shadows, self.memory)
+        # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
+        self.touched = None
+        traced = time.perf_counter()
+        measured = [[value.hex() for value in routes.fingerprints(position)] for position in range(len(run.table))]
+        commits.warm_up({spec.element for spec in run.table})
+        warm_up({spec.element for spec in run.table})
+        self.run, self.routes, self._runs = run, routes, runs
+        self.version, self.fingerprints, self._staged = None, [], None
+        self._log.clear()
+        # Not forgotten before the controller has made use of it.
+        self._noted = noted
+        return {
+            "regions": [[region_to_plain(route.source) for route in of_tensor] for of_tensor in routes.routes],
+            "measured": measured,
+            "noted": noted,
+            "unloaded": routes.unloaded,
+            "derived": [] if routes.derived is None else [run.table[tensor].name for tensor in routes.derived.tensors],
+            "ms": {"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
+        }
+
+    def _note(self) -> Answer | None:
+        """What this rank held when last asked, or what it was loaded with."""
+        if self._noted is not None and self.version is None:
+            return self._noted
+        if self.run is not None and self.version is not None:
+            held = [value.hex() for value in self.fingerprints]
+            return _noted(self.run.info.run, self.run.bucket.url, self.version, held)
+        loaded = getattr(self.model, "delta_sync_loaded", None)
+        if loaded is None:
+            return None
+        return _noted(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
+
+    def adopt(
+        self,
+        version: int | None,
+        fingerprints: list[str],
+        groups: list[list[list[int]]],
+        loaded: list[bool],
+        note: Answer | None = None,
+    ) -> Answer:
+        """Take over what the controller found out about all ranks together.
+
+        Args:
+            version: what they hold; None: weights that are no version of the run followed.
+            fingerprints, loaded: per tensor id. groups: per rank, per tensor id, per route.
+            note: what they are instead, to be said again to whoever asks: {"run", "url", "version"}.
+        """
+        _, routes = self._proven()
+        routes.groups, routes.loaded = groups[self.index], loaded
+        self.fingerprints = [Fingerprint.from_hex(value) for value in fingerprints]
+        self.version, self.confirmed = version, True
+        self._noted = None if note is None else {**note, "fingerprints": fingerprints}
+        return {}
+
+    def stage(self, leg: Answer, held: int | None, rescan: list[int], keys: int = 0) -> Answer:
+        """Fetch, verify, decode, fold and route what one commit takes; nothing is written to the model.
+
+        Args:
+            leg: see ``Leg.to_plain``. held: the version that the controller takes this rank to hold.
+            rescan: tensor ids to gather and hash, as ``scan`` does. keys: see ``Ranks``.
+        """
+        run, routes = self._ready()
+        self._staged = None
+        taken = UpdatePlan.from_plain(leg, self._run_at)
+        if held != self.version:
+            raise ChainError(f"version {taken.target.version} is to follow version {held}; here is {self.version}")
+        if taken.rebuild:
+            run.authentic.refresh(keys)
+        clock = PhaseTimer()
+        began = self._moves()
+        patch = stage_leg(taken, run, routes, self.fingerprints, self.folder, clock, self._moves)
+        scanned = self._gather(routes, rescan)
+        clock.tick("rescan")
+        self._staged, self._staged_at = patch, began
+        return self._staged_answer(patch, clock.ms, scanned)
+
+    def repair(self, manifest: str, keys: int = 0) -> Answer:
+        """Stage whatever makes this rank's weights a version again, whoever changed them.
+
+        Returns:
+            as ``stage``; nothing is declared, so the weights must be scanned after the commit.
+        """
+        run, routes = self._proven()
+        self._awake()
+        routes.check_live()
+        run.authentic.refresh(keys)
+        target = Manifest.from_bytes(manifest.encode())
+        # What is held is no version, no commit leads back to one, and none is waiting to be confirmed.
+        self.version, self.confirmed, self.touched, self._staged = None, True, None, None
+        self._log.clear()
+        clock = PhaseTimer()
+        rebuilt = UpdatePlan(target, rebuild=True)
+        began = self._moves()
+        self._staged = stage_leg(rebuilt, run, routes, self.fingerprints, self.folder, clock, self._moves)
+        self._staged_at = began
+        return self._staged_answer(self._staged, clock.ms, self._gather(routes, []))
+
+    def _staged_answer(self, patch: StagedPatch, ms: dict[str, float], scanned: Answer) -> Answer:
+        declared = patch.declared.hex()
+        return {
+            "staged": patch.version,
+            "declared": declared,
+            "bytes": patch.nbytes,
+            "elements": patch.elements,
+            "ms": ms,
+            "store": store_use(),
+            **scanned,
+        }
+
+    def _run_at(self, where: tuple[str, str] | None) -> Run:
+        """The run followed, or another one by its URL and the digest of run.json."""
+        return self._proven()[0] if where is None else self._runs.at(*where)
+
+    def commit(self, version: int) -> Answer:
+        """Apply the staged version in place. The engine must be paused.
+
+        Returns:
+            {"measured": change of fingerprint per group of ranks, "ms"}. If it is wrong, ``revert``.
+        """
+        _, routes = self._ready()
+        patch = self._staged
+        if patch is None or patch.version != version or self._staged_at != self._moves():
+            raise EngineError(f"version {version} is not staged on this rank; stage it first")
+        began = time.perf_counter()
+        with postponed():
+            try:
+                measured = commits.commit(patch, routes)
+            except BaseException as error:
+                self._lost_or_ours(error)
+                raise
+            finally:
+                # Also if something failed right after it: what is held must be known.
+                if patch.applied:
+                    self.confirmed = False
+                    self._log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
+                    self._staged = None
+                    self.fingerprints, self.version = patch.fingerprints, version
+        return {
+            "measured": {group: value.hex() for group, value in measured.items()},
+            "ms": 1e3 * (time.perf_counter() - began),
+        }
+
+    def revert(self, version: int | None) -> Answer:
+        """Go back to a version, commit by commit, or forward again to one just left. The engine must be paused.
+
+        Nothing happens if the version is held already.
+
+        If a step fails, the steps before it stay done: what is held then is a version, see ``describe``.
+
+        Raises:
+            EngineError: the undo log does not reach there. FingerprintError: the weights are not what the commits left
+            behind; they, and what this rank holds, are as before the call.
+        """
+        _, routes = self._proven()
+        self._awake()
+        if version == self.version:
+            return {"version": version}
+        path = self._log.path(version, self.version)
+        walked: list[UndoEntry] = []
+        with postponed():
+            for step in path.steps:
+                matched = self._walk(step, routes, path.backwards)
+                walked.append(step)
+                if not matched:
+                    try:
+                        for again in reversed(walked):
+                            self._walk(again, routes, not path.backwards)
+                    except BaseException:  # whatever stops it, the weights are no version, and not what they were
+                        self.intact = False
+                        raise
+                    raise FingerprintError(
+                        f"going to version {version} did not change the weights as declared: they were changed from "
+                        "outside"
+                    )
+            self.confirmed, self._staged = True, None
+        return {"version": self.version}
+
+    def _walk(self, step: UndoEntry, routes: RouteMap, backwards: bool) -> bool:
+        """One commit of the log, back or again; whether it measured what it must."""
+        try:
+            measured = commits.commit(step.patch, routes, backwards)
+        except BaseException as error:
+            self._lost_or_ours(error)
+            raise
+        finally:
+            # Also if something failed right after it: what is held must be known.
+            if step.patch.applied != backwards:
+                self._log.walk(backwards)
+                self.fingerprints = step.fingerprints if backwards else step.patch.fingerprints
+                self.version = step.version if backwards else step.patch.version
+        return measured == step.expected(backwards)
+
+    def trim(self, undo_bytes: int) -> Answer:
+        """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound, and drop
+        what a way back within the same pause needed on the device."""
+        self.confirmed = True
+        self._log.confirm()
+        if self.version is not None:
+            self._noted = None
+        self._log.trim(undo_bytes)
+        return self.describe()
+
+    def _lost_or_ours(self, error: BaseException) -> None:
+        if isinstance(error, WeightsLostError):
+            self.intact = False
+        elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
+            raise as_ours(error) from error
+
+    def describe(self) -> Answer:
+        """What this rank holds, whether it can tell, which versions it can go back to (newest first), and who else
+        touched the weights."""
+        return {
+            "version": self.version,
+            "intact": self.intact,
+            "confirmed": self.confirmed,
+            "undo": self._log.versions,
+            "undo_bytes": self._log.nbytes,
+            "touched": self.touched,
+            "touches": self.touches,
+            "asleep": self.asleep,
+        }
+
+    def trust(self, touches: list[int]) -> Answer:
+        """Whoever touched the weights left them as they were: the controller has rescanned them.
+
+        Args:
+            touches: per rank, how many it knew of. Whoever came after is not trusted yet.
+        """
+        if touches[self.index] == self.touches:
+            self.touched = None
+        return {}
+
+    def touch(self, who: str) -> None:
+        """Somebody else writes weights, or may."""
+        self.touched, self.touches = who, self.touches + 1
+
+    def scan(self, tensors: list[int]) -> Answer:
+        """Gather and hash tensors again: {"measured": {tensor id: fingerprint per route}, "held": {tensor id: what
+        the whole tensor should have}, "dead": names of those the model does not compute with any more}."""
+        _, routes = self._proven()
+        self._awake()
+        return {"version": self.version, **self._gather(routes, tensors)}
+
+    def _gather(self, routes: RouteMap, tensors: list[int]) -> Answer:
+        return {
+            "measured": {tensor: [value.hex() for value in found] for tensor, found in routes.measured(tensors)},
+            "held": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
+            "dead": [routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
+        }
+
+    def _moves(self) -> tuple[int, int, bool]:
+        """Something else once weights may have been written, or are gone: then what was staged fits others."""
+        return self.touches, self._log.moves, self.asleep
+
+    def _ready(self) -> tuple[Run, RouteMap]:
+        """Proven, and nobody else has written since."""
+        run, routes = self._proven()
+        self._awake()
+        if self.touched is not None:
+            raise EngineError(f"weights may have been changed from outside ({self.touched}); they are checked first")
+        routes.check_live()
+        return run, routes
+
+    def _proven(self) -> tuple[Run, RouteMap]:
+        if not self.intact:
+            raise WeightsLostError("this rank cannot tell what its weights are; start the server again")
+        if self.run is None or self.routes is None:
+            raise EngineError("this rank has not proven its routes yet")
+        return self.run, self.routes
+
+    def _awake(self) -> None:
+        self.memory.check_awake()
+
+
+def _noted(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
+    return {"run": run, "url": url, "version": version, "fingerprints": fingerprints}

@@ -1,0 +1,94 @@
+"""Leases: what each receiver of a run says of itself. Hints, written by anybody.
+
+A lease proves nothing about who wrote it. So it counts from when the store says that it was put, for at most
+MAX_LEASE_SECONDS, and retention bounds how long it may hold a version (``retention.Policy.longest_pin``).
+"""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm_delta_sync.bucket import ObjectInfo
+from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.documents import LEASES_PREFIX, Lease, lease_key
+from vllm_delta_sync.run.documents import RunDocuments
+
+MAX_LEASES = 10_000
+"""How many are read, the newest first; a run that has more is being flooded."""
+LEFT = "left"
+"""The state of a receiver that has ended, in its last lease."""
+
+
+@dataclass(frozen=True)
+class HeldLease:
+    """A lease, and when it was put, in seconds since the epoch by the store's clock."""
+
+    lease: Lease
+    info: ObjectInfo
+
+    @property
+    def modified(self) -> float:
+        """When it was put."""
+        return self.info.modified
+
+    @property
+    def expires(self) -> float:
+        """When it ends, by the store's clock."""
+        return self.modified + min(self.lease.seconds, limits.MAX_LEASE_SECONDS)
+
+
+@dataclass
+class Leases:
+    """What lies under receivers/.
+
+    Attributes:
+        held: leases of this run, the ones that have ended included. ignored: what was not believed, and why.
+    """
+
+    held: list[HeldLease] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+    def live(self, now: float) -> list[Lease]:
+        """Those that have not ended at ``now``, by the store's clock."""
+        return [item.lease for item in self.held if now < item.expires]
+
+
+def read_leases(run: RunDocuments, known: Mapping[ObjectInfo, HeldLease] | None = None) -> Leases:
+    """All leases of a run. One that is malformed, too large or of another run is ignored, and said so.
+
+    Args:
+        known: leases that need not be read again, unless they were put again.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    found = Leases()
+    known = {} if known is None else known
+    listed = heapq.nlargest(MAX_LEASES + 1, run.bucket.list(LEASES_PREFIX), key=lambda item: item.modified)
+    if len(listed) > MAX_LEASES:
+        found.ignored.append(f"more than {MAX_LEASES} leases: the older ones were not read")
+    for answer in in_parallel(lambda item: known.get(item) or _read(run, item), listed[:MAX_LEASES]):
+        if isinstance(answer, HeldLease):
+            found.held.append(answer)
+        elif answer is not None:
+            found.ignored.append(answer)
+    return found
+
+
+def _read(run: RunDocuments, item: ObjectInfo) -> HeldLease | str | None:
+    """A lease, or why it is ignored; None if it has just been taken back."""
+    try:
+        lease = Lease.from_bytes(run.bucket.get(item.key, max_bytes=limits.MAX_SIDE_BYTES), item.key)
+        if lease.run != run.info.run:
+            raise FormatError(f"{item.key} belongs to run {lease.run}")
+        if lease_key(lease.receiver) != item.key:
+            raise FormatError(f"{item.key} is of receiver {lease.receiver!r}")
+    except NotFoundError:
+        return None
+    except StoreError:
+        raise
+    except DeltaSyncError as error:
+        return error.message
+    return HeldLease(lease, item)

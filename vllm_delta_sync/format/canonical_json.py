@@ -1,0 +1,112 @@
+"""Canonical JSON (RFC 8785): one byte string for one value, so that digests and signatures are stable."""
+
+import json
+import re
+from typing import Any
+
+import rfc8785
+
+from vllm_delta_sync.errors import FormatError, UnsupportedError
+from vllm_delta_sync.format.limits import FORMAT_VERSION, MAX_JSON_BYTES, MAX_JSON_DEPTH, MAX_JSON_VALUES, check_limit
+
+# A bracket, or a whole string, which may end with the data: so every quote is passed once, and none is tried again.
+_TOKENS = re.compile(rb"""[\[{\]}]|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)""", re.DOTALL)
+
+_GLANCE_BYTES = 65_536
+
+
+def dump_canonical(value: Any) -> bytes:
+    """Serialize to canonical JSON.
+
+    Raises:
+        FormatError: the value has an integer beyond 2^53, a NaN, half a surrogate pair, or a type JSON has not.
+    """
+    try:
+        return rfc8785.dumps(value)
+    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
+        raise FormatError(f"value cannot be written as canonical JSON: {str(error)[:200]}") from error
+
+
+def load_canonical(data: bytes, what: str, limit: int = MAX_JSON_BYTES) -> Any:
+    """Parse canonical JSON, refusing duplicates, deep nesting and any other spelling of the same value.
+
+    Raises:
+        LimitError: longer than ``limit`` bytes.
+        FormatError: not JSON, or not in canonical form.
+    """
+    check_limit(f"{what}: size in bytes", len(data), limit, "MAX_JSON_BYTES")
+    value = load_json(data, what)
+    try:
+        canonical = dump_canonical(value)
+    except FormatError as error:
+        raise FormatError(f"{what}: {error}") from error
+    if canonical != data:
+        raise FormatError(f"{what} is JSON but not in canonical form (RFC 8785); it was not written by a publisher")
+    return value
+
+
+def load_json(data: bytes, what: str) -> Any:
+    """Parse JSON with duplicate keys, nesting beyond MAX_JSON_DEPTH and halves of surrogate pairs refused.
+
+    Raises:
+        LimitError: more values than MAX_JSON_VALUES; nothing was allocated.
+        FormatError: not JSON, duplicate key, nested too deep, or a string that UTF-8 cannot spell.
+    """
+    # Each value but the first follows one of these. Those in strings count too: real data has few.
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if _is_deep(data if values <= MAX_JSON_VALUES else data[:_GLANCE_BYTES]):
+        raise FormatError(f"{what} is nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")
+    check_limit(f"{what}: number of values", values, MAX_JSON_VALUES, "MAX_JSON_VALUES")
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise FormatError(f"{what} is not valid JSON: {str(error)[:200]}") from error
+
+
+def check_format_version(document: dict[str, Any], what: str) -> None:
+    """Check the field ``format_version``, which every document and every delta object has.
+
+    Raises:
+        FormatError: missing, or not a positive integer. UnsupportedError: of a later release.
+    """
+    version = document.get("format_version")
+    if type(version) is not int or version < 1:
+        raise FormatError(f"{what}: field 'format_version' is {str(version)[:40]!r}, not a positive integer")
+    if version > FORMAT_VERSION:
+        raise UnsupportedError(
+            f"{what}: format_version is {version}, this release reads {FORMAT_VERSION}; upgrade to read it"
+        )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"duplicate key {key[:80]!r}")
+            seen.add(key)
+    return result
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _is_deep(data: bytes) -> bool:
+    """Whether brackets outside of strings are nested deeper than MAX_JSON_DEPTH."""
+    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
+        return False
+    depth = 0
+    for token in _TOKENS.finditer(data):
+        first = data[token.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False

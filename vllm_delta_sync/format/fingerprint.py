@@ -1,0 +1,120 @@
+"""The model fingerprint: an additive 128-bit hash over (tensor name, flat index, bits).
+
+Additive means that it is updated in O(changed) and summed over tensors, shards and ranks in any order. It also
+means that it can be forged: it detects accidents, and proves nothing about who wrote the bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.errors import FormatError, TensorMismatchError
+
+_MASK = (1 << 64) - 1
+_DOMAIN = b"vllm-delta-sync fingerprint v1\0"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Two sums modulo 2^64. ``hex()`` is 32 digits, the high lane first."""
+
+    low: int = 0
+    high: int = 0
+
+    def __add__(self, other: "Fingerprint") -> "Fingerprint":
+        return Fingerprint((self.low + other.low) & _MASK, (self.high + other.high) & _MASK)
+
+    def __sub__(self, other: "Fingerprint") -> "Fingerprint":
+        return Fingerprint((self.low - other.low) & _MASK, (self.high - other.high) & _MASK)
+
+    def hex(self) -> str:
+        return f"{self.high:016x}{self.low:016x}"
+
+    @classmethod
+    def from_hex(cls, text: str) -> "Fingerprint":
+        """Parse ``hex()``.
+
+        Raises:
+            FormatError: not 32 lower-case hex digits.
+        """
+        if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
+            raise FormatError(f"fingerprint {text[:40]!r} is not 32 lower-case hex digits")
+        return cls(low=int(text[16:], 16), high=int(text[:16], 16))
+
+
+@lru_cache(maxsize=65_536)
+def tensor_seed(name: str) -> int:
+    """Per-tensor start value: the first 8 bytes, little-endian, of SHA-256(domain ‖ UTF-8 name)."""
+    return int.from_bytes(sha256(_DOMAIN + name.encode()).digest()[:8], "little")
+
+
+def fingerprint_tensor(name: str, bits: npt.NDArray[np.unsignedinteger], start: int = 0) -> Fingerprint:
+    """Fingerprint of a flat piece of a tensor whose first element has flat index ``start``.
+
+    Args:
+        bits: (n,) unsigned bit patterns, C-contiguous.
+    """
+    from vllm_delta_sync.format import kernels
+
+    low, high = kernels.fingerprint_range(bits, np.int64(start), np.uint64(tensor_seed(name)))
+    return Fingerprint(int(low), int(high))
+
+
+def fingerprint_strided(
+    name: str,
+    bits: npt.NDArray[np.unsignedinteger],
+    shape: Sequence[int],
+    held: tuple[int, Sequence[int]],
+    index: tuple[int, Sequence[int]],
+) -> Fingerprint:
+    """Fingerprint of a box of a tensor, wherever its elements lie.
+
+    Args:
+        bits: flat, C-contiguous; the box's elements are somewhere in it.
+        shape: of the box; it may be empty.
+        held: (offset, stride per dimension) of the box's elements in ``bits``, strides positive.
+        index: (offset, stride per dimension) of their flat indices in the whole tensor.
+
+    Raises:
+        TensorMismatchError: the box is not inside ``bits``.
+    """
+    from vllm_delta_sync.format import kernels
+
+    if 0 in shape:
+        return Fingerprint()
+    # Neighbours in memory are the inner loop, whatever the order of dimensions in the tensor, and long where it can be.
+    dimensions: list[tuple[int, int, int]] = []
+    for step, stride, size in sorted(zip(held[1], index[1], shape, strict=True), reverse=True):
+        outer = dimensions[-1] if dimensions else (0, 0, 0)
+        if outer[:2] == (step * size, stride * size):
+            dimensions[-1] = (step, stride, outer[2] * size)
+        elif size > 1:
+            dimensions.append((step, stride, size))
+    steps, strides, sizes = (np.array(column, np.int64) for column in zip(*(dimensions or [(1, 1, 1)]), strict=True))
+    last = held[0] + int(((sizes - 1) * steps).sum())
+    if held[0] < 0 or last >= bits.size or steps.min() < 1:
+        raise TensorMismatchError(
+            f"tensor {name!r}: a box of shape {tuple(shape)} with strides {tuple(held[1])} at {held[0]} is not inside "
+            f"{bits.size} elements"
+        )
+    low, high = kernels.fingerprint_box(
+        bits, sizes, np.int64(held[0]), steps, np.int64(index[0]), strides, np.uint64(tensor_seed(name))
+    )
+    return Fingerprint(int(low), int(high))
+
+
+def fingerprint_change(
+    name: str,
+    positions: npt.NDArray[np.int64],
+    old: npt.NDArray[np.unsignedinteger],
+    new: npt.NDArray[np.unsignedinteger],
+) -> Fingerprint:
+    """Fingerprint after minus before, for (n,) flat positions whose bits went from ``old`` to ``new``."""
+    from vllm_delta_sync.format import kernels
+
+    low, high = kernels.fingerprint_change(positions, old, new, np.uint64(tensor_seed(name)))
+    return Fingerprint(int(low), int(high))

@@ -1,0 +1,440 @@
+"""The JSON documents of a run: run.json, versions/<n>.json (manifests), HEAD.json. Keys, fields, digests."""
+
+import re
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from vllm_delta_sync.errors import FormatError, UnsupportedError
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.canonical_json import check_format_version, dump_canonical, load_canonical, load_json
+from vllm_delta_sync.format.fingerprint import Fingerprint
+
+RUN_KEY = "run.json"
+TABLE_KEY = "tensors.json"
+HEAD_KEY = "HEAD.json"
+VERSIONS_PREFIX = "versions/"
+OBJECTS_PREFIX = "objects/"
+SIDECARS_PREFIX = "sidecars/"
+FILES_PREFIX = "files/"
+FEATURES = frozenset({"packed", "context", "raw", "zstd"})
+"""What a manifest may list in ``requires`` for this reader to accept it: codecs, and the compression of blocks."""
+
+
+def version_key(version: int) -> str:
+    """Key of a version's manifest; ten digits, so that keys sort as versions do."""
+    return f"{VERSIONS_PREFIX}{version:010d}.json"
+
+
+def object_key(digest: str) -> str:
+    """Key of an object: its name is its SHA-256."""
+    return f"{OBJECTS_PREFIX}{digest}.safetensors"
+
+
+def sidecar_key(digest: str) -> str:
+    """Key of a sidecar: its name is its SHA-256. Not among the objects: who knows no sidecars removes none."""
+    return f"{SIDECARS_PREFIX}{digest}"
+
+
+def file_key(digest: str) -> str:
+    """Key of a run file: its name is its SHA-256."""
+    return f"{FILES_PREFIX}{digest}"
+
+
+_HEX32 = re.compile(r"[0-9a-f]{32}")
+FILE_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+"""Names of sidecars and run files."""
+Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
+Version = Annotated[int, Field(ge=0, le=limits.MAX_VERSION)]
+Timestamp = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?Z$")]
+PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FormatVersion = Literal[1]
+
+
+def timestamp() -> str:
+    """Now, in UTC, as documents spell it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+class Signature(BaseModel):
+    """Ed25519 (RFC 8032) over ``Document.signed_bytes``: public key and signature in hex."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    key: PublicKey
+    value: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+def signed_form(kind: str, data: bytes) -> bytes:
+    """The bytes that are signed for a kind of message: a prefix that no other message of any protocol has."""
+    return b"vllm-delta-sync/" + kind.encode() + b"/1\0" + data
+
+
+class Document(BaseModel):
+    """A canonical JSON document. Fields that this release does not know are kept in its digest and ignored.
+
+    ``requires`` lists the features without which the document must not be read: an unknown one is refused.
+
+    Attributes:
+        KIND: what the document is, as part of what is signed, so that none can stand in for another.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    KIND: ClassVar[str]
+    signature: Signature | None = None
+    _raw: bytes | None = PrivateAttr(default=None)
+
+    def to_bytes(self) -> bytes:
+        """The bytes it was parsed from, or its canonical JSON."""
+        return dump_canonical(self.model_dump(mode="json")) if self._raw is None else self._raw
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of ``to_bytes()``, hex."""
+        return sha256(self.to_bytes()).hexdigest()
+
+    def signed_bytes(self) -> bytes:
+        """What a signature of the document is over: its kind, and its canonical JSON without the signature."""
+        value = load_json(self.to_bytes(), self.KIND)
+        value.pop("signature", None)
+        return signed_form(self.KIND, dump_canonical(value))
+
+    def with_signature(self, signature: Signature) -> Self:
+        """The document as it would have been parsed with the signature in it."""
+        value = load_json(self.to_bytes(), self.KIND)
+        value["signature"] = signature.model_dump()
+        return type(self).from_bytes(dump_canonical(value), self.KIND)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, what: str | None = None) -> Self:
+        """Parse.
+
+        Raises:
+            FormatError, LimitError: not canonical JSON, or a field is missing or malformed.
+            UnsupportedError: a newer format version, or a required feature is unknown.
+        """
+        what = what or cls.__name__.lower()
+        value = load_canonical(data, what)
+        if not isinstance(value, dict):
+            raise FormatError(f"{what} is not a JSON object")
+        check_format_version(value, what)
+        _check_requires(value, what)
+        try:
+            document = cls.model_validate(value)
+        except ValidationError as error:
+            raise FormatError(f"{what}: {_first_problem(error)}") from error
+        document._raw = data
+        return document
+
+
+def _check_requires(value: dict[str, Any], what: str) -> None:
+    # Before validation: a feature that is unknown here may have changed what the other fields look like.
+    required = value.get("requires", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise FormatError(f"{what}: field 'requires' is not a list of strings")
+    unknown = sorted(set(required) - FEATURES)
+    if unknown:
+        raise UnsupportedError(
+            f"{what}: field 'requires' names {', '.join(repr(name[:40]) for name in unknown[:8])}, which this release "
+            "does not know; upgrade to read it"
+        )
+
+
+def first_bad_fingerprint(value: object) -> object:
+    """Refuse fingerprints per tensor at the first that is none: pydantic would list all of them, at a kilobyte each."""
+    if isinstance(value, dict):
+        rows = value.items()
+        bad = next((name for name, text in rows if not isinstance(text, str) or not _HEX32.fullmatch(text)), None)
+        if bad is not None:
+            raise ValueError(f"that of tensor {bad[:80]!r} is not 32 hex digits")
+    return value
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "document"
+    return f"field {field[:120]!r}: {problem['msg']} (value {str(problem['input'])[:80]!r})"
+
+
+class Stored(BaseModel):
+    """Bytes in the bucket that nothing changes: key, size in bytes, SHA-256."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    key: str
+    bytes: Count
+    sha256: Digest
+
+
+class RunFile(Stored):
+    """A small file of the model that belongs to all versions, such as config.json or tokenizer.json. No weights.
+
+    Attributes:
+        name: file name: 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; each once in a run.
+    """
+
+    bytes: Annotated[int, Field(ge=0, le=limits.MAX_RUN_FILE_BYTES)]
+    name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
+
+    @model_validator(mode="after")
+    def _named_by_digest(self) -> Self:
+        if self.key != file_key(self.sha256):
+            raise ValueError("key is not files/<sha256>")
+        return self
+
+
+class RunInfo(Document):
+    """run.json: written once, first.
+
+    Attributes:
+        run: 32 hex digits, random: names the run in manifests and notices.
+        tensors: SHA-256 of tensors.json.
+        total: elements in all tensors. full_bytes: their bytes in the served dtypes.
+        files: configuration, tokenizer and generation settings of the model; none in runs of older publishers.
+    """
+
+    KIND = "run"
+    format_version: FormatVersion = 1
+    requires: list[str] = []
+    run: Hex32
+    created_at: Timestamp
+    tensors: Digest
+    total: Count
+    full_bytes: Count
+    files: Annotated[list[RunFile], Field(max_length=limits.MAX_RUN_FILES)] = []
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        # Lower case, since some file systems take two spellings of a name for one file.
+        if len({item.name.lower() for item in self.files}) != len(self.files):
+            raise ValueError("two files have the same name")
+        if sum(item.bytes for item in self.files) > limits.MAX_RUN_FILES_BYTES:
+            raise ValueError(f"files have more than {limits.MAX_RUN_FILES_BYTES} bytes in all (MAX_RUN_FILES_BYTES)")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A run without files is spelled as it was before there were any."""
+        value: dict[str, Any] = serialize(self)
+        if not self.files:
+            value.pop("files", None)
+        return value
+
+
+class ObjectRef(Stored):
+    """One immutable object of a version, and the publisher rank that wrote it."""
+
+    rank: Count = 0
+
+    @model_validator(mode="after")
+    def _named_by_digest(self) -> Self:
+        if self.key != object_key(self.sha256):
+            raise ValueError("key is not objects/<sha256>.safetensors")
+        return self
+
+
+class Sidecar(Stored):
+    """Bytes of the publisher's own that belong to a version, such as a small training state. No weights.
+
+    Attributes:
+        name: 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; each once in a version.
+    """
+
+    bytes: Annotated[int, Field(ge=0, le=limits.MAX_SIDECAR_BYTES)]
+    name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
+
+    @model_validator(mode="after")
+    def _named_by_digest(self) -> Self:
+        if self.key != sidecar_key(self.sha256):
+            raise ValueError("key is not sidecars/<sha256>")
+        return self
+
+
+class Base(BaseModel):
+    """Where the weights of a ``reference`` version 0 lie. A hint; what counts is the fingerprint.
+
+    Attributes:
+        location: path of a checkpoint as the publisher knew it, or URL of the run that this one branches from.
+        model, revision: public model id and commit, if it is a public one.
+        run, version, manifest: id of the run branched from, the version there, and its manifest's digest.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    location: Annotated[str, Field(max_length=4096)]
+    model: Annotated[str, Field(max_length=256)] | None = None
+    revision: Annotated[str, Field(max_length=256)] | None = None
+    run: Hex32 | None = None
+    version: Version | None = None
+    manifest: Digest | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.model is None) != (self.revision is None):
+            raise ValueError("model and revision belong together")
+        if len({self.run is None, self.version is None, self.manifest is None}) != 1:
+            raise ValueError("run, version and manifest belong together")
+        return self
+
+
+class Break(BaseModel):
+    """A version that does not build on the one before: on ``base_version`` instead, or on none if it is an anchor."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    version: Version
+    base_version: Version | None
+
+
+class Quarantine(BaseModel):
+    """Why a version is not to be served, though it is a link of the chain.
+
+    Attributes:
+        reasons: what the publisher's gate found, for people.
+        sound: newest version before this one that is not quarantined; null if there is none.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    reasons: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(min_length=1, max_length=64)]
+    sound: Version | None
+
+    def summary(self) -> str:
+        """The first reason, for the log: reasons are the publisher's text, and may be long."""
+        more = len(self.reasons) - 1
+        return f"{self.reasons[0][:300]!r}{f' and {more} more' if more else ''}"
+
+
+class Manifest(Document):
+    """versions/<n>.json: writing it is what commits a version.
+
+    Attributes:
+        kind: ``anchor`` (objects hold every tensor), ``reference`` (version 0 whose weights lie elsewhere),
+            ``delta`` (objects hold changes against ``base_version``).
+        parent: digest of the preceding version's manifest; null for version 0.
+        fingerprint: of the whole model after this version, 32 hex digits.
+        tensor_fingerprints: per tensor name; for anchors and references only.
+        breaks: every version up to this one that does not build on the one before; ascending, without version 0. So a
+            reader knows the shape of the whole chain from one manifest.
+        reversible: whether the objects carry distances only, so that the version can be taken back.
+        epoch: which writer of the run wrote it; see ``documents.Claim``. The first writer's is 0.
+        quarantine: set for a version that receivers skip unless they are told to serve it.
+        changed: elements carried by the objects. total: elements of the model.
+        payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
+        sidecars: what the publisher stored beside the weights; readers of weights do not look at it.
+    """
+
+    KIND = "manifest"
+    format_version: FormatVersion = 1
+    requires: list[str] = []
+    run: Hex32
+    version: Version
+    step: Count
+    kind: Literal["anchor", "reference", "delta"]
+    base_version: Version | None = None
+    parent: Digest | None = None
+    base: Base | None = None
+    breaks: Annotated[list[Break], Field(max_length=limits.MAX_BREAKS)] = []
+    reversible: bool = False
+    epoch: Count = 0
+    quarantine: Quarantine | None = None
+    codec: str | None = None
+    compression: str | None = None
+    objects: Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)] = []
+    sidecars: Annotated[list[Sidecar], Field(max_length=limits.MAX_SIDECARS)] = []
+    changed: Count
+    total: Count
+    payload_bytes: Count
+    full_bytes: Count
+    fingerprint: Hex32
+    tensor_fingerprints: Annotated[dict[str, Hex32] | None, BeforeValidator(first_bad_fingerprint)] = None
+    created_at: Timestamp
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        first = self.version == 0
+        if first != (self.parent is None):
+            raise ValueError("parent is null for version 0 and only there")
+        if (self.kind == "delta") != (self.base_version is not None):
+            raise ValueError("base_version belongs to deltas and only to them")
+        if self.base_version is not None and self.base_version >= self.version:
+            raise ValueError("base_version does not precede version")
+        if (self.kind == "delta") == (self.tensor_fingerprints is not None):
+            raise ValueError("tensor_fingerprints belong to anchors and references and only to them")
+        if self.payload_bytes != sum(item.bytes for item in self.objects):
+            raise ValueError("payload_bytes is not the sum of the objects' bytes")
+        if len({item.key for item in self.objects}) != len(self.objects):
+            raise ValueError("an object is listed twice")
+        if len({item.name for item in self.sidecars}) != len(self.sidecars):
+            raise ValueError("two sidecars have the same name")
+        if self.kind == "reference" and (self.objects or not first):
+            raise ValueError("a reference is version 0 and has no objects")
+        sound = None if self.quarantine is None else self.quarantine.sound
+        if sound is not None and sound >= self.version:
+            raise ValueError("quarantine.sound does not precede version")
+        self._check_breaks()
+        return self
+
+    def _check_breaks(self) -> None:
+        versions = [item.version for item in self.breaks]
+        if versions != sorted(set(versions)) or (versions and not 0 < versions[0] <= versions[-1] <= self.version):
+            raise ValueError("breaks are not ascending versions from 1 to this one")
+        if any(item.base_version is not None and item.base_version >= item.version - 1 for item in self.breaks):
+            raise ValueError("breaks name a version that builds on the one before, or on none that precedes it")
+        regular = self.version == 0 or self.base_version == self.version - 1
+        if regular == (self.version in versions) or (not regular and self.breaks[-1].base_version != self.base_version):
+            raise ValueError("breaks do not say what this version builds on")
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A version without sidecars is spelled as it was before there were any."""
+        value: dict[str, Any] = serialize(self)
+        if not self.sidecars:
+            value.pop("sidecars", None)
+        return value
+
+    @property
+    def model_fingerprint(self) -> Fingerprint:
+        return Fingerprint.from_hex(self.fingerprint)
+
+    @property
+    def sound(self) -> int | None:
+        """Newest version up to this one that is not quarantined; None if all are."""
+        return self.version if self.quarantine is None else self.quarantine.sound
+
+
+class Head(Document):
+    """HEAD.json: points at the newest manifest; may lag behind it, never the other way round.
+
+    Attributes:
+        epoch, parent: of that manifest.
+        created_at, expires_at: when it was signed, and until when it may be taken for the newest; null where unsigned.
+    """
+
+    KIND = "head"
+    format_version: FormatVersion = 1
+    run: Hex32
+    version: Version
+    manifest: Digest
+    epoch: Count = 0
+    parent: Digest | None = None
+    created_at: Timestamp | None = None
+    expires_at: Timestamp | None = None
+
+
+_VERSION_NAME = re.compile(r"versions/([0-9]{10})\.json")
+
+
+def version_of_key(key: str) -> int | None:
+    """Inverse of ``version_key``; None for any other key."""
+    match = _VERSION_NAME.fullmatch(key)
+    return int(match.group(1)) if match else None

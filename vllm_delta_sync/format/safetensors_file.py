@@ -1,0 +1,157 @@
+"""The safetensors container, read as hostile input and written with one byte order for one content.
+
+The safetensors library opens what is written here. Reading is done here too, because a bucket is not trusted:
+duplicate keys, holes, overlaps and absurd sizes are refused before anything is allocated, and buffers are not
+copied. Writing is done here because digests and golden files need one canonical header, and anchors are written
+tensor by tensor.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.errors import FormatError
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.canonical_json import load_json
+from vllm_delta_sync.format.dtypes import DType, dtype_of
+from vllm_delta_sync.format.limits import check_limit, shown
+
+Buffer = bytes | bytearray | memoryview | np.ndarray
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a container: dtype, shape, and its bytes [start, end) counted from the end of the header."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def layout(entries: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, Entry]:
+    """Place entries: widest elements first, then by name, without holes, so that every tensor is aligned."""
+    placed: dict[str, Entry] = {}
+    cursor = 0
+    for name in sorted(entries, key=lambda name: (-entries[name][0].itemsize, name.encode())):
+        dtype, shape = entries[name]
+        end = cursor + math.prod(shape) * dtype.itemsize
+        placed[name] = Entry(dtype, shape, cursor, end)
+        cursor = end
+    return placed
+
+
+def header_bytes(placed: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """Length prefix and JSON header, padded with spaces to a multiple of 8 bytes."""
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    for name, entry in placed.items():
+        header[name] = {
+            "dtype": entry.dtype.name,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def write_container(arrays: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, str]) -> bytes:
+    """Serialize (dtype name, array) pairs; arrays hold bits of that dtype and any shape."""
+    placed = layout({name: (dtype_of(dtype, name), array.shape) for name, (dtype, array) in arrays.items()})
+    pieces: list[bytes | memoryview] = [header_bytes(placed, metadata)]
+    pieces += [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in placed]
+    return b"".join(pieces)
+
+
+class Container:
+    """A parsed container over a buffer (bytes, or a memory map of a file).
+
+    Attributes:
+        metadata: the ``__metadata__`` strings.
+        entries: by name.
+
+    Raises:
+        FormatError: truncated, or the header is not exactly one description of the bytes that follow it.
+        LimitError: the header or a declared size is above its limit.
+    """
+
+    def __init__(self, buffer: Buffer, what: str = "container") -> None:
+        view = (buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)).cast("B")
+        self._what = what
+        if len(view) < _LENGTH_BYTES:
+            raise FormatError(f"{what}: {len(view)} bytes are too few for a safetensors file")
+        header_size = int.from_bytes(view[:_LENGTH_BYTES], "little")
+        check_limit(f"{what}: header size", header_size, limits.MAX_HEADER_BYTES, "MAX_HEADER_BYTES")
+        if header_size > len(view) - _LENGTH_BYTES:
+            raise FormatError(f"{what}: header of {header_size} bytes in a file of {len(view)}: truncated")
+        if bytes(view[_LENGTH_BYTES : _LENGTH_BYTES + 1]) != b"{":
+            raise FormatError(f"{what}: header does not begin with an opening brace")
+        header = load_json(bytes(view[_LENGTH_BYTES : _LENGTH_BYTES + header_size]), f"{what} header")
+        if not isinstance(header, dict):
+            raise FormatError(f"{what}: header is not a JSON object")
+        self._data = view[_LENGTH_BYTES + header_size :]
+        self.metadata = self._metadata(header.pop("__metadata__", {}))
+        self.entries = {name: self._entry(name, value) for name, value in header.items()}
+        self._check_cover()
+
+    def _metadata(self, value: object) -> dict[str, str]:
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+            raise FormatError(f"{self._what}: __metadata__ is not a map of strings")
+        return value
+
+    def _entry(self, name: str, value: object) -> Entry:
+        what = f"{self._what}: entry {name[:80]!r}"
+        if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+            raise FormatError(f"{what} does not have exactly dtype, shape and data_offsets")
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if not isinstance(dtype, str) or not _integers(shape) or not _integers(offsets) or len(offsets) != 2:
+            raise FormatError(f"{what}: dtype, shape or data_offsets has the wrong type")
+        element = dtype_of(dtype, what)
+        check_limit(f"{what}: dimensions", len(shape), limits.MAX_DIMENSIONS, "MAX_DIMENSIONS")
+        for size in shape:
+            check_limit(f"{what}: a dimension", size, limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS")
+        start, end = offsets
+        if not 0 <= start <= end <= len(self._data):
+            raise FormatError(
+                f"{what}: data_offsets {shown(start)} to {shown(end)} lie outside the {len(self._data)} data bytes"
+            )
+        if math.prod(shape) * element.itemsize != end - start:
+            raise FormatError(f"{what}: shape {shape} of {dtype} does not take {end - start} bytes")
+        return Entry(element, tuple(shape), start, end)
+
+    def _check_cover(self) -> None:
+        cursor = 0
+        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].end)):
+            if entry.start != cursor:
+                raise FormatError(f"{self._what}: entry {name[:80]!r} starts at {entry.start}, not at {cursor}")
+            cursor = entry.end
+        if cursor != len(self._data):
+            raise FormatError(f"{self._what}: {len(self._data) - cursor} bytes after the last entry")
+
+    def bits(self, name: str) -> npt.NDArray[np.unsignedinteger]:
+        """The entry as a flat array of bit patterns, without a copy.
+
+        Raises:
+            FormatError: there is no such entry.
+        """
+        try:
+            entry = self.entries[name]
+        except KeyError:
+            raise FormatError(f"{self._what}: entry {name[:80]!r} is missing") from None
+        return np.frombuffer(self._data[entry.start : entry.end], dtype=entry.dtype.uint)
+
+
+def _integers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def aligned(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """``bits``, copied if its memory is not aligned to its elements (compiled loops need that)."""
+    return bits if bits.flags.aligned else bits.copy()

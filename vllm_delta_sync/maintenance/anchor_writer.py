@@ -1,0 +1,96 @@
+"""Make an anchor beside the chain: all tensors of a version as checkpoint shards, from the bucket and the base."""
+
+from pathlib import Path
+
+from vllm_delta_sync.bucket.parallel import has_object
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, StoreError, UnsupportedError
+from vllm_delta_sync.format.anchor_file import shard_tables, write_anchor
+from vllm_delta_sync.format.documents import Anchor, anchor_key
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, check_stop, never
+from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
+from vllm_delta_sync.run.checks import check_document_size
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.lazy_objects import file_digest, scratch_folder
+from vllm_delta_sync.tensors.state import ModelState
+
+
+def make_anchor(
+    run: RunDocuments,
+    version: int,
+    base: str | Path | None = None,
+    *,
+    replace: bool = False,
+    scratch: str | Path | None = None,
+    shard_bytes: int = OBJECT_BYTES,
+    stop: Stop = never,
+) -> Anchor:
+    """Write the anchor of a version, unless it is there.
+
+    The weights are rebuilt and verified as any reader does it, in memory or in a scratch file (``chain_read``), and
+    written shard by shard. Objects are put before the document that names them, and looked for again after it.
+
+    Args:
+        base: as ``chain.read.restore``. replace: make it anew where there is one, for instance with damaged shards.
+        scratch: folder for the weights and one shard at a time; None for the system's temporary directory.
+        shard_bytes: how large a shard becomes; a tensor is never split, so one may be larger.
+        stop: asked now and then; True ends it.
+
+    Returns:
+        the document that is in the bucket, which another writer may have made.
+
+    Raises:
+        NotFoundError: there is no such version, or the base is not at hand. StoppedError: ``stop`` said so.
+        StoreError: the store failed, or there is no room for the scratch files. Else as ``chain.read.restore``.
+    """
+    target = run.manifest(version)
+    found = None if replace else existing_anchor(run, target)
+    if found is not None:
+        return found
+    state = RollingWeights(run, base, scratch, stop).at(target)
+    shards = shard_tables(run.table, shard_bytes)
+    largest = max((shard.full_bytes for shard in shards), default=0)
+    with scratch_folder(scratch, f"the anchor of version {version}", largest + largest // 64) as folder:
+        refs = []
+        for shard in shards:
+            check_stop(stop)
+            refs.append(_put(run, state, shard, folder))
+        declared = {spec.name: value.hex() for spec, value in zip(state.table, state.fingerprints, strict=True)}
+        document = run.keyring.signed(Anchor.of(target, declared, refs))
+        key = anchor_key(version)
+        check_document_size(document, run.document_limit, key)
+        try:
+            run.bucket.put(key, document.to_bytes(), if_absent=not replace)
+        except ConflictError:
+            theirs = existing_anchor(run, target)
+            if theirs is not None:
+                return theirs
+            # It is damaged, signed by nobody who is trusted, or of a version that is no longer: readers pass it over.
+            run.bucket.put(key, document.to_bytes())
+        for shard, ref in zip(shards, refs, strict=True):
+            if not has_object(run.bucket, ref):
+                _put(run, state, shard, folder)
+    return document
+
+
+def existing_anchor(run: RunDocuments, target: Manifest) -> Anchor | None:
+    """The anchor that is there, if it is of this version; one that may not be believed counts as none."""
+    try:
+        found = run.anchor(target.version)
+    except (StoreError, UnsupportedError):
+        raise
+    except DeltaSyncError:
+        return None
+    return found if (found.manifest, found.fingerprint) == (target.digest, target.fingerprint) else None
+
+
+def _put(run: RunDocuments, state: ModelState, shard: TensorTable, folder: Path) -> ObjectRef:
+    """Write one shard into the bucket."""
+    path = folder / "shard"
+    write_anchor(path, shard, ((spec.name, state.bits[run.table.index(spec.name)]) for spec in shard))
+    digest = file_digest(path)
+    ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
+    run.bucket.put(ref.key, path)
+    path.unlink()
+    return ref

@@ -1,0 +1,213 @@
+"""Branches: a run that begins at a version of another, and copies none of its weights.
+
+Version 0 of the branch is a reference to the version; a tag in the source keeps that. The tag comes first and goes
+last, so that at no moment there is a branch whose version may be removed.
+"""
+
+import secrets
+from contextlib import ExitStack
+
+from vllm_delta_sync.bucket import Bucket, open_beside
+from vllm_delta_sync.bucket.conditional_put import reads, settled
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DeltaSyncError,
+    FingerprintError,
+    UsageError,
+)
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.manifest import (
+    HEAD_KEY,
+    RUN_KEY,
+    TABLE_KEY,
+    VERSIONS_PREFIX,
+    Base,
+    Manifest,
+    RunInfo,
+    timestamp,
+    version_key,
+)
+from vllm_delta_sync.maintenance.gc.record import lasting_plan
+from vllm_delta_sync.maintenance.tags import delete_tag, put_tag
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.run.model_files import fetch_run_file
+from vllm_delta_sync.run.objects import outline
+from vllm_delta_sync.run.plan import Plan
+from vllm_delta_sync.run.restore import check_step
+from vllm_delta_sync.trust.head import head_of
+
+logger = guarded_logger(__name__)
+
+
+def branch_tag(run_id: str) -> str:
+    """Name of the tag that a branch sets in the run that it comes from. Args: run_id: of the branch."""
+    return f"branch-{run_id[:12]}"
+
+
+def branch(run: Run, version: int | str | None, url: str) -> Run:
+    """Begin a new run at a version of this one. Weights are neither copied nor needed: only deltas are read.
+
+    What is written, in the new run and of the tag in this one, is signed with this one's keyring.
+
+    Args:
+        version: a number, ``tag:NAME``, or None for the head. url: of the new run.
+
+    Raises:
+        UsageError: the URL is this run's. ConflictError: it holds a run, or part of one.
+        NotFoundError: there is no such version, or it is not kept any more, or a run file is missing. StoreError: the
+            store failed; what was written is removed again, unless nobody can tell whether the branch stands.
+        DigestError, LimitError: a run file, or an object of a delta, is damaged.
+        SignatureError: the signing key is not one to begin a run with.
+    """
+    run.keyring.check_begins()
+    with ExitStack() as failing:
+        bucket = failing.enter_context(open_beside(run.bucket, url))
+        _begin(run, version, bucket)
+        made = Run(bucket, run.keyring)
+        failing.pop_all()
+    return made
+
+
+def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
+    if bucket.url == run.bucket.url:
+        raise UsageError(f"{bucket.url!r} is the run to branch from; give the branch a URL of its own")
+    _refuse_existing(bucket)
+    source = run.resolve(version)
+    info = RunInfo(
+        run=secrets.token_hex(16),
+        created_at=timestamp(),
+        tensors=run.table.digest,
+        total=run.table.total,
+        full_bytes=run.table.full_bytes,
+        files=run.info.files,
+    )
+    info = run.keyring.signed(info)
+    first = run.keyring.signed(_version_0(run, source, info))
+    files = {item.key: fetch_run_file(run, item) for item in info.files}
+    name = branch_tag(info.run)
+    put_tag(run, name, source.version, branch=bucket.url)
+    try:
+        _create(bucket, {RUN_KEY: info.to_bytes(), TABLE_KEY: run.table.to_bytes()}, files, first)
+    except BaseException:  # an interrupted branch gives its URL and its tag back as well
+        if _take_back(bucket, info, first):
+            delete_tag(run, name)
+        raise
+    try:
+        bucket.put(HEAD_KEY, head_of(first, run.keyring).to_bytes())
+    except DeltaSyncError as error:
+        # Readers find version 0 without it.
+        logger.warning("the branch stands, but its %s was not written: %s", HEAD_KEY, error)
+
+
+def _refuse_existing(bucket: Bucket) -> None:
+    for prefix in (RUN_KEY, TABLE_KEY, HEAD_KEY, VERSIONS_PREFIX):
+        found = next(iter(bucket.list(prefix)), None)
+        if found is not None:
+            raise ConflictError(f"{bucket.url} holds {found.key}, of a run or part of one; branch to a new URL")
+
+
+def _version_0(run: Run, source: Manifest, info: RunInfo) -> Manifest:
+    location = run.bucket.url
+    return Manifest(
+        run=info.run,
+        version=0,
+        step=source.step,
+        kind="reference",
+        base=Base(location=location, run=run.info.run, version=source.version, manifest=source.digest),
+        changed=0,
+        total=info.total,
+        payload_bytes=0,
+        full_bytes=info.full_bytes,
+        fingerprint=source.fingerprint,
+        tensor_fingerprints=tensor_fingerprints(run, source),
+        created_at=timestamp(),
+    )
+
+
+def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
+    """Fingerprint of each tensor of a version, hex by name: those of its root, plus what deltas declare to change.
+
+    Reads the deltas, neither weights nor the base; of deltas of codec ``context`` what can be read without weights.
+
+    Raises:
+        NotFoundError: the version is not kept. DeltaSyncError: an object on the way is damaged.
+        FingerprintError: it does not come out as the version declares.
+    """
+    found = lasting_plan(run, version)
+    values = {run.table.index(name): Fingerprint.from_hex(value) for name, value in _of_root(run, found).items()}
+    reached = found.root.model_fingerprint
+    for step in found.steps:
+        changes = outline(step.document, step.run.table, [step.run.fetch(ref) for ref in step.objects]).changes
+        if step.backwards:
+            changes = changes.reversed()
+        reached = check_step(step, reached, changes)
+        for tensor, change in changes.fingerprints.items():
+            values[tensor] += change
+    if sum(values.values(), Fingerprint()) != version.model_fingerprint:
+        raise FingerprintError(
+            f"version {version.version}: fingerprints of its tensors do not add up to {version.fingerprint}; see "
+            "`delta-sync verify`"
+        )
+    return {spec.name: values[tensor].hex() for tensor, spec in enumerate(run.table)}
+
+
+def _of_root(run: Run, found: Plan) -> dict[str, str]:
+    declared = found.root.tensor_fingerprints
+    if found.beside:
+        anchor = run.anchor(found.root.version)
+        if anchor.manifest != found.root.digest:
+            raise ChainError(f"the anchor of version {anchor.version} was made of another version {anchor.manifest}")
+        declared = anchor.tensor_fingerprints
+    if declared is None:
+        raise ChainError(f"version {found.root.version} does not declare the fingerprints of its tensors")
+    return declared
+
+
+def _create(bucket: Bucket, documents: dict[str, bytes], files: dict[str, bytes], first: Manifest) -> None:
+    """Claim the URL and commit version 0. An object that is there already is ours if its bytes are.
+
+    Right before version 0 run.json has to be ours still: another writer may have taken this for a start that was cut
+    short. Where create-if-absent does not hold, both have to read back as ours after a while.
+    """
+    for key, data in documents.items():
+        _put(bucket, key, data)
+    for key, data in files.items():
+        bucket.put(key, data)  # named by its content, so what may lie there is the same, or damaged
+    info = documents[RUN_KEY]
+    if not (settled(bucket, RUN_KEY, info) and reads(bucket, RUN_KEY, info)):
+        raise _taken(bucket, RUN_KEY)
+    _put(bucket, version_key(0), first.to_bytes())
+    if not settled(bucket, version_key(0), first.to_bytes()):
+        raise _taken(bucket, version_key(0))
+
+
+def _put(bucket: Bucket, key: str, data: bytes) -> None:
+    try:
+        bucket.put(key, data, if_absent=True)
+    except ConflictError as error:
+        if not reads(bucket, key, data):
+            raise _taken(bucket, key) from error
+
+
+def _taken(bucket: Bucket, key: str) -> ConflictError:
+    return ConflictError(f"{bucket.url} holds {key} of another writer; branch to a new URL")
+
+
+def _take_back(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
+    """Remove what a branch that failed has written; whether it is certain that no branch stands."""
+    try:
+        if not reads(bucket, RUN_KEY, info.to_bytes()):
+            return True
+        if reads(bucket, version_key(0), first.to_bytes()):
+            bucket.delete(version_key(0))
+        for item in info.files:
+            bucket.delete(item.key)
+        bucket.delete(TABLE_KEY)
+        # The claim goes last: as long as it stands nobody else writes here.
+        bucket.delete(RUN_KEY)
+    except DeltaSyncError as error:
+        logger.warning("%s may hold a part of a branch that failed; its tag stays: %s", bucket.url, error)
+        return False
+    return True

@@ -1,0 +1,77 @@
+"""What a collection writes down in retention.json before it removes anything, and what that means for others."""
+
+from collections.abc import Iterable
+
+from vllm_delta_sync.bucket.parallel import has_object, in_parallel
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.format.documents import Retention
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp, version_of_key
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.plan import Plan, plan
+
+Ranges = list[list[int]]
+
+
+def ranges(versions: Iterable[int]) -> Ranges:
+    """Closed ranges of the numbers, ascending, apart."""
+    found: Ranges = []
+    for version in sorted(set(versions)):
+        if found and found[-1][1] == version - 1:
+            found[-1][1] = version
+        else:
+            found.append([version, version])
+    return found
+
+
+def spelled(versions: Iterable[int], most: int = 8) -> str:
+    """Versions for people: ``3, 5 to 9``; the newest ranges if there are many."""
+    found = ranges(versions)
+    words = [str(a) if a == b else f"{a} to {b}" for a, b in found[-most:]]
+    return ", ".join(([f"… {len(found) - most} ranges"] if len(found) > most else []) + words)
+
+
+def empty_record(run: RunDocuments) -> Retention:
+    """Of a run from which nothing was removed."""
+    return Retention(run=run.info.run, gone=[], created_at=timestamp())
+
+
+def lasting_plan(run: RunDocuments, target: Manifest) -> Plan:
+    """A way to a version whose objects are all there, and that no collection is removing.
+
+    Raises:
+        NotFoundError: there is none. StoreError: the store failed.
+    """
+    record = run.retention() or empty_record(run)
+    avoid = set(record.going)
+    while True:
+        try:
+            found = plan(run, target, avoid)
+            bad = next((key for key, objects in _documents(run, found) if not _stays(run, record, key, objects)), None)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            raise _lost(target, error.message) from error
+        if bad is None:
+            return found
+        if bad in avoid:
+            raise _lost(target, f"objects of {bad} are gone")
+        avoid.add(bad)
+
+
+def _lost(target: Manifest, reason: str) -> NotFoundError:
+    return NotFoundError(
+        f"version {target.version} cannot be rebuilt, now or after a collection that is under way: {reason}; "
+        "choose a version that is kept"
+    )
+
+
+def _documents(run: RunDocuments, found: Plan) -> list[tuple[str, list[ObjectRef]]]:
+    root = run.anchor(found.root.version).objects if found.beside else found.root.objects
+    return [(found.root_key, root), *((step.key, step.objects) for step in found.steps)]
+
+
+def _stays(run: RunDocuments, record: Retention, key: str, objects: list[ObjectRef]) -> bool:
+    version = version_of_key(key)
+    if version is not None and record.is_gone(version):
+        return False
+    return all(in_parallel(lambda ref: has_object(run.bucket, ref), objects))

@@ -1,0 +1,104 @@
+"""Run files: the model's configuration, tokenizer and generation settings, read from a run and written to a folder."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from vllm_delta_sync.bucket.verified import fetch_object
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.format.manifest import RUN_KEY, RunFile
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.report import Finding, VerifyReport
+from vllm_delta_sync.tensors.checkpoint import is_model_file
+
+logger = guarded_logger(__name__)
+
+
+def read_file(run: RunDocuments, name: str) -> bytes:
+    """The bytes of one of the run's files, with size and SHA-256 checked.
+
+    Raises:
+        NotFoundError: the run has no file of that name, or the bucket has lost it.
+        DigestError, LimitError: it is not what run.json lists. StoreError: the store failed.
+    """
+    found = next((item for item in run.info.files if item.name == name), None)
+    if found is None:
+        names = ", ".join(repr(item.name) for item in run.info.files)
+        raise NotFoundError(f"the run has no file {name!r}; " + (f"it has {names}" if names else "it has none"))
+    return fetch_run_file(run, found)
+
+
+def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
+    """The bytes of a file as run.json lists it; raises as ``read_file``."""
+    try:
+        return fetch_object(run.bucket, item)
+    except StoreError:
+        raise
+    except DeltaSyncError as error:
+        raise type(error)(f"{error.message} (file {item.name!r} of the run)") from error
+
+
+def write_files(run: RunDocuments, folder: Path) -> list[str]:
+    """Write the run's files to a folder; one that is there with the right content stays as it is.
+
+    Only files that a model folder consists of are written (``checkpoint.is_model_file``): never code, never weights.
+
+    Args:
+        folder: made if it is not there.
+
+    Returns:
+        names of the files.
+
+    Raises:
+        NotFoundError, DigestError, LimitError: a file is missing from the bucket, or damaged. StoreError: the store
+            failed, or the folder cannot be written.
+    """
+    written = []
+    for item in run.info.files:
+        if not is_model_file(item.name):
+            logger.warning("%s lists file %r, which no model folder needs; it is left out", RUN_KEY, item.name)
+            continue
+        write_file(folder / item.name, fetch_run_file(run, item))
+        written.append(item.name)
+    return written
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file so that nobody sees a part of it, unless it has that content already; raises StoreError."""
+    try:
+        if path.is_file() and not path.is_symlink() and path.read_bytes() == data:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened, part = tempfile.mkstemp(prefix=".part-", dir=path.parent)
+        try:
+            with open(opened, "wb") as file:
+                file.write(data)
+                os.fsync(opened)
+            os.chmod(part, 0o644)
+            os.replace(part, path)
+        except BaseException:  # an interrupt leaves no part behind either
+            os.unlink(part)
+            raise
+    except OSError as error:
+        raise StoreError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def check_files(run: RunDocuments, report: VerifyReport) -> list[Finding]:
+    """Read all files of a run, count them, and return what is wrong.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    findings: list[Finding] = []
+    for item in run.info.files:
+        try:
+            data = fetch_run_file(run, item)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            findings.append(Finding(item.key, error, run_file=item))
+            continue
+        report.files += 1
+        report.bytes += len(data)
+    return findings

@@ -1,0 +1,80 @@
+"""Where version 0 lies if not in the run itself: in a checkpoint, or in the run that this one branches from."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_delta_sync.bucket import open_beside
+from vllm_delta_sync.errors import ChainError, NotFoundError
+from vllm_delta_sync.format.manifest import RUN_KEY, Manifest
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.tensors.checkpoint import names_model, resolve_base
+
+
+class BaseError(NotFoundError):
+    """The checkpoint or the run that version 0 refers to is not at hand."""
+
+
+def branches(root: Manifest, beside: bool) -> bool:
+    """Whether a plan's root is read from another run."""
+    return not beside and root.kind != "anchor" and root.base is not None and root.base.run is not None
+
+
+def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
+    """Directory of the checkpoint that version 0 refers to: the one given, else the recorded one or the public model.
+
+    Raises:
+        BaseError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be had.
+    """
+    if base is not None:
+        path = resolve_base(base).path
+    elif root.base is not None and root.base.model is not None and not Path(root.base.location).is_dir():
+        path = resolve_base(f"{root.base.model}@{root.base.revision}").path
+    else:
+        path = Path("" if root.base is None else root.base.location)
+    if not path.is_dir():
+        raise BaseError(
+            f"version 0 refers to the checkpoint {str(path)!r}, which is not here; pass base= with its path "
+            "(--base on the command line)"
+        )
+    return path
+
+
+@contextmanager
+def origin(
+    run: RunDocuments, root: Manifest, base: str | Path | None
+) -> Iterator[tuple[RunDocuments, Manifest, str | Path | None]]:
+    """Where a branch begins: the run that it comes from, the version of it, and the base to rebuild that with.
+
+    The run is closed at the end of the block.
+
+    Raises:
+        BaseError: the run is not there. ChainError: it is another one. StoreError: the store of ``base`` failed.
+    """
+    recorded = root.base.location if root.base is not None else ""
+    named = str(base) if base is not None and _is_run(run, base) else None
+    try:
+        source = run.origin(root, named)
+    except NotFoundError as error:
+        raise BaseError(
+            f"run {run.info.run} branches from a run at {recorded!r}, which is not there; pass base= with its URL "
+            f"(--base on the command line): {error}"
+        ) from error
+    with source:
+        if source.table.digest != run.table.digest:
+            raise ChainError(f"run {run.info.run} branches from {source.info.run}, which has other tensors")
+        version = root.base.version if root.base is not None and root.base.version is not None else 0
+        yield source, source.manifest(version), base if named is None else None
+
+
+def _is_run(run: RunDocuments, base: str | Path) -> bool:
+    """Whether a base given for a branch is a run, not a checkpoint. Raises StoreError; UsageError: it is no URL."""
+    if names_model(base):
+        return False
+    # A directory may have a name that would be taken for a URL.
+    with open_beside(run.bucket, Path(base).resolve() if Path(base).is_dir() else base) as bucket:
+        try:
+            bucket.stat(RUN_KEY)
+        except NotFoundError:
+            return False
+    return True

@@ -1,0 +1,76 @@
+"""Bit patterns of flat tensors: change detection, ULP distances, in-place application.
+
+All arrays are flat and C-contiguous; ``bits`` have the unsigned dtype of their element type (DType.uint).
+The ULP distance of two patterns is their difference, modulo 2^width, in an order that runs through all
+patterns monotonically (docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay apart.
+"""
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
+
+Bits = npt.NDArray[np.unsignedinteger]
+Positions = npt.NDArray[np.int64]
+
+CHUNK_ELEMENTS = 32_768
+"""What is compared at a time: it stays in a core's cache, and an index in it fits 16 bits."""
+
+
+@cache
+def order_masks(dtype: DType) -> tuple[np.uint64, np.uint64]:
+    """(sign, mask) of the kernels: the sign bit (0 for integer types) and all bits of the width."""
+    width = 8 * dtype.itemsize
+    return np.uint64(1 << (width - 1) if dtype.is_float else 0), np.uint64((1 << width) - 1)
+
+
+def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits, Fingerprint]:
+    """Find what changed and bring ``old`` up to ``new``.
+
+    Args:
+        name: tensor name, for the fingerprint.
+        old: (numel,) baseline, updated in place.
+        new: (numel,) current bits.
+
+    Returns:
+        positions (n,) int64 ascending, ULP distances (n,), fingerprint change.
+
+    Raises:
+        TensorMismatchError: the arrays are not of one size and of the dtype's width.
+    """
+    if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
+        raise TensorMismatchError(
+            f"tensor {name!r}: {new.size} elements of {new.dtype} against {old.size} of {old.dtype}; "
+            f"{dtype.uint} expected"
+        )
+    from vllm_delta_sync.tensors import diff_kernels
+    from vllm_delta_sync.tensors.segments import Scratch, joined
+
+    masks, seed, scratch = order_masks(dtype), np.uint64(tensor_seed(name)), Scratch()
+    segments, change, done = [], Fingerprint(), 0
+    while done < old.size:
+        segment = scratch.segment(dtype, done)
+        room = segment.relative, segment.distances, segment.starts, segment.ends, segment.state
+        low, high = diff_kernels.collect(old, new, 0, *masks, seed, *room)
+        change += Fingerprint(int(low), int(high))
+        done = int(segment.state[2])
+        segments.append(segment.closed())
+    return *joined(segments, dtype), change
+
+
+def apply_distances(dtype: DType, bits: Bits, positions: Positions, distances: Bits) -> None:
+    """Move ``bits`` at ``positions`` by ``distances``, in place."""
+    from vllm_delta_sync.format import kernels
+
+    kernels.add_distances(bits, positions, distances, *order_masks(dtype), False)
+
+
+def revert_distances(dtype: DType, bits: Bits, positions: Positions, distances: Bits) -> None:
+    """Undo ``apply_distances`` with the same arguments, in place."""
+    from vllm_delta_sync.format import kernels
+
+    kernels.add_distances(bits, positions, distances, *order_masks(dtype), True)

@@ -1,0 +1,187 @@
+"""Boxes of tensors: what one process holds of a tensor, in coordinates of the whole.
+
+Pure functions. What the ranks that hold a tensor's boxes find in them, put together, is what looking at the whole
+tensor finds. Flat indices are row-major, of the box ("local") or of the whole tensor ("global").
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.tensors.bits import Bits, Positions
+
+
+@dataclass(frozen=True)
+class Box:
+    """A range in each dimension of a tensor.
+
+    Attributes:
+        offsets: where it begins in each dimension.
+        shape: of the box; it may be empty.
+        whole: shape of the tensor.
+
+    Raises:
+        TensorMismatchError: the box is not inside the tensor.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        dimensions = {len(self.offsets), len(self.shape), len(self.whole)}
+        inside = len(dimensions) == 1 and all(
+            offset >= 0 and size >= 0 and offset + size <= all_of_it
+            for offset, size, all_of_it in zip(self.offsets, self.shape, self.whole, strict=True)
+        )
+        if not inside:
+            raise TensorMismatchError(
+                f"box {list(self.shape)} at {list(self.offsets)} is not inside a tensor {list(self.whole)}; give "
+                "offset, local and global size of each dimension"
+            )
+
+    @classmethod
+    def all_of(cls, whole: tuple[int, ...]) -> "Box":
+        """The box that is the whole tensor."""
+        return cls((0,) * len(whole), whole, whole)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing of the tensor is outside the box."""
+        return self.shape == self.whole
+
+    @property
+    def index(self) -> tuple[Any, ...]:
+        """What cuts the box out of an array or tensor of the shape ``whole``, as a view."""
+        return *(slice(at, at + size) for at, size in zip(self.offsets, self.shape, strict=True)), ...
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Global flat indices from one element to the next, in each dimension."""
+        return tuple(math.prod(self.whole[axis + 1 :]) for axis in range(len(self.whole)))
+
+    @cached_property
+    def start(self) -> int:
+        """Global flat index of the first element; without meaning for an empty box."""
+        return sum(offset * stride for offset, stride in zip(self.offsets, self.strides, strict=True))
+
+    @cached_property
+    def stop(self) -> int:
+        """Global flat index behind the last element; ``start`` for an empty box."""
+        if not self.numel:
+            return self.start
+        return self.start + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def is_range(self) -> bool:
+        """True if its elements follow each other in the whole tensor without a gap: ``start`` to ``stop``."""
+        return self.stop - self.start == self.numel
+
+    def positions(self, local: Positions) -> Positions:
+        """Global flat positions of (n,) local ones; ascending stays ascending.
+
+        Raises:
+            TensorMismatchError: a position is outside the box.
+        """
+        if local.size and not 0 <= int(local.min()) <= int(local.max()) < self.numel:
+            raise TensorMismatchError(f"positions {local.min()} to {local.max()} are not inside {self.numel} elements")
+        rest = np.array(local, np.int64)
+        if self.is_range:
+            rest += self.start
+            return rest
+        found = np.full(local.size, self.start, np.int64)
+        for size, stride in reversed(list(zip(self.shape, self.strides, strict=True))):
+            rest, index = np.divmod(rest, size)
+            index *= stride
+            found += index
+        return found
+
+    def inside(self, positions: Positions) -> tuple[slice | npt.NDArray[np.bool_], Positions]:
+        """Which of (n,) ascending global flat positions are in the box, and where in it.
+
+        Args:
+            positions: of the whole tensor, each inside it.
+
+        Returns:
+            a slice or an (n,) mask of ``positions``, and the local flat positions (m,) of those, ascending.
+        """
+        if not self.numel:
+            return slice(0, 0), np.empty(0, np.int64)
+        first, last = (int(found) for found in np.searchsorted(positions, (self.start, self.stop)))
+        if self.is_range:
+            return slice(first, last), np.subtract(positions[first:last], self.start, dtype=np.int64)
+        rest = np.array(positions[first:last], np.int64)
+        local = np.zeros(rest.size, np.int64)
+        chosen = np.ones(rest.size, np.bool_)
+        for offset, size, stride in zip(self.offsets, self.shape, self.strides, strict=True):
+            index, rest = np.divmod(rest, stride)
+            index -= offset
+            chosen &= (index >= 0) & (index < size)
+            local *= size
+            local += index
+        mask = np.zeros(positions.size, np.bool_)
+        mask[first:last] = chosen
+        return mask, local[chosen]
+
+    def view(self, bits: Bits) -> Bits:
+        """The box in the (numel of the whole,) flat array of its tensor: a view of shape ``shape``.
+
+        Raises:
+            TensorMismatchError: the array has another number of elements.
+        """
+        if bits.size != math.prod(self.whole):
+            raise TensorMismatchError(f"{bits.size} elements are not those of a tensor {list(self.whole)}")
+        cut: Bits = bits.reshape(self.whole)[self.index]
+        return cut
+
+
+def boxes_of_range(start: int, stop: int, whole: tuple[int, ...]) -> list[Box]:
+    """The elements of a range of flat indices as few boxes, ascending; each is a range itself.
+
+    Raises:
+        TensorMismatchError: the range is not inside the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(whole):
+        raise TensorMismatchError(f"elements {start} to {stop} are not inside a tensor {list(whole)}")
+    if start == stop:
+        return []
+    found: list[Box] = []
+    _cut(start, stop, whole, (), found)
+    return found
+
+
+def _cut(start: int, stop: int, whole: tuple[int, ...], outer: tuple[int, ...], found: list[Box]) -> None:
+    """Append the boxes of a range of what is left of the tensor where the first indices are ``outer``."""
+    depth = len(outer)
+    inner = whole[depth:]
+    if start == 0 and stop == math.prod(inner):
+        found.append(Box((*outer, *(0 for _ in inner)), (*(1 for _ in outer), *inner), whole))
+        return
+    row = math.prod(inner[1:])
+    first, into = divmod(start, row)
+    last, rest = divmod(stop, row)
+    if first == last:
+        _cut(into, rest, whole, (*outer, first), found)
+        return
+    if into:
+        _cut(into, row, whole, (*outer, first), found)
+        first += 1
+    if first < last:
+        rows = Box(
+            (*outer, first, *(0 for _ in inner[1:])),
+            (*(1 for _ in outer), last - first, *inner[1:]),
+            whole,
+        )
+        found.append(rows)
+    if rest:
+        _cut(0, rest, whole, (*outer, last), found)

@@ -1,0 +1,140 @@
+"""What changed between two versions, decoded: the common currency of encoders, decoders and receivers."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.errors import ChainError
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.dtypes import DTYPES, DType
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.tensors.bits import Bits, Positions
+
+
+@dataclass
+class Sparse:
+    """Changed elements of some tensors of one dtype, concatenated in ascending order of tensor id.
+
+    Attributes:
+        dtype: safetensors name.
+        ids: (k,) uint32 positions in the tensor table, strictly ascending.
+        counts: (k,) int64 changed elements per tensor, each at least 1.
+        positions: (n,) int64 flat indices in the full tensor, strictly ascending per tensor.
+        data: (n,) unsigned of the dtype's width: ULP distances new − old if ``relative``, else new bits.
+        relative: how to read ``data``.
+    """
+
+    dtype: str
+    ids: npt.NDArray[np.uint32]
+    counts: npt.NDArray[np.int64]
+    positions: Positions
+    data: Bits
+    relative: bool
+
+    @property
+    def element(self) -> DType:
+        return DTYPES[self.dtype]
+
+    def tensors(self) -> Iterator[tuple[int, Positions, Bits]]:
+        """(tensor id, positions, data) for each tensor, as views."""
+        ends = np.cumsum(self.counts)
+        for tensor, end, count in zip(self.ids.tolist(), ends.tolist(), self.counts.tolist(), strict=True):
+            yield tensor, self.positions[end - count : end], self.data[end - count : end]
+
+
+@dataclass
+class Full:
+    """All elements of one tensor: its id and flat (numel,) bits."""
+
+    id: int
+    bits: Bits
+
+
+@dataclass
+class Changes:
+    """One object's worth of changes.
+
+    Attributes:
+        fingerprints: per tensor id in this object: fingerprint after minus before, over the elements carried here.
+    """
+
+    sparse: list[Sparse] = field(default_factory=list)
+    full: list[Full] = field(default_factory=list)
+    fingerprints: dict[int, Fingerprint] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> int:
+        """Elements carried: all elements of tensors sent in full count."""
+        return sum(group.positions.size for group in self.sparse) + sum(tensor.bits.size for tensor in self.full)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Sum of ``fingerprints``: what this object adds to the model's fingerprint."""
+        total = Fingerprint()
+        for change in self.fingerprints.values():
+            total += change
+        return total
+
+    @property
+    def reversible(self) -> bool:
+        """Whether everything carried is a distance, which can be taken back."""
+        return not self.full and all(group.relative for group in self.sparse)
+
+    def parts(self, most_bytes: int, most_parts: int = limits.MAX_OBJECTS_PER_VERSION) -> list["Changes"]:
+        """These changes, whole tensors at a time, in parts of at most so many decoded bytes; arrays are views.
+
+        A tensor that is larger by itself has a part of its own. Tensors ascend by id, from part to part too.
+
+        Raises:
+            LimitError: they are more than ``most_parts``.
+        """
+        sizes: Counter[int] = Counter({full.id: full.bits.nbytes for full in self.full})
+        for group in self.sparse:
+            width = group.positions.itemsize + group.data.itemsize
+            sizes.update(dict(zip(group.ids.tolist(), (group.counts * width).tolist(), strict=True)))
+        found: list[set[int]] = [set()]
+        room = most_bytes
+        for tensor in sorted(sizes):
+            if found[-1] and sizes[tensor] > room:
+                found.append(set())
+                room = most_bytes
+            found[-1].add(tensor)
+            room -= sizes[tensor]
+        limits.check_object_count(len(found), most_bytes, sizes.total(), most_parts)
+        return [self._only(held) for held in found] if len(found) > 1 else [self]
+
+    def _only(self, tensors: set[int]) -> "Changes":
+        """Those of some tensors, which follow each other in every group."""
+        sparse = []
+        for group in self.sparse:
+            chosen = [row for row, tensor in enumerate(group.ids.tolist()) if tensor in tensors]
+            if chosen:
+                rows = slice(chosen[0], chosen[-1] + 1)
+                start = int(group.counts[: rows.start].sum())
+                elements = slice(start, start + int(group.counts[rows].sum()))
+                sparse.append(
+                    replace(
+                        group,
+                        ids=group.ids[rows],
+                        counts=group.counts[rows],
+                        positions=group.positions[elements],
+                        data=group.data[elements],
+                    )
+                )
+        full = [full for full in self.full if full.id in tensors]
+        return Changes(sparse, full, {id: change for id, change in self.fingerprints.items() if id in tensors})
+
+    def reversed(self) -> "Changes":
+        """What takes these changes back. Arrays of positions are shared.
+
+        Raises:
+            ChainError: they replace bits, and do not say which.
+        """
+        if not self.reversible:
+            raise ChainError("changes that replace bits cannot be taken back; they do not say what was there before")
+        sparse = [replace(group, data=group.data.dtype.type(0) - group.data) for group in self.sparse]
+        none = Fingerprint()
+        return Changes(sparse, [], {tensor: none - change for tensor, change in self.fingerprints.items()})

@@ -1,0 +1,212 @@
+"""Read a Hugging Face checkpoint directory as bit patterns: one tensor at a time, from memory maps."""
+
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, TensorMismatchError, UsageError
+from vllm_delta_sync.format.canonical_json import load_json
+from vllm_delta_sync.format.limits import MAX_JSON_BYTES, check_limit
+from vllm_delta_sync.format.manifest import Base
+from vllm_delta_sync.format.safetensors_file import Container, aligned
+from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors.bits import Bits
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
+
+# A revision becomes a path below the Hub's cache, and a manifest that is read may name one.
+_MODEL = re.compile(r"(?:hf:)?([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)@(?!/|(?:.*/)?\.\.?(?:/|$))([A-Za-z0-9._/-]+)")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+MODEL_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Of configuration, tokenizer, chat template and generation settings. Never code: a bucket may be another's."""
+EXPORT_NAME = "delta_sync_export.json"
+"""What ``delta-sync export`` writes beside the weights, about them."""
+# Weights elsewhere, the state of a trainer, and what would make transformers load an adapter.
+_NOT_THE_MODEL = (EXPORT_NAME, "trainer_state.json", "adapter_config.json")
+_WANTED = ["*.safetensors", *(f"*{suffix}" for suffix in MODEL_FILE_SUFFIXES)]
+
+
+@dataclass(frozen=True)
+class ResolvedBase:
+    """Where a base lies on this machine.
+
+    Attributes:
+        path: checkpoint directory. model, revision: public model id and commit; None for a directory that was named.
+    """
+
+    path: Path
+    model: str | None = None
+    revision: str | None = None
+
+    @property
+    def recorded(self) -> Base:
+        """As version 0 records it."""
+        return Base(location=str(self.path.resolve()), model=self.model, revision=self.revision)
+
+
+def is_model_file(name: str) -> bool:
+    """Whether a file of that name is one that a model folder has beside the weights: configuration, tokenizer, …"""
+    # For some file systems another spelling is the same file.
+    lower = name.lower()
+    return (
+        name.endswith(MODEL_FILE_SUFFIXES)
+        and not lower.endswith((".index.json", ".index.txt"))
+        and not name.startswith(".")
+        and lower not in _NOT_THE_MODEL
+    )
+
+
+def missing_files(names: Collection[str]) -> list[str]:
+    """What no server starts without and is not among the names of a folder's files: ``config.json``, ``tokenizer``."""
+    missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
+    if not any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names):
+        missing.append("tokenizer")
+    return missing
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """Name → path of the small files of a model folder, by name; those of folders below it are left out.
+
+    Raises:
+        StoreError: the folder cannot be read.
+    """
+    try:
+        found = sorted(folder.iterdir())
+    except OSError as error:
+        raise StoreError(f"folder {str(folder)!r} cannot be read: {error.strerror}") from error
+    return {path.name: path for path in found if is_model_file(path.name) and path.is_file()}
+
+
+def resolve_base(text: str | Path, weights: bool = True) -> ResolvedBase:
+    """Find a base: a directory, else a public model ``org/name@revision`` (or ``hf:org/name@revision``).
+
+    A model is fetched into the cache of ``huggingface_hub``, or found there; what is not text or weights is left out.
+
+    Args:
+        weights: False: leave the weights out too.
+
+    Raises:
+        NotFoundError: the Hub has no such model or revision. StoreError: the Hub cannot be reached, and the model is
+            not in the cache. UsageError: huggingface_hub is not installed, or the model's name is none.
+    """
+    match = _MODEL.fullmatch(str(text))
+    if match is None or not names_model(text):
+        return ResolvedBase(Path(text))
+    model, revision = match.groups()
+    folder = _download(model, revision, _WANTED if weights else _WANTED[1:])
+    # The cache names a snapshot by its commit; a branch or tag may move.
+    commit = folder.name if _COMMIT.fullmatch(folder.name) else revision
+    return ResolvedBase(folder, model, commit)
+
+
+def names_model(text: str | Path) -> bool:
+    """Whether a base is meant as a public model: it is spelled like one, and no such path exists."""
+    return _MODEL.fullmatch(str(text)) is not None and not Path(text).exists()
+
+
+def _download(model: str, revision: str, wanted: list[str]) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError as error:
+        raise UsageError(
+            f"base {model}@{revision} is a public model, and huggingface_hub is not installed; install it, or give the "
+            "path of a checkpoint directory"
+        ) from error
+    try:
+        # Only the top folder: copies in other layouts lie below it.
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except HFValidationError as error:
+        raise UsageError(f"base {model}@{revision} is no model's name: {error}") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise NotFoundError(f"the Hub has no model {model} at revision {revision}, or hides it: {error}") from error
+    except Exception as error:  # the client lets errors of its HTTP library and of the system through
+        raise StoreError(
+            f"model {model} at revision {revision} is neither in the cache nor to be had from the Hub: {error}"
+        ) from error
+
+
+class Checkpoint:
+    """The safetensors files of a checkpoint directory.
+
+    Attributes:
+        path: the directory.
+        specs: name → dtype and shape, of every tensor in it.
+
+    Raises:
+        NotFoundError: no such directory, or no safetensors checkpoint in it.
+        FormatError, LimitError: a file is malformed, or a tensor is in two files.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise NotFoundError(
+                f"checkpoint directory {str(path)!r} does not exist; give the path of a local one, or org/name@revision"
+            )
+        self._containers = {name: _open(self.path / name) for name in _file_names(self.path)}
+        self._home: dict[str, Container] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for file_name, container in self._containers.items():
+            for name, entry in container.entries.items():
+                if name in self._home:
+                    raise FormatError(f"checkpoint {str(path)!r}: tensor {name!r} stands twice, also in {file_name}")
+                self._home[name] = container
+                self.specs[name] = TensorSpec(name, entry.dtype.name, entry.shape)
+
+    def bits(self, name: str) -> Bits:
+        """Flat (numel,) bit pattern of a tensor, read only; pages are read when touched.
+
+        Raises:
+            TensorMismatchError: the checkpoint has no such tensor.
+        """
+        if name not in self._home:
+            raise TensorMismatchError(f"checkpoint {str(self.path)!r} has no tensor {name[:120]!r}")
+        return aligned(self._home[name].bits(name))
+
+
+def _file_names(path: Path) -> list[str]:
+    index = path / INDEX_NAME
+    if index.is_file():
+        try:
+            with index.open("rb") as file:
+                check_limit(
+                    f"{INDEX_NAME}: size in bytes", os.fstat(file.fileno()).st_size, MAX_JSON_BYTES, "MAX_JSON_BYTES"
+                )
+                names = set(load_json(file.read(MAX_JSON_BYTES), INDEX_NAME)["weight_map"].values())
+        except OSError as error:
+            raise StoreError(f"{INDEX_NAME} in {str(path)!r} cannot be read: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{INDEX_NAME} in {str(path)!r} has no readable 'weight_map': {error}") from error
+        bad = [name for name in names if not _is_file_name(name)]
+        if bad:
+            raise FormatError(
+                f"{INDEX_NAME} in {str(path)!r} names {str(bad[0])[:80]!r}, which cannot be a file of that directory"
+            )
+        return sorted(names)
+    if (path / SINGLE_NAME).is_file():
+        return [SINGLE_NAME]
+    raise NotFoundError(f"{str(path)!r} holds neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors is read")
+
+
+def _is_file_name(name: object) -> bool:
+    # Printable, because errors of the file begin with its name.
+    return isinstance(name, str) and name.isprintable() and "/" not in name and not name.startswith(".")
+
+
+def _open(path: Path) -> Container:
+    try:
+        if path.stat().st_size == 0:
+            raise FormatError(f"checkpoint file {path.name!r} is empty: truncated")
+        return Container(np.memmap(path, np.uint8, mode="r"), path.name)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"checkpoint file {path.name!r} is missing from {str(path.parent)!r}") from error
+    except (OSError, ValueError) as error:
+        raise StoreError(f"checkpoint file {path.name!r} cannot be read: {error}") from error

@@ -1,0 +1,210 @@
+"""Compiled loops of change detection (numba); see kernels.py for what holds for all such loops.
+
+A tensor is compared in chunks of ``CHUNK_ELEMENTS``. What changed is noted as an index in its chunk (16 bits) and the
+ULP distance; ``starts`` and ``ends`` say of each chunk that changed at which element it starts, and where in those two
+arrays its entries end. ``state`` counts along: entries, chunks noted, elements compared. It is written by the loops, so
+that whoever is interrupted right behind one still knows what it did.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _fold, _high, _inline, _key, _low, _premix
+from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
+
+LANES = np.uint64(64)
+# What is rounded at a time: it stays in the first-level cache until it is compared.
+ROUND_ELEMENTS = 4096
+# Rows and columns at a time, when a matrix is transposed: the cache lines of both sides stay in the first-level cache.
+TILE = 32
+HALF = np.uint32(0x7FFF)
+S16 = np.uint32(16)
+LAST = np.uint32(1)
+MAGNITUDE = np.uint32(0x7FFFFFFF)
+INFINITY = np.uint32(0x7F800000)
+
+
+@intrinsic
+def differing(typing_context, old, new, start):
+    """Mask of 64 bits, the lowest first: whether elements start, start + 1, … of two arrays differ."""
+
+    def generate(context, builder, signature, arguments):
+        width = signature.args[0].dtype.bitwidth
+        vector = ir.VectorType(ir.IntType(width), int(LANES))
+
+        def load(which):
+            data = context.make_array(signature.args[which])(context, builder, arguments[which]).data
+            place = builder.gep(data, [arguments[2]])
+            loaded = builder.load(builder.bitcast(place, vector.as_pointer()))
+            loaded.align = width // 8
+            return loaded
+
+        return builder.bitcast(builder.icmp_unsigned("!=", load(0), load(1)), ir.IntType(int(LANES)))
+
+    return types.uint64(old, new, types.uint64), generate
+
+
+@intrinsic
+def lowest(typing_context, word):
+    """Number of the lowest bit set in a uint64 that is not zero."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+@_inline
+def _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor):
+    """One element: entry and baseline, → what it adds to the fingerprint (low, high)."""
+    before = np.uint64(old[i])
+    after = np.uint64(fresh)
+    relative[cursor] = offset + i
+    distances[cursor] = (_key(after, sign, fold) - _key(before, sign, fold)) & mask
+    x = _premix(seed, first + i)
+    low_before = _low(x, before)
+    low_after = _low(x, after)
+    old[i] = fresh
+    return low_after - low_before, _high(low_after) - _high(low_before)
+
+
+@_compile
+def _extract(old, new, offset, first, sign, fold, mask, seed, relative, distances):
+    """Collect what differs in one piece of a chunk, bring ``old`` up to ``new`` → fingerprint (low, high), entries.
+
+    ``offset`` is where the piece starts in its chunk, ``first`` in its tensor. There is room for all of it.
+    """
+    low_sum = ZERO
+    high_sum = ZERO
+    cursor = ZERO
+    size = np.uint64(old.size)
+    whole = size - size % LANES
+    start = ZERO
+    while start < whole:
+        word = differing(old, new, start)
+        # Branches only where something changed, which is rare: most words are zero.
+        while word != ZERO:
+            i = start + lowest(word)
+            word &= word - ONE
+            # The mask was a hint: another thread may write. Read once: what is compared, collected and stored from
+            # here on is one value.
+            fresh = new[i]
+            if old[i] != fresh:
+                low, high = _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor)
+                low_sum += low
+                high_sum += high
+                cursor += ONE
+        start += LANES
+    for i in range(whole, size):
+        fresh = new[i]
+        if old[i] != fresh:
+            low, high = _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor)
+            low_sum += low
+            high_sum += high
+            cursor += ONE
+    return low_sum, high_sum, cursor
+
+
+@_inline
+def _close(chunk_start, found, starts, ends, state):
+    """Note a chunk that is done; one without changes leaves no trace."""
+    if found:
+        state[0] += found
+        starts[state[1]] = chunk_start
+        ends[state[1]] = state[0]
+        state[1] += 1
+
+
+@_compile
+def collect(old, new, start, sign, mask, seed, relative, distances, starts, ends, state):
+    """Compare, collect, and bring ``old`` up to ``new``, from element state[2] on → fingerprint change (low, high).
+
+    Ends early, between two chunks, where ``relative`` may have no room for the next, or ``starts`` has none.
+    ``start`` is the flat index, in the tensor, of the first element of both arrays.
+    """
+    fold = _fold(sign, mask)
+    low_sum = ZERO
+    high_sum = ZERO
+    while state[2] < old.size and state[0] + CHUNK_ELEMENTS <= relative.size and state[1] < starts.size:
+        here = state[2]
+        stop = min(here + CHUNK_ELEMENTS, old.size)
+        room = relative[state[0] :], distances[state[0] :]
+        low, high, found = _extract(
+            old[here:stop], new[here:stop], ZERO, np.uint64(start + here), sign, fold, mask, seed, room[0], room[1]
+        )
+        low_sum += low
+        high_sum += high
+        _close(start + here, np.int64(found), starts, ends, state)
+        state[2] = stop
+    return low_sum, high_sum
+
+
+@_compile
+def round_to_bf16(singles, nan, out):
+    """Bits of float32 → bits of bfloat16, to nearest even; ``nan`` (uint16) for every NaN."""
+    for i in range(out.size):
+        x = singles[i]
+        rounded = np.uint16((x + HALF + ((x >> S16) & LAST)) >> S16)
+        out[i] = nan if (x & MAGNITUDE) > INFINITY else rounded
+
+
+@_compile
+def collect_rounded(old, singles, nan, block, start, sign, mask, seed, relative, distances, starts, ends, state):
+    """``collect`` of float32 bits against a bfloat16 baseline; ``block`` is scratch (uint16) for
+    ROUND_ELEMENTS, or for all."""
+    fold = _fold(sign, mask)
+    low_sum = ZERO
+    high_sum = ZERO
+    while state[2] < old.size and state[0] + CHUNK_ELEMENTS <= relative.size and state[1] < starts.size:
+        here = state[2]
+        stop = min(here + CHUNK_ELEMENTS, old.size)
+        found = np.int64(0)
+        for piece in range(here, stop, ROUND_ELEMENTS):
+            size = min(ROUND_ELEMENTS, stop - piece)
+            fresh = block[:size]
+            round_to_bf16(singles[piece : piece + size], nan, fresh)
+            used = state[0] + found
+            low, high, more = _extract(
+                old[piece : piece + size], fresh, np.uint64(piece - here), np.uint64(start + piece),
+                sign, fold, mask, seed, relative[used:], distances[used:],
+            )  # fmt: skip
+            low_sum += low
+            high_sum += high
+            found += np.int64(more)
+        _close(start + here, found, starts, ends, state)
+        state[2] = stop
+    return low_sum, high_sum
+
+
+@_compile
+def gather(memory, row_stride, column_stride, columns, out):
+    """Elements of a matrix that lies in ``memory`` with any strides (in elements), in row-major order."""
+    rows = out.size // columns
+    for top in range(0, rows, TILE):
+        for left in range(0, columns, TILE):
+            for row in range(top, min(top + TILE, rows)):
+                for column in range(left, min(left + TILE, columns)):
+                    out[row * columns + column] = memory[row * row_stride + column * column_stride]
+
+
+@_compile
+def expand(relative, starts, ends, positions):
+    """Flat positions (int64) of entries that count from the start of their chunk."""
+    cursor = 0
+    for chunk in range(starts.size):
+        start = starts[chunk]
+        while cursor < ends[chunk]:
+            positions[cursor] = start + relative[cursor]
+            cursor += 1
+
+
+@_compile
+def distances_between(old, new, sign, mask, distances):
+    """ULP distances new − old, element by element."""
+    fold = _fold(sign, mask)
+    for i in range(distances.size):
+        distances[i] = (_key(np.uint64(new[i]), sign, fold) - _key(np.uint64(old[i]), sign, fold)) & mask

@@ -1,0 +1,121 @@
+"""All tensors of one version in memory, moved from version to version with the fingerprint checked each time."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.tensors.base_bits import BaseTensor
+from vllm_delta_sync.tensors.bits import Bits, apply_distances
+from vllm_delta_sync.tensors.changes import Changes, Sparse
+
+_ALIGNMENT = 64
+
+Room = Callable[[TensorTable], Sequence[Bits]]
+"""Gives the memory that the bits of a model lie in: per tensor id, flat (numel,) writable unsigned bits."""
+
+
+class ModelState:
+    """A model as bit patterns.
+
+    Attributes:
+        table: the run's tensors.
+        bits: per tensor id, flat (numel,) writable unsigned bits.
+        fingerprints: per tensor id.
+
+    Args:
+        room: where the bits lie; None: each tensor has memory of its own.
+
+    Raises:
+        TensorMismatchError: a tensor is missing, unknown or of another size. Whatever ``room`` raises.
+    """
+
+    def __init__(
+        self,
+        table: TensorTable,
+        tensors: Iterable[tuple[str, Bits]],
+        room: Room | None = None,
+    ) -> None:
+        self.table = table
+        places = None if room is None else room(table)
+        found: dict[int, Bits] = {}
+        for name, bits in tensors:
+            spec = table.by_name(name)
+            if bits.dtype != spec.element.uint or bits.size != spec.numel:
+                raise TensorMismatchError(f"tensor {name!r} has {bits.size} elements of {bits.dtype}, not {spec}")
+            tensor = table.index(name)
+            if places is None:
+                found[tensor] = np.array(bits)
+            else:
+                found[tensor] = places[tensor]
+                found[tensor][:] = bits
+        if len(found) != len(table):
+            missing = next(spec.name for i, spec in enumerate(table) if i not in found)
+            raise TensorMismatchError(f"tensor {missing!r} is missing")
+        self.bits = [found[i] for i in range(len(table))]
+        self.fingerprints = [fingerprint_tensor(spec.name, self.bits[i]) for i, spec in enumerate(table)]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the whole model."""
+        total = Fingerprint()
+        for value in self.fingerprints:
+            total += value
+        return total
+
+    def old(self, tensor: int) -> BaseTensor:
+        """A tensor as it is now, for a delta that builds on it (``Old``): a view."""
+        return BaseTensor(self.bits[tensor])
+
+    def apply(self, changes: Changes) -> None:
+        """Move to the next version in place.
+
+        Raises:
+            FingerprintError: a tensor did not come out as the object declares; the state is then unusable.
+        """
+        measured: dict[int, Fingerprint] = {}
+        for group in changes.sparse:
+            for tensor, change in self._apply_sparse(group):
+                measured[tensor] = measured.get(tensor, Fingerprint()) + change
+        for full in changes.full:
+            before = self.fingerprints[full.id]
+            self.bits[full.id][:] = full.bits
+            measured[full.id] = fingerprint_tensor(self.table[full.id].name, self.bits[full.id]) - before
+        for tensor, declared in changes.fingerprints.items():
+            if measured.get(tensor) != declared:
+                raise FingerprintError(
+                    f"tensor {self.table[tensor].name!r} does not have the declared fingerprint after the change: "
+                    "the object was made against other weights, or is damaged"
+                )
+            self.fingerprints[tensor] += declared
+
+    def _apply_sparse(self, group: Sparse) -> Iterable[tuple[int, Fingerprint]]:
+        for tensor, positions, data in group.tensors():
+            bits = self.bits[tensor]
+            before = bits[positions]
+            if group.relative:
+                apply_distances(group.element, bits, positions, data)
+            else:
+                bits[positions] = data
+            yield tensor, fingerprint_change(self.table[tensor].name, positions, before, bits[positions])
+
+
+def one_stretch(allocate: Callable[[int], np.ndarray]) -> Room:
+    """Room in one stretch of memory, each tensor aligned. Args: allocate: gives a (bytes,) uint8 array."""
+
+    def room(table: TensorTable) -> list[Bits]:
+        starts = []
+        end = 0
+        for spec in table:
+            end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            starts.append(end)
+            end += spec.nbytes
+        memory = allocate(end)
+        return [
+            memory[start : start + spec.nbytes].view(spec.element.uint)
+            for start, spec in zip(starts, table, strict=True)
+        ]
+
+    return room

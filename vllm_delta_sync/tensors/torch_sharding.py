@@ -1,0 +1,227 @@
+"""What this process holds of a tensor that several share: DTensors and ZeRO-3 partitions, as boxes of the whole.
+
+Neither DeepSpeed nor a trainer library is imported: a ZeRO-3 parameter is known by the attributes that it carries.
+Every function looks at this process alone and communicates with nobody.
+"""
+
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
+
+Pieces = list[tuple[Box, torch.Tensor]]
+Index = tuple[slice, ...]
+Runs = list[tuple[int, int]]
+"""Ranges (start, stop) of one dimension, in the order in which the local tensor has them."""
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """True for a DTensor (replicated ones too) and for a parameter that ZeRO-3 manages."""
+    return _is_dtensor(tensor) or hasattr(tensor, "ds_id")
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the tensor that all processes hold together; of a plain tensor its own."""
+    shape: torch.Size = tensor.ds_shape if hasattr(tensor, "ds_id") else tensor.shape  # type: ignore[attr-defined]
+    return tuple(shape)
+
+
+def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
+    """What this process holds.
+
+    Args:
+        tensor: a DTensor, a ZeRO-3 parameter, or a plain tensor, which is held whole.
+        name: of the tensor, for messages.
+
+    Returns:
+        disjoint boxes that are not empty, each with a detached view of the memory that holds it, of the box's shape.
+
+    Raises:
+        ModelError: partial sums that were not reduced yet; or a partition that is not in memory, or quantized.
+    """
+    if _is_dtensor(tensor):
+        return _held_of_dtensor(tensor, name)
+    if hasattr(tensor, "ds_id"):
+        return _held_of_partition(tensor, name)
+    plain = tensor.detach()
+    return [(Box.all_of(tuple(plain.shape)), plain)] if plain.numel() else []
+
+
+def owned_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
+    """What this process holds and answers for: of what several hold, one has it here and the others have not.
+
+    Replicas belong to coordinate 0 of each replicated mesh dimension; where several meshes hold the same tensor,
+    as tensor parallelism under DDP has it, to the mesh of rank 0; what is not sharded at all, to rank 0.
+
+    Returns, Raises: as ``local_boxes``.
+    """
+    pieces = local_boxes(tensor, name)
+    return pieces if _owns(tensor) else []
+
+
+def layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal, in this process, as long as ``local_boxes`` finds the same boxes."""
+    if _is_dtensor(tensor):
+        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+        return tuple(tensor.shape), tuple(mesh.shape), _coordinate(mesh), tuple(_placements(tensor))
+    if hasattr(tensor, "ds_id"):
+        return whole_shape(tensor), _partition_range(tensor)
+    return (tuple(tensor.shape),)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def _placements(tensor: torch.Tensor) -> Any:
+    return tensor.placements  # type: ignore[attr-defined]
+
+
+def _coordinate(mesh: Any) -> tuple[int, ...] | None:
+    """Place of this process in a mesh; None outside it."""
+    coordinate = mesh.get_coordinate()
+    return None if coordinate is None else tuple(coordinate)
+
+
+def _owns(tensor: torch.Tensor) -> bool:
+    if _is_dtensor(tensor):
+        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+        coordinate = _coordinate(mesh)
+        if coordinate is None or not _holds_rank_zero(mesh):
+            return False
+        return all(
+            place == 0 or not one.is_replicate() for place, one in zip(coordinate, _placements(tensor), strict=True)
+        )
+    if hasattr(tensor, "ds_id"):
+        group: Any = tensor.ds_process_group  # type: ignore[attr-defined]
+        return 0 in torch.distributed.get_process_group_ranks(group)
+    return torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True
+
+
+@lru_cache(maxsize=16)
+def _holds_rank_zero(mesh: Any) -> bool:
+    # torch makes this tensor anew for each question, and there is one for each tensor of each version.
+    return bool((mesh.mesh == 0).any())
+
+
+def _held_of_dtensor(tensor: torch.Tensor, name: str) -> Pieces:
+    whole, mesh = tuple(tensor.shape), tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate = _coordinate(mesh)
+    if coordinate is None:
+        return []
+    shards = tuple(_shard(placement, name) for placement in _placements(tensor))
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local().detach()  # type: ignore[attr-defined]
+    held, cuts = _cuts(whole, tuple(mesh.shape), coordinate, shards)
+    if cuts and tuple(local.shape) != held:
+        raise ModelError(
+            f"tensor {name!r} is a DTensor {list(whole)} placed as {list(_placements(tensor))}, of which this process "
+            f"holds {list(local.shape)} where {list(held)} belong; publish a function that yields the whole tensors"
+        )
+    return [(box, local if box.shape == held else local[index]) for box, index in cuts]
+
+
+def _shard(placement: Any, name: str) -> tuple[int, int] | None:
+    """Dimension that a mesh dimension shards, and how many shards of it there are already; None if it replicates."""
+    if placement.is_replicate():
+        return None
+    if placement.is_partial() or not hasattr(placement, "dim"):
+        raise ModelError(
+            f"tensor {name!r} is a DTensor placed as {placement}, which is not a part of its values; redistribute "
+            "it to shards or replicas first"
+        )
+    return placement.dim, getattr(placement, "split_factor", 1)
+
+
+# There is a question for each tensor of each version, and the answer never changes.
+@lru_cache(maxsize=65_536)
+def _cuts(
+    whole: tuple[int, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    shards: tuple[tuple[int, int] | None, ...],
+) -> tuple[tuple[int, ...], list[tuple[Box, Index]]]:
+    """Shape of the local tensor at ``coordinate`` of a mesh of ``sizes``; its boxes, and where in it they are."""
+    runs: list[Runs] = [[(0, size)] for size in whole]
+    for size, place, shard in zip(sizes, coordinate, shards, strict=True):
+        if shard is not None:
+            dimension, already = shard
+            runs[dimension] = _share(runs[dimension], already, size, place)
+    held = tuple(sum(stop - start for start, stop in every) for every in runs)
+    return held, _pieces(runs, whole) if all(held) else []
+
+
+def _share(runs: Runs, already: int, parts: int, number: int) -> Runs:
+    """The share of one of ``parts``, as torch chunks; of each of the shards that there are ``already``."""
+    found: Runs = []
+    for shard in range(already):
+        for start, stop in _chunk(_chunk(runs, already, shard), parts, number):
+            # What follows on without a gap makes no box of its own.
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+    return found
+
+
+def _chunk(runs: Runs, parts: int, number: int) -> Runs:
+    size = -(-sum(stop - start for start, stop in runs) // parts)
+    first, last = number * size, (number + 1) * size
+    found: Runs = []
+    for start, stop in runs:
+        lower, upper = max(start, start + first), min(stop, start + last)
+        if lower < upper:
+            found.append((lower, upper))
+        first, last = first - (stop - start), last - (stop - start)
+    return found
+
+
+def _pieces(runs: list[Runs], whole: tuple[int, ...]) -> list[tuple[Box, Index]]:
+    """One box for each combination of ranges."""
+    places: list[list[tuple[int, int, int]]] = []
+    for every in runs:
+        at, found = 0, []
+        for start, stop in every:
+            found.append((start, stop, at))
+            at += stop - start
+        places.append(found)
+    pieces = []
+    for chosen in product(*places):
+        offsets = tuple(start for start, _, _ in chosen)
+        shape = tuple(stop - start for start, stop, _ in chosen)
+        pieces.append((Box(offsets, shape, whole), tuple(slice(at, at + stop - start) for start, stop, at in chosen)))
+    return pieces
+
+
+def _partition_range(tensor: Any) -> tuple[int, int]:
+    """Flat range of a ZeRO-3 parameter that this process holds, without the padding at its end."""
+    size = int(tensor.ds_tensor.ds_numel)
+    start = size * torch.distributed.get_rank(tensor.ds_process_group)
+    return min(start, int(tensor.ds_numel)), min(start + size, int(tensor.ds_numel))
+
+
+def _held_of_partition(tensor: Any, name: str) -> Pieces:
+    partition = getattr(tensor, "ds_tensor", None)
+    if partition is None:
+        raise ModelError(
+            f"tensor {name!r} is managed by ZeRO-3, but not partitioned yet; call deepspeed.initialize first"
+        )
+    if getattr(getattr(partition, "status", None), "name", "AVAILABLE") != "AVAILABLE":
+        raise ModelError(
+            f"tensor {name!r} is a ZeRO-3 partition that is offloaded to NVMe and not in memory; offload parameters to "
+            "the CPU, or not at all"
+        )
+    if hasattr(partition, "ds_quant_scale"):
+        raise ModelError(
+            f"tensor {name!r} is a quantized ZeRO-3 partition, whose bits are not those of a checkpoint; leave "
+            "zero_quantized_nontrainable_weights off"
+        )
+    start, stop = _partition_range(tensor)
+    flat: torch.Tensor = partition.detach()
+    pieces: Pieces = []
+    for box in boxes_of_range(start, stop, whole_shape(tensor)):
+        pieces.append((box, flat[box.start - start : box.stop - start].view(box.shape)))
+    return pieces

@@ -1,0 +1,60 @@
+"""Between torch tensors and the wire's bit patterns. The only module of the shared floor that imports torch."""
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors.bits import Bits
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer view by element width: torch's signed types have every operation, its unsigned ones do not."""
+
+
+def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+    """Safetensors name of a torch dtype.
+
+    Raises:
+        ModelError: the wire has no such element type.
+    """
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise ModelError(f"tensor {tensor!r} has dtype {dtype}, which cannot be published; cast it first") from None
+
+
+def bits_of(tensor: torch.Tensor) -> Bits:
+    """Flat (numel,) unsigned view of a contiguous CPU tensor; shares its memory."""
+    # Each call of torch that is not needed is spared: publishers come here for every tensor of every version.
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    if flat.requires_grad:
+        flat = flat.detach()
+    bits: np.ndarray = flat.view(_UNSIGNED[flat.element_size()]).numpy()
+    return bits
+
+
+def tensor_from_bits(bits: Bits, spec: TensorSpec) -> torch.Tensor:
+    """CPU tensor of the spec's dtype and shape; shares the memory of ``bits``."""
+    signed = torch.from_numpy(bits.view(f"<i{DTYPES[spec.dtype].itemsize}"))
+    return signed.view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)

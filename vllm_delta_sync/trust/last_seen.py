@@ -1,0 +1,170 @@
+"""What a receiver has seen of a run, kept across restarts, so that an older state put back is noticed."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from vllm_delta_sync.errors import ChainError, ForkError, SettingsError, StoreError
+
+_FIELDS = {"run": str, "keys": int, "version": int, "manifest": str, "key": str}
+_REVOKED = "revoked"
+
+
+@dataclass(frozen=True)
+class LastSeen:
+    """The newest that was seen: the run's id, the sequence of keys.json (0: none), version and digest of a manifest.
+
+    Attributes:
+        key: who signed the manifest; if that key is revoked, what it made somebody believe is forgotten.
+        revoked: trusted keys that another trusted key revoked, ascending: no list of keys that they sign is believed.
+    """
+
+    run: str
+    keys: int
+    version: int
+    manifest: str
+    key: str = ""
+    revoked: tuple[str, ...] = ()
+
+    def knowing(self, keys: int, revoked: Iterable[str]) -> "LastSeen":
+        """The mark, with what else was seen of lists of keys."""
+        return replace(self, keys=max(self.keys, keys), revoked=tuple(sorted({*self.revoked, *revoked})))
+
+
+class LastSeenStore:
+    """A mark in a file of its own for each run URL; several servers of a machine may share it.
+
+    Args:
+        folder: made if it is not there, for this user only.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.path = folder / f"{sha256(url.encode()).hexdigest()[:32]}.json"
+
+    def load(self) -> LastSeen | None:
+        """The mark; None if nothing was seen yet.
+
+        Raises:
+            SettingsError: the file is there and is no mark. StoreError: it cannot be read.
+        """
+        try:
+            value = json.loads(self.path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(
+                f"what was seen before cannot be read from {str(self.path)!r}: {error.strerror}"
+            ) from error
+        except ValueError as error:
+            raise self._damaged() from error
+        return self._parsed(value)
+
+    def prepare(self) -> None:
+        """Find out whether marks can be kept.
+
+        Raises:
+            SettingsError: the folder cannot be written, or what is kept there is no mark.
+        """
+        try:
+            with self._locked():
+                self.load()
+        except (OSError, StoreError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise SettingsError(
+                f"what is seen of the run cannot be kept in {str(self.path.parent)!r}: {reason}; set state_dir to a "
+                "directory that this user can write"
+            ) from error
+
+    def raise_to(self, mark: LastSeen) -> None:
+        """Keep a mark, unless a newer one of the same run is kept already.
+
+        Raises:
+            StoreError: it cannot be written. SettingsError: as ``load``. ForkError: another manifest of that version
+                is kept. ChainError: another run is kept.
+        """
+        try:
+            with self._locked():
+                kept = self.load()
+                if kept is not None:
+                    self._check_same(kept, mark)
+                    newest = mark if mark.version > kept.version else kept
+                    mark = newest.knowing(mark.keys, mark.revoked).knowing(kept.keys, kept.revoked)
+                    if mark == kept:
+                        return
+                self._write(mark)
+        except OSError as error:
+            raise StoreError(
+                f"what was seen of the run cannot be written to {str(self.path)!r}: {error.strerror}; make room, or "
+                "set state_dir"
+            ) from error
+
+    def lower_to(self, believed: LastSeen, mark: LastSeen) -> None:
+        """Keep a mark in place of a newer one that may not be believed any more, unless that was done already.
+
+        Raises:
+            StoreError: it cannot be written. SettingsError: as ``load``.
+        """
+        try:
+            with self._locked():
+                if self.load() == believed:
+                    self._write(mark)
+        except OSError as error:
+            raise StoreError(
+                f"what was seen of the run cannot be written to {str(self.path)!r}: {error.strerror}; make room, or "
+                "set state_dir"
+            ) from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(self.path.with_suffix(".lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _write(self, mark: LastSeen) -> None:
+        part = self.path.with_suffix(".part")
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(asdict(mark), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _check_same(self, kept: LastSeen, mark: LastSeen) -> None:
+        if kept.run != mark.run:
+            raise ChainError(f"{str(self.path)!r} says that run {kept.run} was seen here, this is run {mark.run}")
+        if kept.version == mark.version and kept.manifest != mark.manifest:
+            raise ForkError(
+                f"another server of this machine has seen {kept.manifest} as version {kept.version}, and here it is "
+                f"{mark.manifest}: the history was forked"
+            )
+
+    def _parsed(self, value: Any) -> LastSeen:
+        if not isinstance(value, dict):
+            raise self._damaged()
+        # Not there in files of before it was kept.
+        revoked = value.pop(_REVOKED, [])
+        if not isinstance(revoked, list) or any(type(key) is not str for key in revoked):
+            raise self._damaged()
+        if value.keys() != _FIELDS.keys() or any(type(value[name]) is not kind for name, kind in _FIELDS.items()):
+            raise self._damaged()
+        return LastSeen(**value, revoked=tuple(revoked))
+
+    def _damaged(self) -> SettingsError:
+        return SettingsError(
+            f"{str(self.path)!r} does not say what was seen of the run; remove it if you know that the bucket has not "
+            "been put back to an older state"
+        )

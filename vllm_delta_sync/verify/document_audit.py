@@ -1,0 +1,376 @@
+"""Read every document of a run, and tell which are as they were committed.
+
+A manifest is bound by its digest: the next manifest names it, and so do HEAD.json, tags, anchors, folded ranges and
+claims. The chain is read from its newest end down, so that each manifest is judged by one that was judged before it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from typing import TypeVar
+
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    FingerprintError,
+    NotFoundError,
+    SignatureError,
+    StoreError,
+)
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.documents import (
+    CLAIMS_PREFIX,
+    KEYS_KEY,
+    RETENTION_KEY,
+    TAGS_PREFIX,
+    Claim,
+    Retention,
+    anchor_key,
+    claim_key,
+    claim_of_key,
+    fold_key,
+    tag_key,
+    tag_of_key,
+)
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, version_key
+from vllm_delta_sync.run.checks import check_follows
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.prefetch import read_ahead
+from vllm_delta_sync.run.report import Finding
+from vllm_delta_sync.run.revoked import refused_manifest
+
+MISSING_AT_MOST = 1000
+"""Manifests that may be missing: a HEAD.json that points further beyond the newest, or a manifest that lies further
+beyond the others, is taken for damaged itself."""
+
+_Found = TypeVar("_Found")
+_Item = TypeVar("_Item")
+
+
+class DocumentAudit:
+    """The documents of a run.
+
+    Attributes:
+        findings: what is wrong with them, HEAD.json first, then versions ascending.
+        top: newest version that there is, or that something names.
+        digests, fingerprints: by version, of good manifests. confirmed: those of them that something names by digest.
+        unreadable: versions whose manifest is missing or malformed. epochs: first version of each.
+        anchors: versions, and folds: pairs, of which there is a readable document. tags: by name, their versions.
+        refused: versions that a key signed whose word does not hold for them any more, and that the chain went past.
+        head: HEAD.json; None if it is missing, damaged, or may not be believed. pointed: version that it names.
+
+    Raises:
+        NotFoundError: nothing is published yet. StoreError: the store failed.
+    """
+
+    def __init__(self, run: RunDocuments) -> None:
+        self._run = run
+        self._named: dict[int, dict[str, str]] = {}
+        self._parents: dict[int, str] = {}
+        self._beside: list[tuple[str, int, str, str | None]] = []
+        self.epochs: dict[int, int] = {}
+        self._claims: dict[int, Claim] = {}
+        self.confirmed: set[int] = set()
+        self._found: list[tuple[int, Finding]] = []
+        self.unreadable: set[int] = set()
+        self.digests: dict[int, str] = {}
+        self.fingerprints: dict[int, str] = {}
+        self.anchors: set[int] = set()
+        self.folds: set[tuple[int, int]] = set()
+        self.tags: dict[str, int] = {}
+        self.refused: set[int] = set()
+        self._read_keys()
+        # In this order: a publisher may be at work, and what is read later may only be newer.
+        self.head = head = self._head()
+        self._read_beside()
+        self._read_claims()
+        self._read_retention()
+        self.top = self._top(head)
+        self._read_chain()
+        self._link(head)
+        self._link_claims()
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for _, finding in sorted(self._found, key=lambda item: item[0])]
+
+    def manifests(self) -> Iterator[Manifest | None]:
+        """From version 0 on each one's manifest, if it is good; several are read at a time."""
+        return read_ahead(self.manifest, range(self.top + 1))
+
+    def manifest(self, version: int) -> Manifest | None:
+        """A version's manifest, if it is good."""
+        if version not in self.digests:
+            return None
+        return self._run.manifest(version)
+
+    def wanted(self, version: int) -> set[str]:
+        """Digests that a manifest may have: what the next one names if that is good, else what anything names."""
+        parent = self._parents.get(version + 1)
+        if parent is not None and version + 1 in self.digests:
+            return {parent}
+        return {*self._named.get(version, {}), *([] if parent is None else [parent])}
+
+    def only_head_names(self, version: int) -> bool:
+        """Whether nothing names a version by digest, or HEAD.json alone."""
+        return set(self._named.get(version, {}).values()) <= {HEAD_KEY} and version + 1 not in self._parents
+
+    def _add(self, rank: int, finding: Finding) -> None:
+        self._found.append((rank, finding))
+
+    def _try(self, key: str, read: Callable[[], _Found], version: int | None = None) -> _Found | None:
+        return self._taken(key, _outcome(read), version)
+
+    def _taken(self, key: str, outcome: _Found | DeltaSyncError, version: int | None = None) -> _Found | None:
+        """What was read; None if it was removed since it was listed, or is a finding."""
+        if not isinstance(outcome, DeltaSyncError):
+            return outcome
+        if not isinstance(outcome, NotFoundError):
+            self._add(_LAST, Finding(key, outcome, version))
+        return None
+
+    def _all(self, read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterator[_Found | DeltaSyncError]:
+        """What each read gives or raises; several at a time."""
+        return read_ahead(lambda item: _outcome(lambda: read(item)), items)
+
+    def _read_keys(self) -> None:
+        """keys.json as it is now; where it may not be believed, what was accepted before goes on to count."""
+        run = self._run
+        for key, check in ((KEYS_KEY, run.authentic.refresh), (RUN_KEY, self._check_info)):
+            try:
+                check()
+            except StoreError:
+                raise
+            except DeltaSyncError as error:
+                self._add(_FIRST, Finding(key, error))
+
+    def _check_info(self) -> None:
+        if self._run.keyring.checks:
+            self._run.authentic.keys.check_info(self._run.info)
+
+    def _head(self) -> Head | None:
+        self.pointed: int | None = None
+        try:
+            data = self._run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
+            head = Head.from_bytes(data, HEAD_KEY)
+            if head.run != self._run.info.run:
+                raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self._run.info.run}")
+            self._run.authentic.head(head, HEAD_KEY)
+        except (StoreError, NotFoundError) as error:
+            if isinstance(error, StoreError):
+                raise
+            return None
+        except DeltaSyncError as error:
+            self._add(_FIRST, Finding(HEAD_KEY, error))
+            return None
+        self.pointed = head.version
+        self._name(head.version, head.manifest, HEAD_KEY)
+        return head
+
+    def _name(self, version: int, digest: str, key: str, fingerprint: str | None = None) -> None:
+        self._named.setdefault(version, {}).setdefault(digest, key)
+        if key != HEAD_KEY:
+            self._beside.append((key, version, digest, fingerprint))
+
+    def _read_beside(self) -> None:
+        anchors, folds = self._run.anchors(), self._run.folds()
+        for version, one in zip(anchors, self._all(self._run.anchor, anchors), strict=True):
+            key = anchor_key(version)
+            anchor = self._taken(key, one, version)
+            if anchor is not None:
+                self.anchors.add(version)
+                self._name(version, anchor.manifest, key, anchor.fingerprint)
+        for pair, other in zip(folds, self._all(lambda pair: self._run.folded(*pair), folds), strict=True):
+            key = fold_key(*pair)
+            folded = self._taken(key, other, pair[1])
+            if folded is not None:
+                self.folds.add(pair)
+                self._name(folded.first, folded.first_manifest, key, folded.first_fingerprint)
+                self._name(folded.last, folded.last_manifest, key, folded.last_fingerprint)
+        names = [name for item in self._run.bucket.list(TAGS_PREFIX) if (name := tag_of_key(item.key))]
+        for name, mark in zip(names, self._all(self._run.tag, names), strict=True):
+            tag = self._taken(tag_key(name), mark)
+            if tag is not None:
+                self.tags[name] = tag.version
+                self._name(tag.version, tag.manifest, tag_key(name))
+
+    def _read_claims(self) -> None:
+        for item in self._run.bucket.list(CLAIMS_PREFIX):
+            epoch = claim_of_key(item.key)
+            if epoch is None:
+                continue
+            claim = self._try(item.key, lambda epoch=epoch: self._run.claim(epoch))  # type: ignore[misc]
+            if claim is not None and claim.epoch != epoch:
+                self._add(_LAST, Finding(item.key, ChainError(f"{item.key} says that it is of epoch {claim.epoch}")))
+            elif claim is not None:
+                self._claims[epoch] = claim
+                self._name(claim.version, claim.manifest, item.key)
+
+    def _read_retention(self) -> None:
+        def read() -> None:
+            data = self._run.bucket.get(RETENTION_KEY, max_bytes=limits.MAX_JSON_BYTES)
+            record = Retention.from_bytes(data, RETENTION_KEY)
+            if record.run != self._run.info.run:
+                raise ChainError(f"{RETENTION_KEY} belongs to run {record.run}, this is {self._run.info.run}")
+
+        self._try(RETENTION_KEY, read)
+
+    def _top(self, head: Head | None) -> int:
+        newest = -1
+        for count, version in enumerate(self._run.versions()):
+            if version > count + MISSING_AT_MOST:
+                # Somebody's file of that name must not let anybody look for ten billion versions before it.
+                key = version_key(version)
+                stray = ChainError(f"{key} lies more than {MISSING_AT_MOST} versions beyond those before it")
+                self._add(_LAST, Finding(key, stray, version))
+                continue
+            newest = version
+        if newest < 0 and not self._named:
+            raise NotFoundError(f"run {self._run.info.run} at {self._run.bucket.url!r} has no version")
+        if head is not None and head.version > newest + MISSING_AT_MOST:
+            error = NotFoundError(
+                f"{HEAD_KEY} names version {head.version}, whose manifest {version_key(head.version)} is not "
+                f"there; the newest is {newest}"
+            )
+            self._add(_FIRST, Finding(HEAD_KEY, error, head.version))
+        return max([newest, *(version for version in self._named if version <= newest + MISSING_AT_MOST)])
+
+    # The chain
+
+    def _read_chain(self) -> None:
+        above: Manifest | None = None
+        past: Manifest | None = None
+        versions = range(self.top, -1, -1)
+        found = read_ahead(lambda version: _outcome(lambda: self._run.manifest(version)), versions)
+        for version, manifest in zip(versions, found, strict=True):
+            if isinstance(manifest, DeltaSyncError):
+                past = self._went_past(version, manifest, above or past)
+                if past is not None:
+                    self.refused.add(version)
+                    above = None
+                    continue
+                error = self._passed_over(version, manifest, above)
+                self._add(version, Finding(version_key(version), error, version))
+                self.unreadable.add(version)
+                above = None
+                continue
+            past = None
+            self._parents[version] = manifest.parent or ""
+            above = manifest if self._judge(manifest, above) else None
+            if above is not None:
+                self.digests[version] = manifest.digest
+                self.fingerprints[version] = manifest.fingerprint
+                self.epochs[manifest.epoch] = version
+
+    def _went_past(self, version: int, error: DeltaSyncError, above: Manifest | None) -> Manifest | None:
+        """The manifest of a version that keys.json gave up, if a good one above leads to it as it is."""
+        if above is None or not isinstance(error, SignatureError):
+            return None
+        found = refused_manifest(self._run, version)
+        return found if found is not None and found.digest == above.parent else None
+
+    def _passed_over(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
+        """Says so if the next version was written over a damaged manifest, which is then part of the history."""
+        if above is None or isinstance(error, NotFoundError):
+            return error
+        try:
+            data = self._run.stored(version, limits.MAX_JSON_BYTES)
+        except DeltaSyncError:
+            return error
+        if sha256(data).hexdigest() != above.parent:
+            return error
+        return type(error)(f"{error.message} (version {version + 1} was published over it, so that it stays)")
+
+    def _judge(self, manifest: Manifest, above: Manifest | None) -> bool:
+        """Whether a manifest is good; otherwise, or if the one above it is not, that is a finding."""
+        version, digest = manifest.version, manifest.digest
+        named = self._named.get(version, {})
+        if above is not None:
+            try:
+                check_follows(manifest, above)
+            except ChainError as error:
+                wrong_epoch = above.parent == digest
+                if wrong_epoch or digest in named or above.version not in self.confirmed:
+                    # Either way the one above is what cannot stand.
+                    self._add(above.version, Finding(version_key(above.version), error, above.version))
+                    for known in (self.digests, self.fingerprints):
+                        known.pop(above.version, None)
+                    above = manifest if wrong_epoch else None
+                else:
+                    self._add(version, Finding(version_key(version), error, version))
+                    return False
+        if above is None and named and digest not in named:
+            other, key = next(iter(named.items()))
+            contradiction = ChainError(
+                f"{key} points at manifest {other} as version {version}, which has digest {digest}: one of them was "
+                "rewritten"
+            )
+            self._add(version, Finding(version_key(version), contradiction, version))
+            return False
+        if above is not None or digest in named:
+            self.confirmed.add(version)
+        return True
+
+    # What the others say of it
+
+    def _link(self, head: Head | None) -> None:
+        error: DeltaSyncError
+        if head is not None and self.digests.get(head.version, head.manifest) != head.manifest:
+            error = ChainError(
+                f"{HEAD_KEY} points at manifest {head.manifest} as version {head.version}, which has digest "
+                f"{self.digests[head.version]}: {HEAD_KEY} was rewritten"
+            )
+            self._add(_FIRST, Finding(HEAD_KEY, error, head.version))
+        for key, version, digest, fingerprint in self._beside:
+            if version > self.top:
+                self._add(_LAST, Finding(key, NotFoundError(f"{key} names version {version}, which is not there")))
+            elif self.digests.get(version, digest) != digest:
+                error = ChainError(
+                    f"{key} names manifest {digest} as version {version}, which has digest {self.digests[version]}"
+                )
+                self._add(_LAST, Finding(key, error, version))
+            elif fingerprint is not None and self.fingerprints.get(version, fingerprint) != fingerprint:
+                error = FingerprintError(
+                    f"{key} gives version {version} fingerprint {fingerprint}, its manifest says "
+                    f"{self.fingerprints[version]}"
+                )
+                self._add(_LAST, Finding(key, error, version))
+
+    def _link_claims(self) -> None:
+        error: DeltaSyncError
+        damaged = {finding.key for _, finding in self._found}
+        for epoch, first in self.epochs.items():
+            key = claim_key(epoch)
+            if epoch == 0 or key in damaged:
+                continue
+            claim = self._claims.get(epoch)
+            if claim is None:
+                error = NotFoundError(f"version {first} is of epoch {epoch}, and {key} is not there")
+                self._add(_LAST, Finding(key, error, first))
+            elif claim.version >= first:
+                error = ChainError(
+                    f"{key} was written when version {claim.version} was there, and version {first} is of its epoch"
+                )
+                self._add(_LAST, Finding(key, error, first))
+
+    def usable_folds(self) -> list[tuple[int, int]]:
+        """Folded ranges without a finding, ascending."""
+        damaged = {finding.key for _, finding in self._found}
+        return sorted(pair for pair in self.folds if fold_key(*pair) not in damaged)
+
+    def usable_anchors(self) -> set[int]:
+        """Versions with an anchor beside the chain that has no finding."""
+        damaged = {finding.key for _, finding in self._found}
+        return {version for version in self.anchors if anchor_key(version) not in damaged}
+
+
+def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:
+    """What a read gives, or what it says is wrong with what it found. Raises StoreError."""
+    try:
+        return read()
+    except StoreError:
+        raise
+    except DeltaSyncError as error:
+        return error
+
+
+_FIRST, _LAST = -1, limits.MAX_VERSION + 1
