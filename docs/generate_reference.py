@@ -399,8 +399,8 @@ def versions() -> Iterator[str]:
     tested = ", ".join(patches.TESTED_VERSIONS)
     yield (
         f"Tested with vLLM {tested} on CPUs, as [support.md](support.md) says. A server with another one warns and "
-        "starts. What depends on vLLM's internals is in `vllm_delta_sync/engine/compat/patches.py`, cause, symptom and end of "
-        "each touch included."
+        "starts. What depends on vLLM's internals is in `vllm_delta_sync/engine/compat/`, with cause, symptom, and "
+        "when it can go."
     )
     yield "## Limits"
     yield "Of what a reader accepts: [FORMAT.md, section 15](FORMAT.md#15-limits)."

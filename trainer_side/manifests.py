@@ -44,7 +44,7 @@ class FullState(Protocol):
 
 
 class DeltaContents(Protocol):
-    """What the objects of a delta carry; ``wire.changes.Changes`` is one."""
+    """What the objects of a delta carry; ``tensors.changes.Changes`` is one."""
 
     @property
     def changed(self) -> int: ...

@@ -81,7 +81,7 @@ class RunWriter:
         newest: manifest of the newest durable version; None before version 0. link: how fast its objects went up.
 
     Args:
-        document_limit: bytes that a manifest of the run may have; see ``chain.checks.document_limit``.
+        document_limit: bytes that a manifest of the run may have; see ``run.checks.document_limit``.
         claim: the claim of ``epoch`` as it is stored; None for the first writer, who has none.
     """
 

@@ -75,7 +75,7 @@ class Run(RunDocuments):
             version: a number, ``tag:NAME``, or None for the head.
             base: checkpoint directory of version 0, where the run refers to one that is not at the recorded path; or
                 the URL of the run that this one branches from.
-            in_memory: see ``chain.read.restore``. progress: called with bytes so far and in all.
+            in_memory: see ``run.restore.restore``. progress: called with bytes so far and in all.
 
         Raises:
             NotFoundError: there is no such version, or the base is not at hand.
@@ -117,7 +117,7 @@ class Run(RunDocuments):
 
         Where tensors of the target are sharded (DTensors, such as of FSDP2, or parameters that ZeRO-3 has partitioned),
         every rank calls this, each fills what it holds, and none takes the memory of more than that: see
-        ``chain.slices.restore_boxes``. The ranks do not talk to each other; while a publisher is at work, name the
+        ``run.partial.restore_boxes``. The ranks do not talk to each other; while a publisher is at work, name the
         version, since the head may be another one for each rank.
 
         Args:

@@ -20,7 +20,7 @@ from vllm_delta_sync.engine.compat import cpu_experts, features, patches, write_
 from vllm_delta_sync.engine.core import hooks
 from vllm_delta_sync.engine.entrypoints import plugin
 
-ENGINE = Path(patches.__file__).parent
+ENGINE = Path(patches.__file__).parents[1]
 
 
 INSTALLED = patches.distribution_version()
@@ -73,56 +73,56 @@ CONSTRUCTORS = {"__init__", "_init_executor"}
 
 
 TABLE = """
-compat.py | an LLM after a Publisher crashes
+compat/patches.py | an LLM after a Publisher crashes
     vllm.triton_utils: dispatcher._rebind_kernels(overrides) only
-compat.py | CPU
+compat/patches.py | CPU
     vllm.model_executor.layers: utils.dispatch_cpu_unquantized_gemm(layer, remove_weight) only
-compat.py | a busy server on few cores may stand still
+compat/patches.py | a busy server on few cores may stand still
     vllm.distributed: utils.USE_SCHED_YIELD
-compat.py | a launch without the extension goes unnoticed
+compat/patches.py | a launch without the extension goes unnoticed
     vllm.config: ParallelConfig.worker_extension_cls
-compat.py | DERIVED
+compat/patches.py | DERIVED
     vllm.config: vllm._current_vllm_config; vllm.get_cached_compilation_config
-compat.py | SPANS
+compat/patches.py | SPANS
     vllm.v1.engine.core_client: AsyncMPClient.set_weight_version_async
-core_guard.py | CORE
+core/hooks.py | CORE
     vllm.v1.engine.core: EngineCoreProc.set_weight_version
-core_guard.py | a /pause during a commit lets new requests wait instead of rejecting them
+core/hooks.py | a /pause during a commit lets new requests wait instead of rejecting them
     vllm.v1.engine.core: EngineCoreProc.pause_generation since 0.33
-core_guard.py | a dead engine leaves exit status 0
+core/hooks.py | a dead engine leaves exit status 0
     vllm.v1.engine.async_llm: AsyncLLM.shutdown; AsyncLLM.errored
-engines.py | CALLS
+core/clients.py | CALLS
     vllm.v1.engine.core_client: AsyncMPClient._call_utility_async(method, engine); AsyncMPClient.core_engines
     vllm.v1.engine.async_llm: AsyncLLM.collective_rpc(method, args)
-engines.py | CORE
+core/clients.py | CORE
     vllm.v1.engine.core_client: AsyncMPClient.pause_scheduler_async(mode, clear_cache);
         AsyncMPClient.resume_scheduler_async
-engines.py | images are answered from the policy before
+core/clients.py | images are answered from the policy before
     vllm.renderers.base: BaseRenderer.clear_mm_cache_async
-engines.py | a hanging engine is not ended
+core/clients.py | a hanging engine is not ended
     vllm.utils.system_utils: kill_process_tree(pid)
-lease.py | CORE
+core/watchdog.py | CORE
     vllm.v1.engine: EngineCoreRequestType.WAKEUP
     vllm.v1.core.sched.scheduler: Scheduler.set_pause_state
-rank_calls.py | CALLS
+core/rank_rpc.py | CALLS
     vllm.v1.executor.multiproc_executor: FutureWrapper(futures_queue, get_response); MultiprocExecutor.is_failed;
         MultiprocExecutor.collective_rpc(method, timeout, args)
     vllm.distributed.device_communicators.shm_broadcast: MessageQueue.enqueue(obj); MessageQueue.dequeue(timeout)
-spans.py | SPANS
+observe/spans.py | SPANS
     vllm.v1.engine.async_llm: AsyncLLM.generate(self, prompt, sampling_params)
     vllm.outputs: CompletionOutput.weight_versions; WeightVersionSpan.version; WeightVersionSpan.start;
         WeightVersionSpan.end; RequestOutput.finished; CompletionOutput.token_ids
     vllm.entrypoints.openai.completion.serving: OpenAIServingCompletion.create_completion
     vllm.entrypoints.openai.chat_completion.serving: OpenAIServingChat.create_chat_completion
-span_stream.py | SPANS
+observe/span_stream.py | SPANS
     vllm.entrypoints.openai.completion.protocol: CompletionStreamResponse.choices
     vllm.entrypoints.openai.chat_completion.protocol: ChatCompletionStreamResponse.choices
-metrics.py | /metrics shows nothing of ours
+observe/metrics.py | /metrics shows nothing of ours
     vllm.v1.metrics.prometheus: get_prometheus_registry
-plugin.py | HTTP
+entrypoints/plugin.py | HTTP
     vllm.plugins.endpoint_plugins.interface: EndpointPlugin.attach_router(self, app) only;
         EndpointPlugin.init_state(self, engine_client, state, args) only
-loader.py | LOADS
+entrypoints/load_format.py | LOADS
     vllm.model_executor.model_loader: _LOAD_FORMAT_TO_MODEL_LOADER; register_model_loader(load_format);
         DefaultModelLoader.track_weights_loading(model, loaded_weights)
     vllm.model_executor.model_loader.base_loader: BaseModelLoader.load_weights(self, model, model_config) only;
@@ -130,21 +130,21 @@ loader.py | LOADS
         model_config) only
     vllm.distributed: get_world_group
     vllm.distributed.parallel_state: GroupCoordinator.broadcast_object; GroupCoordinator.rank_in_group
-loading.py | DERIVED
+compat/load_hook.py | DERIVED
     vllm.model_executor.model_loader: base_loader.process_weights_after_loading(model, model_config, target_device)
         only
-plain_moe.py | CPU
+compat/cpu_experts.py | CPU
     vllm.platforms: current_platform.is_cpu
     vllm.model_executor.layers.fused_moe.oracle.unquantized: backend_to_kernel_cls; UnquantizedMoeBackend.CPU
     vllm.model_executor.layers.fused_moe.experts.cpu_moe: CPUUnquantizedExperts.apply(APPLY_PARAMETERS) only;
         CPUUnquantizedExperts.process_weights_after_loading(layer)
-worker.py | CALLS
+worker/extension.py | CALLS
     vllm.v1.worker.gpu_worker: Worker.get_model
     vllm.v1.worker.worker_base: WorkerBase.rank; WorkerBase.model_config
-foreign_writers.py | DOORS
+compat/write_hooks.py | DOORS
     vllm.v1.worker.gpu_worker: Worker.WRITERS; Worker.sleep(level); Worker.wake_up(self, tags) only
     vllm.v1.worker.gpu_model_runner: GPUModelRunner.reload_weights
-transfer.py | NATIVE
+api/weight_transfer.py | NATIVE
     vllm.distributed.weight_transfer: WeightTransferEngineFactory._registry;
         WeightTransferEngineFactory.register_engine(name, class_name)
     vllm.config: VllmConfig.weight_transfer_config; WeightTransferConfig.backend
@@ -158,21 +158,21 @@ transfer.py | NATIVE
         LLM.start_weight_update(self) only; LLM.start_draft_weight_update(self) only; LLM.update_weights(self,
         request) only; LLM.finish_weight_update(self, weight_version) only; LLM.update_weight_version(self,
         new_version) only
-transfer_worker.py | NATIVE
+entrypoints/transfer_backend.py | NATIVE
     vllm.distributed.weight_transfer.base: WeightTransferEngine.init_transfer_engine;
         WeightTransferEngine.start_weight_update; WeightTransferEngine.finish_weight_update;
         WeightTransferEngine.receive_weights; WeightTransferEngine.shutdown
-attached.py | ATTACHED
+api/async_llm.py | ATTACHED
     vllm.v1.engine.async_llm: AsyncLLM.vllm_config; AsyncLLM.engine_core
-ports.py | OFFLINE
+core/ports.py | OFFLINE
     vllm: LLM.collective_rpc(method, args); LLM.reset_prefix_cache; LLM.llm_engine
     vllm.v1.engine.llm_engine: LLMEngine.has_unfinished_requests; LLMEngine.set_weight_version
-layout.py | REFUSALS
+compat/layout_checks.py | REFUSALS
     vllm.config: ParallelConfig.data_parallel_size; ParallelConfig.enable_eplb; ParallelConfig.enable_elastic_ep;
         ParallelConfig.local_engines_only; ParallelConfig.world_size
     vllm.distributed.device_communicators.base_device_communicator: DeviceCommunicatorBase.all_gatherv
     vllm.distributed.device_communicators.cpu_communicator: CpuCommunicator.all_gatherv
-features.py | REFUSALS
+compat/features.py | REFUSALS
     vllm.config: VllmConfig.speculative_config; SpeculativeConfig.method; SpeculativeConfig.draft_model_config;
         ModelConfig.model
     vllm.config.load: LoadConfig.load_format
@@ -203,11 +203,11 @@ TOUCHES = list(touches_of(TABLE))
 
 
 def test_nothing_is_found_where_there_is_nothing() -> None:
-    gone = Touch("compat.py", "vllm.config", "ParallelConfig.no_such_field", "nothing")
+    gone = Touch("compat/patches.py", "vllm.config", "ParallelConfig.no_such_field", "nothing")
     assert "vllm.config.ParallelConfig.no_such_field is gone" in problem_of(gone)
-    moved = Touch("compat.py", "vllm.no_such_module", "x", "nothing")
+    moved = Touch("compat/patches.py", "vllm.no_such_module", "x", "nothing")
     assert "vllm.no_such_module cannot be imported" in problem_of(moved)
-    other = Touch("compat.py", "vllm.distributed", "get_world_group", "nothing", ("a_parameter",))
+    other = Touch("compat/patches.py", "vllm.distributed", "get_world_group", "nothing", ("a_parameter",))
     assert "now takes ()" in problem_of(other)
 
 
@@ -282,7 +282,7 @@ def test_every_import_of_vllm_is_listed() -> None:
 def test_every_file_that_touches_vllm_is_named_in_compat() -> None:
     named = {touch.ours for touch in TOUCHES} | {file for file, _ in imports_of_vllm()}
     documented = patches.__doc__ or ""
-    assert [file for file in sorted(named) if file != "compat.py" and f"``{file}``" not in documented] == []
+    assert [file for file in sorted(named) if file != "compat/patches.py" and f"``{file}``" not in documented] == []
 
 
 def problem_of(touch: Touch) -> str:
@@ -337,12 +337,13 @@ def flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
 def imports_of_vllm() -> list[tuple[str, str]]:
     """(file, name as it would be written with dots) of everything of vLLM's that the engine package imports."""
     found = []
-    for path in sorted(ENGINE.glob("*.py")):
+    for path in sorted(ENGINE.rglob("*.py")):
+        file = path.relative_to(ENGINE).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                found += [(path.name, f"{node.module}.{alias.name}") for alias in node.names]
+                found += [(file, f"{node.module}.{alias.name}") for alias in node.names]
             elif isinstance(node, ast.Import):
-                found += [(path.name, alias.name) for alias in node.names if alias.name.split(".")[0] == "vllm"]
+                found += [(file, alias.name) for alias in node.names if alias.name.split(".")[0] == "vllm"]
     return found
 
 

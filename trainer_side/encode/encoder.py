@@ -62,7 +62,7 @@ class Encoder:
 class BaseCopies:
     """The bits that changes, which the baseline holds already, start from: copies, one tensor at a time.
 
-    Calling it is what a codec does that needs them; see ``wire.old.Old``.
+    Calling it is what a codec does that needs them; see ``tensors.base_bits.Old``.
     """
 
     def __init__(self, baseline: Baseline, changes: Changes) -> None:

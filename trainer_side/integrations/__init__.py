@@ -1,1 +1,4 @@
-"""One module for each framework, which imports it, and ``gathered`` for those that hand over (name, tensor) pairs."""
+"""Adapters for trainers: each module imports the framework that it is for.
+
+Begin with ``transformers`` (``DeltaSyncCallback``) or ``trl`` (``DeltaWeightTransfer``).
+"""

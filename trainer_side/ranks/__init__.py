@@ -1,1 +1,4 @@
-"""Publishing a model whose tensors are shared out among the ranks of a torch.distributed world."""
+"""Publish one run from all ranks of a torch.distributed world, without gathering the model.
+
+Begin with ``group`` (what ranks tell each other), then ``rank_session`` and ``rank_committer``.
+"""

@@ -1,4 +1,8 @@
-"""Where runs live. ``open_bucket(url)`` picks the implementation; the contract is on ``Bucket``."""
+"""Where runs live: a directory, an S3-compatible store, a Hugging Face bucket, or memory.
+
+May import ``settings`` and what is below. ``base.Bucket`` is the contract that every store keeps; ``factory`` opens one
+from its URL. tests/bucket/contract/ runs over every store.
+"""
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key
 from vllm_delta_sync.bucket.factory import open_beside, open_bucket

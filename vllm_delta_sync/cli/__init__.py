@@ -1,4 +1,4 @@
-"""The ``delta-sync`` command: arguments, output, errors and exit codes. What it prints is made in ``cli_views``.
+"""The ``delta-sync`` command: arguments, output, errors and exit codes. What it prints is made in ``log``.
 
 Every subcommand prints text for people, or with ``--json`` one JSON document. Errors are one line on stderr, or with
 ``--json`` one document ``{"error": {"kind", "message"}}`` on stdout; the exit code is the error's, and 1 for whatever a

@@ -1,4 +1,4 @@
-"""``delta-sync compact``: arguments and output; what it does is in ``compaction``."""
+"""``delta-sync compact``: arguments and output; what it does is in ``maintenance.compact``."""
 
 import argparse
 import os

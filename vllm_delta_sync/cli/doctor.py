@@ -1,4 +1,4 @@
-"""``delta-sync doctor``: arguments and output; what it does is in ``upkeep.doctor``."""
+"""``delta-sync doctor``: arguments and output; what it does is in ``doctor.doctor``."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""``delta-sync export``: arguments and output; what it does is in ``upkeep.export``."""
+"""``delta-sync export``: arguments and output; what it does is in ``maintenance.export``."""
 
 import argparse
 import sys

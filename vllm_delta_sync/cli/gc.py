@@ -1,4 +1,4 @@
-"""``delta-sync gc``, ``tag`` and ``branch``: arguments and output; what they do is in ``retention`` and beside it."""
+"""``delta-sync gc``, ``tag`` and ``branch``: arguments and output; what they do is in ``maintenance``."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""``delta-sync keygen`` and ``keys``: arguments and output; what they do is in ``trust``, ``notice`` and ``upkeep``."""
+"""``delta-sync keygen`` and ``keys``: arguments and output; what they do is in ``trust`` and ``maintenance``."""
 
 import argparse
 import re

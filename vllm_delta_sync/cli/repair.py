@@ -1,4 +1,4 @@
-"""``delta-sync repair``: arguments and output; what it does is in ``chain_repair``."""
+"""``delta-sync repair``: arguments and output; what it does is in ``maintenance.repair``."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""``delta-sync verify``: arguments and output; what it does is in ``chain_verify``."""
+"""``delta-sync verify``: arguments and output; what it does is in ``verify``."""
 
 import argparse
 from typing import Any

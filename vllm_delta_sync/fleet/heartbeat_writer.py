@@ -1,4 +1,4 @@
-"""Writing leases: what a receiver says of itself. They are read in ``chain.leases``."""
+"""Writing leases: what a receiver says of itself. They are read in ``fleet.heartbeats``."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""The wire format: what bytes in a bucket mean. Arrays and bytes only; no torch, no vllm, no I/O.
+"""The bytes of a run: JSON documents, safetensors files, fingerprints, and the limits a reader enforces.
 
-The byte-exact specification is docs/FORMAT.md; the modules follow its sections.
+Bytes and arrays only: no torch, no vLLM, no input or output. May import ``errors``. docs/FORMAT.md is its
+specification. Begin with ``manifest``.
 """

@@ -32,7 +32,7 @@ def make_anchor(
     written shard by shard. Objects are put before the document that names them, and looked for again after it.
 
     Args:
-        base: as ``chain.read.restore``. replace: make it anew where there is one, for instance with damaged shards.
+        base: as ``run.restore.restore``. replace: make it anew where there is one, for instance with damaged shards.
         scratch: folder for the weights and one shard at a time; None for the system's temporary directory.
         shard_bytes: how large a shard becomes; a tensor is never split, so one may be larger.
         stop: asked now and then; True ends it.
@@ -42,7 +42,7 @@ def make_anchor(
 
     Raises:
         NotFoundError: there is no such version, or the base is not at hand. StoppedError: ``stop`` said so.
-        StoreError: the store failed, or there is no room for the scratch files. Else as ``chain.read.restore``.
+        StoreError: the store failed, or there is no room for the scratch files. Else as ``run.restore.restore``.
     """
     target = run.manifest(version)
     found = None if replace else existing_anchor(run, target)

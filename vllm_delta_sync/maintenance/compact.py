@@ -94,7 +94,7 @@ def upkeep(
     damaged is logged and left.
 
     Args:
-        manifest: of the newest version. base: as ``chain.read.restore``.
+        manifest: of the newest version. base: as ``run.restore.restore``.
         anchor_every: an anchor for every k-th version, beside those by cost and by tag.
         fold: whether to make folded ranges. stop: asked now and then; True ends it.
 
@@ -289,7 +289,7 @@ def compact(
     point it leaves the run whole, and goes on from there the next time.
 
     Args:
-        base: as ``chain.read.restore``. anchor: a version, ``head`` or ``tag:NAME``.
+        base: as ``run.restore.restore``. anchor: a version, ``head`` or ``tag:NAME``.
         dry_run: only say what would be made.
         scratch: folder for temporary files; None for the system's.
         progress: called with documents made so far, documents to make, and what is being made.

@@ -395,7 +395,7 @@ class _WeightFiles:
         self._maps: dict[str, np.memmap] = {}
 
     def room(self, folder: Path, table: TensorTable) -> list[Bits]:
-        """Where the tensors lie in the files of ``folder``, which are made with their headers. See ``wire.state.Room``.
+        """Where the tensors lie in the files of ``folder``, made with their headers: a ``tensors.state.Room``.
 
         Raises:
             StoreError: there is no room on the disk.

@@ -19,7 +19,7 @@ class RollingWeights:
     leads to them.
 
     Args:
-        base, scratch: as ``chain.read.restore``. stop: asked now and then; True ends it.
+        base, scratch: as ``run.restore.restore``. stop: asked now and then; True ends it.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RollingWeights:
         """The weights of a version, until they are asked for again. Nobody but this may move them.
 
         Raises:
-            StoppedError: ``stop`` said so. Else as ``chain.read.restore``.
+            StoppedError: ``stop`` said so. Else as ``run.restore.restore``.
         """
         held, self._held = self._held, None
         state = None if held is None else self._follow(*held, target)

@@ -1,10 +1,7 @@
-"""Notices: "version n is there, look now". A hint over ZeroMQ; losing one costs latency and nothing else.
+"""Notices: "version n is there, poll now". A hint over ZeroMQ; losing one costs latency and nothing else.
 
-A message has two frames: the run id as topic, and ``{"manifest", "run", "version"}`` as canonical JSON, with a
-``signature`` if the publisher has a signing key. Whoever reaches a port without CURVE keys can send one, so a notice is
-never trusted: receivers look into the bucket and believe only that.
-
-What was sent last is sent again about every second, and to whoever subscribes: that heals every loss.
+May import ``trust`` and what is below. Begin with ``publisher`` and ``subscriber``; ``broker`` sits between them where
+they cannot reach each other.
 """
 
 from vllm_delta_sync.notice.broker import Broker

@@ -305,7 +305,7 @@ class RunDocuments:
         Raises:
             UnsupportedError: codec ``context``, and no old bits.
             NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
-                ``wire.delta.decode``; also when the objects do not add up to what the manifest declares.
+                ``codec.delta_object.decode``; also when the objects do not add up to what the manifest declares.
         """
         return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects], old)
 

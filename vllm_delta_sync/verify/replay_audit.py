@@ -30,7 +30,7 @@ class ReplayAudit:
     """One walk; ``visit`` takes the versions in order.
 
     Args:
-        base: as ``chain.read.restore``.
+        base: as ``run.restore.restore``.
 
     Attributes:
         held, state: a version and its weights; None if there are none.

@@ -213,7 +213,7 @@ class AsyncTransfer:
 
 
 class RequestSink(Protocol):
-    """What is needed of a controller; see ``leading``."""
+    """What is needed of a controller; see ``api_servers``."""
 
     @property
     def receiver(self) -> Any:

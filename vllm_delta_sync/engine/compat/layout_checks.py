@@ -17,7 +17,7 @@ def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] 
     Args:
         vllm_config: of the engine, as its client has it.
         offline: whether an ``LLM`` object is followed and not a server.
-        missing: what our guard needs of vLLM's engine core and does not find; see ``core_guard``.
+        missing: what our guard needs of vLLM's engine core and does not find; see ``engine.core.hooks``.
 
     Raises:
         EngineError: names the flag, its value and what to do instead.

@@ -2,27 +2,27 @@
 
 Larger ones are in files of their own, and have the same three where they replace something of vLLM's:
 
-==========================  ==========================================================================================
-``core_guard.py``           methods added to the engine core's class; its pause, its loop and its end are wrapped
-``lease.py``                the scheduler's pause state, and what waits for an idle engine
-``engines.py``              the server's client: utility calls of every engine core, and its processes
-``rank_calls.py``           the multiprocessing executor's queues
-``loading.py``              what is done to weights after loading is watched
-``plain_moe.py``            the CPU's experts compute from plain weights
-``foreign_writers.py``      methods of the worker that write weights are watched
-``transfer.py``             a weight transfer backend, and the client's calls for it
-``transfer_worker.py``      what workers have behind that backend
-``attached.py``             what is asked of an ``AsyncLLM`` object
-``loader.py``               a load format
-``spans.py``                ``generate`` of the client and two OpenAI routes are wrapped
-``span_stream.py``          the text of the last chunk that these routes stream
-``metrics.py``              its ``/metrics`` shows what is in the registry, or the folder, of ``prometheus_client``
-``plugin.py``               the endpoint plugin's two methods
-``worker.py``               what the extension reads of its worker
-``ports.py``                what is asked of an ``LLM`` object
-``layout.py``               fields of the configuration that say how ranks hold weights
-``features.py``             fields of the configuration that are refused
-==========================  ==========================================================================================
+=====================================  ===============================================================================
+``core/hooks.py``                      methods added to the engine core; its pause, loop and end are wrapped
+``core/watchdog.py``                   the scheduler's pause state, and what waits for an idle engine
+``core/clients.py``                    the server's client: utility calls of every engine core, and its processes
+``core/rank_rpc.py``                   the multiprocessing executor's queues
+``compat/load_hook.py``                what is done to weights after loading is watched
+``compat/cpu_experts.py``              the CPU's experts compute from plain weights
+``compat/write_hooks.py``              methods of the worker that write weights are watched
+``api/weight_transfer.py``             a weight transfer backend, and the client's calls for it
+``entrypoints/transfer_backend.py``    what workers have behind that backend
+``api/async_llm.py``                   what is asked of an ``AsyncLLM`` object
+``entrypoints/load_format.py``         a load format
+``observe/spans.py``                   ``generate`` of the client and two OpenAI routes are wrapped
+``observe/span_stream.py``             the text of the last chunk that these routes stream
+``observe/metrics.py``                 its ``/metrics`` shows what ``prometheus_client`` has registered
+``entrypoints/plugin.py``              the endpoint plugin's two methods
+``worker/extension.py``                what the extension reads of its worker
+``core/ports.py``                      what is asked of an ``LLM`` object
+``compat/layout_checks.py``            fields of the configuration that say how ranks hold weights
+``compat/features.py``                 fields of the configuration that are refused
+=====================================  ===============================================================================
 
 ``tests/receiver/test_compat.py`` looks up each of these names in the vLLM that is installed, and says what moved.
 docs/support.md says which releases were tested, and how.

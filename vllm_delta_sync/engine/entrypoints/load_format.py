@@ -119,7 +119,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             model_config.word_embeddings_untied_by_checkpoint = True
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Rebuild the version, hand every tensor to the model's own ``load_weights``, and leave a ``Loaded`` on it.
+        """Rebuild the version, give every tensor to the model's ``load_weights``, and leave a ``LoadedVersion`` on it.
 
         Raises:
             DeltaSyncError: see ``newest`` and ``rebuild``.

@@ -1,7 +1,7 @@
 """What a worker has behind vLLM's weight transfer API where its backend is ours: a refusal.
 
-The controller moves all ranks at once, so calls end at the engine's client; see ``transfer``. One that comes as far as
-a worker was forwarded by nobody, and must not look as if it had done something.
+The controller moves all ranks at once, so calls end at the engine's client (``engine.api.weight_transfer``). A call
+that reaches a worker all the same must not look as if it had done something.
 """
 
 from typing import Any, NoReturn

@@ -2,7 +2,7 @@
 
 Engines rework weights once they are loaded: they pack them for a kernel, quantize them, multiply some in advance.
 ``watched`` stands around that step. It keeps a replica without data of the model as its loader knows it, which can be
-loaded again, and says where the step left something else. Knows nothing of vLLM; ``compat.py`` puts it in place.
+loaded again, and says where the step left something else. Knows nothing of vLLM; ``engine.compat`` puts it in place.
 """
 
 import weakref

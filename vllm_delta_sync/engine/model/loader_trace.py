@@ -3,7 +3,7 @@
 ``load_weights`` runs once on a replica without data, and with data-less (meta) tensors, while every operation is
 seen. Each plain copy is an affine map from flat source indices to destination elements; slices, fused projections,
 transposes and tied weights come out by themselves. Whatever else reaches a parameter (casts, transforms, sums) is
-noted with the checkpoint tensors that went into it: ``compiling.py`` says what becomes of it.
+noted with the checkpoint tensors that went into it: ``route_compiler.py`` says what becomes of it.
 
 Works on any torch module with a ``load_weights(iterable of (name, tensor))`` method; knows nothing of vLLM.
 """

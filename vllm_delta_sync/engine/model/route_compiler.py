@@ -2,8 +2,8 @@
 
 A checkpoint tensor that is copied, element by element, is patched by address. One that anything else happens to (a
 cast, a transform, a kernel's layout made after loading) belongs to a unit, with all memory it has a part in and all
-tensors that have a part in that: ``derived.py`` loads units again. What is left must add up: no element loaded twice,
-no memory shared, and no parameter that might follow from others without anybody having seen how.
+tensors that have a part in that; ``reload_units`` loads it again. What is left must add up: no element loaded twice, no
+memory shared, and no parameter that might follow from others without anybody having seen how.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Routes: where each element of a checkpoint lives in a model's memory. ``trace.py`` finds them."""
+"""Routes: where each element of a checkpoint lives in a model's memory. ``loader_trace.py`` finds them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ class RouteMap:
         destinations: storages, referred to by position.
         routes: per tensor id; empty for tensors that this rank does not load (such as a tied head).
         groups: per tensor id, per route: the group of ranks that hold copies of what the route loads. All 0 until
-            ``ownership.py`` says otherwise.
+            ``shard_ownership.py`` says otherwise.
         loaded: per tensor id: whether any rank loads it. Until then, whether this one does.
         derived: of the tensors that the model computes with, whose routes lead to shadows; None if there are none.
         memory: that of the destinations.

@@ -50,7 +50,7 @@ class History:
         return self._run is None or not self._run.is_current()
 
     def open(self) -> Run:
-        """Open the run at the URL, whichever it is now. Errors as ``open_run``, ``TrustedHead.recall`` and ``admit``."""
+        """Open the run that is at the URL now. Errors as ``open_run``, ``TrustedHead.recall`` and ``admit``."""
         self.witness.recall()
         run = open_run(self._url, self.keyring, self.store)
         self.witness.admit(run)
@@ -73,8 +73,8 @@ class History:
             served: the version served, from which it must descend.
 
         Raises:
-            ReplayError, ForkError: see ``TrustedHead.accept``; ``head`` is as before. Else as ``TrustedHead.recall`` and
-                ``Run.reachable_head``.
+            ReplayError, ForkError: see ``TrustedHead.accept``; ``head`` is as before. Else as ``TrustedHead.recall``
+                and ``Run.reachable_head``.
         """
         self.witness.recall()
         try:

@@ -98,7 +98,7 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
 
 
 def restored(run: Run, target: Manifest, folder: str, avoid: set[str] | None = None) -> ModelState:
-    """Rebuild a version: O(model) memory, or disk where the model is large; see ``chain.read.restore``.
+    """Rebuild a version: O(model) memory, or disk where the model is large; see ``run.restore.restore``.
 
     Args:
         folder: model folder given to vLLM. If it holds safetensors they are the base of a run by reference,

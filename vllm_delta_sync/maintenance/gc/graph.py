@@ -293,7 +293,7 @@ def _side(run: RunDocuments, item: ObjectInfo, chain: list[Edge], breaks: set[in
 
 
 def _is_step(first: int, last: int) -> bool:
-    """Whether readers look for a range of these versions: see ``chain_plan``."""
+    """Whether readers look for a range of these versions: see ``run.plan``."""
     size = last - first
     power = 1
     while power < size:

@@ -30,7 +30,7 @@ class Rebuilder:
     """Mends a run after one examination of it.
 
     Args:
-        base: as ``chain.read.restore``. report, census: what the examination found.
+        base: as ``run.restore.restore``. report, census: what the examination found.
 
     Attributes:
         done: what was rebuilt, for people. unsigned: what could not be, for lack of a key to sign it with.

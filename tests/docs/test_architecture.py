@@ -1,0 +1,30 @@
+"""docs/architecture.md lists every package, and its picture is drawn from it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WITHIN = {
+    "vllm_delta_sync",
+    "vllm_delta_sync/engine",
+    "vllm_delta_sync/codec/context",
+    "vllm_delta_sync/bucket/hub",
+    "vllm_delta_sync/bucket/middleware",
+    "vllm_delta_sync/maintenance/gc",
+    "vllm_delta_sync/maintenance/repair",
+}
+"""Packages that are described with the one they belong to, or hold the others."""
+
+
+def test_every_package_is_listed() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for tree in ("vllm_delta_sync", "trainer_side"):
+        for path in sorted((ROOT / tree).rglob("__init__.py")):
+            package = path.parent.relative_to(ROOT).as_posix()
+            assert package in WITHIN or f"| `{package}` |" in text, f"{package} is missing in docs/architecture.md"
+
+
+def test_the_picture_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "draw_architecture.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0, "run: python docs/draw_architecture.py"
