@@ -21,14 +21,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ENGINE = "vllm_delta_sync.engine."
 POINTS = {
-    "controller.before_pause": (ENGINE + "transaction", "Transaction.commit", "before"),
-    "controller.after_pause": (ENGINE + "ports", "ServerPort.pause", "after"),
-    "controller.after_commit": (ENGINE + "transaction", "Transaction.commit", "after"),
-    "rank.in_stage": (ENGINE + "rank", "RankReceiver.stage", "before"),
-    "rank.before_scatter": (ENGINE + "commit", "commit", "before"),
-    "rank.after_scatter": (ENGINE + "commit", "commit", "after"),
+    "controller.before_pause": ("vllm_delta_sync.engine.commit.transaction", "Transaction.commit", "before"),
+    "controller.after_pause": ("vllm_delta_sync.engine.core.ports", "ServerEnginePort.pause", "after"),
+    "controller.after_commit": ("vllm_delta_sync.engine.commit.transaction", "Transaction.commit", "after"),
+    "rank.in_stage": ("vllm_delta_sync.engine.worker.rank_worker", "RankWorker.stage", "before"),
+    "rank.before_scatter": ("vllm_delta_sync.engine.commit.apply", "commit", "before"),
+    "rank.after_scatter": ("vllm_delta_sync.engine.commit.apply", "commit", "after"),
 }
 
 
