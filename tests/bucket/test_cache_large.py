@@ -295,7 +295,7 @@ FULL = """
 import sys
 from pathlib import Path
 from tests.bucket import test_cache_large as test
-from vllm_delta_sync.bucket import download as downloads
+from vllm_delta_sync.bucket.middleware import ranged as downloads
 
 downloads.PIECE_BYTES = 300_000
 folder, small, large = Path(sys.argv[1]), test.Source(bytes(600 << 10)), test.Source(bytes(1 << 20))

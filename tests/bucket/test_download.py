@@ -265,7 +265,7 @@ INTERRUPTED = """
 import os, signal, sys, threading
 from pathlib import Path
 from tests.bucket import test_download as test
-from vllm_delta_sync.bucket import download as downloads
+from vllm_delta_sync.bucket.middleware import ranged as downloads
 
 downloads.PIECE_BYTES = test.PIECE
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background shell takes away

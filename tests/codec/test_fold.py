@@ -264,8 +264,9 @@ assert "numba" not in sys.modules
 from tests.support.samples import changes_between, every_dtype_table, nudge, random_bits
 from vllm_delta_sync.format.dtypes import DTYPES
 warm_up(DTYPES.values())
-from vllm_delta_sync.format import fold_kernels, kernels
-loops = (fold_kernels.fold_layers, kernels.add_distances)
+from vllm_delta_sync.codec import merge_kernels
+from vllm_delta_sync.format import kernels
+loops = (merge_kernels.fold_layers, kernels.add_distances)
 before = [len(loop.signatures) for loop in loops]
 table, random = every_dtype_table(50), np.random.default_rng(1)
 versions = [random_bits(table, random)]

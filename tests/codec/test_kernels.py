@@ -172,7 +172,7 @@ def test_compiled_code_needs_no_place_to_be_kept(writable: bool, tmp_path: Path)
     copy = tmp_path / "packages" / "vllm_delta_sync"
     original = Path(vllm_delta_sync.__file__).parent
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "wire" / "__pycache__").write_text("a file, so that no directory can be made here")
+    (copy / "format" / "__pycache__").write_text("a file, so that no directory can be made here")
     cache = tmp_path / "cache"
     nowhere = "/proc/nope"
     code = (
@@ -195,7 +195,7 @@ def test_compiled_code_needs_no_place_to_be_kept(writable: bool, tmp_path: Path)
             "PYTHONPATH": str(copy.parent),
         },
     )
-    assert (done.returncode, done.stdout) == (0, f"{copy / 'wire' / 'kernels.py'} -1\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{copy / 'format' / 'kernels.py'} -1\n"), done.stderr
     assert bool(list(cache.rglob("kernels.first_not_ascending*.nbc"))) == writable
     lines = done.stderr.splitlines()
     assert len(lines) == (0 if writable else 1), done.stderr

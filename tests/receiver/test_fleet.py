@@ -36,8 +36,8 @@ NAMES = [f"r{number}" for number in range(5)]
 HOLDER = """
 import sys, time
 from vllm_delta_sync import open_run
-from vllm_delta_sync.fleet.pause_slots import Turns
-assert Turns(open_run(sys.argv[1]), "killed", 1, 1.0).attempt(1) is not None
+from vllm_delta_sync.fleet.pause_slots import PauseSlots
+assert PauseSlots(open_run(sys.argv[1]), "killed", 1, 1.0).attempt(1) is not None
 print("holds", flush=True)
 time.sleep(600)
 """
@@ -163,7 +163,7 @@ def test_where_turns_cannot_be_had_versions_are_taken_all_the_same(
     broken.error = None
     fleet.train(3)
     wait_until(lambda: service.receiver.served_version == 3)
-    told = [record.getMessage() for record in caplog.records if record.module == "turns"]
+    told = [record.getMessage() for record in caplog.records if record.module == "pause_slot_client"]
     assert told == [
         f"taking versions without a turn, so more than fleet_pauses = 1 servers may be paused at once: {error.message}",
         "turns can be taken again",

@@ -128,14 +128,14 @@ SERVERS = """
 import os
 from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
-from vllm_delta_sync.engine import metrics
-from vllm_delta_sync.engine.observe.status import Board
+from vllm_delta_sync.engine.observe import metrics
+from vllm_delta_sync.engine.observe.status import StatusBoard
 
 def serve(role, versions=0, state=""):
     metrics.observe_gap(0.01)
     if role != "follower":
         metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=versions)
-        board = Board("follow")
+        board = StatusBoard("follow")
         board.export()
         board.set(undo=list(range(versions)), state=state)
 

@@ -422,7 +422,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.maintenance.compact import make_fold
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format.kernels import add_distances
-from vllm_delta_sync.format import fold_kernels
+from vllm_delta_sync.codec import merge_kernels
 run = open_run(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
@@ -506,6 +506,7 @@ def test_anchor_that_leads_to_the_sound_version_is_kept(tmp_path: Path) -> None:
 
 
 @quiet
+@example(marks=".....!!!", folds=True, anchors=set(), keep_last=1, more="")
 @given(
     marks=st.text("..!", min_size=1, max_size=16),
     folds=st.booleans(),

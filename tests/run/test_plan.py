@@ -140,6 +140,20 @@ def test_bad_version_is_crossed_by_a_range_of_one(tree: Written, how: str) -> No
     expect(tree, path(tree.run, 0, 4, avoid), 0, 4)
 
 
+def test_gap_is_crossed_by_a_step_back_and_a_merged_delta(tree: Written) -> None:
+    """Collecting may keep just these, since they are the cheapest way on."""
+    grow(tree, 9)
+    tree.folds()
+    for version in (6, 7):
+        tree.bucket.delete(keys.version_key(version))
+    steps = path(tree.run, 5, 9)
+    assert spans(steps) == [(5, 4), (4, 8), (8, 9)]
+    expect(tree, steps, 5, 9)
+    tree.bucket.delete(side.fold_key(4, 8))
+    with pytest.raises(GapError):
+        path(tree.run, 5, 9)
+
+
 def test_what_retention_says_is_gone_is_not_planned_once_a_hole_was_met(tree: Written) -> None:
     grow(tree, 8)
     tree.folds()

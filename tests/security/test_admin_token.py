@@ -120,7 +120,7 @@ def test_nothing_holds_the_text() -> None:
 
 PARENT = f"""
 import os, subprocess, sys
-from vllm_delta_sync.engine import plugin
+from vllm_delta_sync.engine.entrypoints import plugin
 plugin.register()
 assert "{VARIABLE}" not in os.environ
 print(subprocess.run(["env"], capture_output=True, text=True).stdout)

@@ -200,7 +200,7 @@ def test_program_that_ends_with_a_traceback(canaries: Canaries, program: str) ->
 
 EXECUTED = """
 import json, os, sys
-from vllm_delta_sync.engine import launch
+from vllm_delta_sync.engine.entrypoints import serve_command as launch
 
 # The process shows what it has become in place of vllm.
 SHOW = '''

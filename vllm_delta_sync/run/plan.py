@@ -192,7 +192,7 @@ class Planner:
         across = starts.index(up[common][0])
         meet = min(up[common][1], down[across][1])
         self._back(up[common][1], meet, steps)
-        self._forward(meet, down[across][1], steps)
+        self._forward_or_around(meet, down[across], steps)
         for begin, end in reversed(down[:across]):
             steps.append(self._delta(begin))
             self._forward(begin, end, steps)
@@ -208,6 +208,28 @@ class Planner:
         while at < to:
             steps.append(self._fold_from(at, to) or self._delta(at + 1))
             at = steps[-1].high
+
+    def _forward_or_around(self, at: int, stretch: tuple[int, int], steps: list[Step]) -> None:
+        """Forward to the end of a stretch. Across a gap: back first, to where a folded range leads over it.
+
+        Collecting keeps the cheapest way from what is served to the head, which may begin with a step back.
+        """
+        begin, to = stretch
+        way: list[Step] = []
+        try:
+            self._forward(at, to, way)
+        except GapError as gap:
+            for start in sorted({at - at % size for size in _sizes(0, to)} & set(range(begin, at)), reverse=True):
+                way = []
+                try:
+                    self._back(at, start, way)
+                    self._forward(start, to, way)
+                    break
+                except GapError:
+                    continue
+            else:
+                raise gap
+        steps += way
 
     def _back(self, at: int, to: int, steps: list[Step]) -> None:
         while at > to:

@@ -131,7 +131,8 @@ def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer)
 PUBLISH_AND_END = """
 import sys
 from tests.support.publishers import Trainer
-from trainer_side import Publisher, detection_live
+from trainer_side import Publisher
+from trainer_side.diff import reader as detection_live
 trainer = Trainer()
 publisher = Publisher(trainer.live, sys.argv[1])
 trainer.step()
