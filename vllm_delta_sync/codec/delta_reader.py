@@ -42,7 +42,7 @@ class LazyDelta:
 
     Raises:
         UnsupportedError: the object has codec ``raw``.
-        DeltaSyncError: as ``delta.decode``; what is wrong inside a plane is found when it is taken.
+        DeltaSyncError: as ``delta_object.decode``; what is wrong inside a plane is found when it is taken.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class _ContextReader:
 
 
 def pieces_of(parts: Sequence[LazyDelta]) -> Iterator[Changes]:
-    """All that the objects of one document change, piece by piece: what ``delta.decode`` gives of them, in the memory
+    """All that the objects of one document change, piece by piece: what ``decode`` gives of them, in the memory
     of a few tensors.
 
     A tensor is in one piece only. It is taken from all objects before the piece is handed out: who applies the pieces

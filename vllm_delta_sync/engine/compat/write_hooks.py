@@ -19,7 +19,7 @@ WAKE = "wake_up"
 
 
 class Watched(Protocol):
-    """What is notified; see RankReceiver."""
+    """What is notified; see RankWorker."""
 
     memory: WeightMemory
 

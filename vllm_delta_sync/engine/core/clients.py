@@ -29,7 +29,7 @@ class EngineCoreClients:
     """The engine cores behind one ``AsyncLLM``. Coroutines run in its event loop.
 
     Where this vLLM's engine core is not as expected (``missing_names``), vLLM's own calls are made instead, to the one
-    engine there is then: see ``layout.check_layout``.
+    engine there is then: see ``layout_checks.check_layout``.
     """
 
     def __init__(self, client: Any) -> None:
@@ -95,7 +95,7 @@ class EngineCoreClients:
             request.cancel()
 
     async def renew(self, lease_s: float) -> Answer:
-        """Guard.renew, in every engine core: {"expired": whether any has none on}."""
+        """PauseWatchdog.renew, in every engine core: {"expired": whether any has none on}."""
         if missing_names():
             return {"expired": False}
         return {"expired": any(answer["expired"] for answer in await self._each("delta_sync_renew", lease_s))}
@@ -113,7 +113,7 @@ class EngineCoreClients:
         return _joined(await self._each("delta_sync_ask", own=self._cut(method, arguments)))
 
     async def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
-        """Guard.call, in every engine core: for ``commit`` and ``revert``, which must not reach an engine that runs.
+        """PauseWatchdog.call in every engine core: for ``commit`` and ``revert``, never while an engine generates.
 
         Returns:
             {"expired": whether any engine's pause had, and then it did nothing; "answers": one per rank, if none had}.
@@ -140,7 +140,7 @@ class EngineCoreClients:
         await patches.label_weights(self._client, version)
 
     async def label_paused(self, version: int | None) -> Answer:
-        """Guard.label, in every engine core: what a watchdog has taken back is not to be labelled as if it were held.
+        """PauseWatchdog.label in every engine core: what a watchdog has reverted is not labelled as if it were held.
 
         Returns:
             {"expired": whether any engine's pause had, and then it was not labelled}.
@@ -153,7 +153,7 @@ class EngineCoreClients:
         return {"expired": any(answer["expired"] for answer in answers)}
 
     async def resume(self) -> Answer:
-        """Guard.resume, in every engine core: {"expired": whether any went on by itself, "outcome": of that one}."""
+        """PauseWatchdog.resume in every engine core: {"expired": any went on by itself, "outcome": of that one}."""
         if missing_names():
             await self._core.resume_scheduler_async()
             return {"expired": False, "outcome": None}

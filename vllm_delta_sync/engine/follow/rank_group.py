@@ -161,7 +161,7 @@ class RankGroup:
         return self._sum(tensors, answers), self._differing(tensors, answers)
 
     def describe(self) -> list[Answer]:
-        """See RankReceiver.describe."""
+        """See RankWorker.describe."""
         answers = self._port.call("describe", {})
         for answer in answers:
             raise_if_error(answer)

@@ -35,7 +35,7 @@ class RevocationHandler:
 
         Raises:
             SignatureError: there is none; what it is that is served is said no more. BusyError, WeightsLostError,
-                StoreError: see ``Mover.go_back``.
+                StoreError: see ``WeightUpdater.go_back``.
         """
         if self._mover.damaged is None:
             self._reason = None

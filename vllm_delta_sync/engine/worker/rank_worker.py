@@ -189,7 +189,7 @@ class RankWorker:
         """Fetch, verify, decode, fold and route what one commit takes; nothing is written to the model.
 
         Args:
-            leg: see ``Leg.to_plain``. held: the version that the controller takes this rank to hold.
+            leg: see ``UpdatePlan.to_plain``. held: the version that the controller takes this rank to hold.
             rescan: tensor ids to gather and hash, as ``scan`` does. keys: see ``Ranks``.
         """
         run, routes = self._ready()
