@@ -402,7 +402,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A TCP port on the loopback address that nobody uses now."""
+    """A free TCP port on the loopback address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

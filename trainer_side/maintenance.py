@@ -92,7 +92,7 @@ class BackgroundMaintenance:
         except DeltaSyncError as error:
             if not self._stop():
                 logger.warning("%s, later versions mend that: %s", failure, error)
-        except Exception:  # publishing goes on whatever becomes of its upkeep
+        except Exception:  # publishing must not depend on maintenance
             logger.exception("%s", failure)
 
     def _look_after(self, manifest: Manifest) -> None:

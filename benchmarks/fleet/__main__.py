@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     if min(replicas, versions, given.mbit, given.round_trip_ms) <= 0:
         known.error("give numbers above 0")
     options = Options(size, replicas, versions, 1e6 * given.mbit, given.round_trip_ms / 1e3, given.slow_start)
-    # Whoever ends this process from outside ends its servers too.
+    # SIGTERM ends the servers too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder, began = Path(tempfile.mkdtemp(prefix="delta-sync-fleet-")), time.monotonic()
     fleet = Fleet(options, folder, lambda text: print(f"[{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr))

@@ -123,7 +123,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    # The servers are those of the tests; whoever only shows the results needs none of what they are made of.
+    # The servers are those of the tests. Rendering results does not need them, so they are imported here.
     from tests.support.stores import STORES
 
     options = parse(BENCH, __doc__ or "", arguments)

@@ -210,16 +210,17 @@ class Planner:
             at = steps[-1].high
 
     def _forward_or_around(self, at: int, stretch: tuple[int, int], steps: list[Step]) -> None:
-        """Forward to the end of a stretch. Across a gap: back first, to where a folded range leads over it.
+        """Steps to the end of a stretch. Where versions are missing: back first, to a merged delta that spans them.
 
-        Collecting keeps the cheapest way from what is served to the head, which may begin with a step back.
+        Garbage collection keeps the cheapest path from a served version to the head, which may begin with a step back.
         """
         begin, to = stretch
         way: list[Step] = []
         try:
             self._forward(at, to, way)
         except GapError as gap:
-            for start in sorted({at - at % size for size in _sizes(0, to)} & set(range(begin, at)), reverse=True):
+            starts = {at - at % size for size in _sizes(0, to)}
+            for start in sorted((start for start in starts if begin <= start < at), reverse=True):
                 way = []
                 try:
                     self._back(at, start, way)
