@@ -3,7 +3,6 @@
 import asyncio
 import ipaddress
 import json
-import logging
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -18,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from vllm_delta_sync.admin_token import AdminToken
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -28,9 +28,6 @@ from vllm_delta_sync.errors import (
     StoreError,
     UsageError,
 )
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 MAX_BODY_BYTES = 64 * 1024
 BODY_SECONDS = 10.0

@@ -10,7 +10,6 @@ ends by itself (``lease``).
 
 import asyncio
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -21,10 +20,8 @@ from typing import Any, Protocol
 from vllm_delta_sync.engine.api.api_server_group import ApiServerGroup, lock, try_lock
 from vllm_delta_sync.engine.commit.transaction import Answer, error_answer, raise_if_error
 from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 LONGEST_LINE = 1 << 24
 CONNECT_SECONDS = 0.05

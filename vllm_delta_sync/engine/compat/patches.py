@@ -29,15 +29,12 @@ docs/support.md says which releases were tested, and how.
 """
 
 import importlib.metadata
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import EngineError
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 TESTED_VERSIONS = ("0.32", "0.33")
 PLUGIN_NAME = "delta_sync"

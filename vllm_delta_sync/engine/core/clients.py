@@ -9,7 +9,6 @@ The ranks behind an answer are counted over all engines, in the order of data pa
 """
 
 import asyncio
-import logging
 from typing import Any
 
 from vllm_delta_sync.engine.compat import patches
@@ -17,10 +16,8 @@ from vllm_delta_sync.engine.compat.layout_checks import ranks_per_engine, reache
 from vllm_delta_sync.engine.core import rank_rpc
 from vllm_delta_sync.engine.core.hooks import missing_names
 from vllm_delta_sync.engine.core.watchdog import Answer
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import EngineError
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 END_SECONDS = 10.0
 

@@ -8,7 +8,6 @@ after, and what is asked for meanwhile is done when ours is over.
 """
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
@@ -16,9 +15,7 @@ from typing import Any
 
 from vllm_delta_sync.engine.compat.patches import wrap_method
 from vllm_delta_sync.engine.core.watchdog import PauseWatchdog
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
+from vllm_delta_sync.engine.logger import logger
 
 CORE_MODULE = "vllm.v1.engine.core"
 

@@ -1,14 +1,11 @@
 """Ask every rank and get the answers to that question, inside the engine core's process."""
 
 import itertools
-import logging
 import time
 from typing import Any
 
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import EngineError
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 Answer = dict[str, Any]
 METHOD = "delta_sync_call"

@@ -1,6 +1,5 @@
 """The lease on a pause, and the watchdog that settles the engine when it has run out, in the engine core's process."""
 
-import logging
 import multiprocessing
 import os
 import threading
@@ -12,10 +11,8 @@ from typing import Any
 
 from vllm_delta_sync.engine.compat.patches import NO_VERSION
 from vllm_delta_sync.engine.core import rank_rpc
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import WeightsLostError
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 Answer = dict[str, Any]
 RANK_CALL_SECONDS = 60.0

@@ -1,7 +1,6 @@
 """``--load-format delta_sync``: start from the bucket, with a model folder of config and tokenizer only."""
 
 import gc
-import logging
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.engine import LOAD_FORMAT
 from vllm_delta_sync.engine.follow.standing_orders import chosen_by, peek
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.staging.reconstruct import drain, newest, rebuild
 from vllm_delta_sync.errors import (
@@ -27,9 +27,6 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.documents import TAG_PREFIX
 from vllm_delta_sync.settings import HEAD, Settings, load_settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 
 @dataclass(frozen=True)

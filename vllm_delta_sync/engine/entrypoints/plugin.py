@@ -7,11 +7,9 @@ from typing import Any
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.redaction import guarded_logger, public_url
-
-# A child of vLLM's logger, the only one that vLLM gives a handler; one for all our modules in the engine.
-logger = guarded_logger("vllm.delta_sync")
+from vllm_delta_sync.redaction import public_url
 
 
 def register() -> None:

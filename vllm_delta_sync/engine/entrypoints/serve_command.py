@@ -12,15 +12,13 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine import LOAD_FORMAT, WORKER_EXTENSION
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import FLAGS_WITHOUT_PLUGINS, check_front_end
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import EngineError, StoreError, UsageError
-from vllm_delta_sync.redaction import guarded_logger, public_url
+from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.run.model_files import write_files
 from vllm_delta_sync.settings import Settings, environment_name, load_settings
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = guarded_logger("vllm.delta_sync")
 
 EXTENSION_FLAG = "--worker-extension-cls"
 LOAD_FORMAT_FLAG = "--load-format"

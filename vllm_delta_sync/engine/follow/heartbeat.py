@@ -5,22 +5,19 @@ clock or disk fails, follows the run all the same.
 """
 
 import contextlib
-import logging
 import threading
 import time
 from typing import Any
 
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.heartbeat_writer import write_lease
 from vllm_delta_sync.fleet.heartbeats import LEFT
 from vllm_delta_sync.format.limits import MAX_LEASE_PINS, MAX_LEASE_TEXT
 from vllm_delta_sync.format.manifest import timestamp
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 LEASE_SECONDS = 60
 """How long what was said holds. It is said again after a third of it."""

@@ -1,9 +1,9 @@
 """Find out what an engine's weights are: a version of the run followed, or of one that it branches from, or neither."""
 
-import logging
 from collections.abc import Callable
 
 from vllm_delta_sync.engine.follow.rank_group import ClaimedVersion, GatheredWeights, RankGroup
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
 from vllm_delta_sync.engine.planning.lineage import RunVersion, across, line, run_with_id
@@ -20,10 +20,6 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.settings import Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
-
 
 REFUSALS = (ModelError, ChainError, TensorMismatchError, UnsupportedError)
 """What no later look can mend before the first version is served, short of another run or another server."""

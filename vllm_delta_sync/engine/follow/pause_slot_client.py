@@ -1,20 +1,17 @@
 """This server's turn to pause, where the setting ``fleet_pauses`` says how many of a run may at once."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.pause_slots import HeldSlot, PauseSlots
 from vllm_delta_sync.settings import Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 END_SECONDS = 5.0
 """How long the end of the turn before is waited for, so that two are not written at once."""

@@ -4,7 +4,6 @@ Knows buckets and manifests, and an engine only as an ``EnginePort``; so the vLL
 it. One thread drives it; ``status`` may be called from any.
 """
 
-import logging
 from collections.abc import Callable
 
 from vllm_delta_sync.engine.commit.transaction import Answer
@@ -13,6 +12,7 @@ from vllm_delta_sync.engine.follow.receiver_base import ReceiverBase
 from vllm_delta_sync.engine.follow.run_session import RunSession
 from vllm_delta_sync.engine.follow.standing_orders import sibling
 from vllm_delta_sync.engine.follow.updater import not_served
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -23,9 +23,6 @@ from vllm_delta_sync.errors import (
     WeightsLostError,
 )
 from vllm_delta_sync.settings import HEAD, Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 
 class Receiver(ReceiverBase):

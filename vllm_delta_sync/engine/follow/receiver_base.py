@@ -1,6 +1,5 @@
 """What keeps an engine on a run: looking into the bucket, proving, moving, putting right; and what is shown of it."""
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -9,6 +8,7 @@ from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.follow.run_session import RunSession
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore, chosen_by
 from vllm_delta_sync.engine.follow.updater import WeightUpdater
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import STATES, StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
 from vllm_delta_sync.engine.planning.planner import UpdatePlanner
@@ -22,9 +22,6 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.settings import HEAD, Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 STAGE_SECONDS = 1800.0
 """Longest that staging or a scan may take before the receiver says that it hangs."""

@@ -1,17 +1,13 @@
 """Away from a version whose signer's word holds no more: by the undo log, or to one rebuilt from the bucket."""
 
-import logging
-
 from vllm_delta_sync.engine.follow.updater import WeightUpdater
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, NotFoundError, SignatureError, WeightsLostError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.documents import TAG_PREFIX
 from vllm_delta_sync.settings import HEAD, Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 MEND = (
     "the weights that generate are still its, and are not named as any version's. Publish a version, or make readable "

@@ -1,13 +1,12 @@
 """One run as it is followed: what is known of it, and what moves the engine along it."""
 
-import logging
-
 from vllm_delta_sync.engine.commit.transaction import EnginePort
 from vllm_delta_sync.engine.follow.identify import WeightIdentifier
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.follow.rescan_cursor import RescanCursor
 from vllm_delta_sync.engine.follow.revocation import RevocationHandler
 from vllm_delta_sync.engine.follow.updater import WeightUpdater
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.lineage import RunVersion, across, line
 from vllm_delta_sync.engine.planning.planner import UpdatePlanner
@@ -16,9 +15,6 @@ from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.run.documents import TAG_PREFIX
 from vllm_delta_sync.settings import HEAD, Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 
 class RunSession:

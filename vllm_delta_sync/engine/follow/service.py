@@ -1,7 +1,6 @@
 """The thread that follows a run: wakes on a notice, a request or the clock, and drives the receiver."""
 
 import atexit
-import logging
 import queue
 import threading
 import time
@@ -13,14 +12,12 @@ from vllm_delta_sync.engine.commit.transaction import EnginePort
 from vllm_delta_sync.engine.follow.heartbeat import Heartbeat
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrderStore
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError, SignatureError
 from vllm_delta_sync.notice import Notice, NoticeSubscriber
 from vllm_delta_sync.notice.curve import client_keys
 from vllm_delta_sync.settings import Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 LONGEST_RETRY_SECONDS = 30.0
 LONGEST_REPAIR_SECONDS = 600.0

@@ -6,7 +6,6 @@ to keep away from the newest version.
 """
 
 import fcntl
-import logging
 import os
 import re
 import stat
@@ -18,12 +17,10 @@ from typing import Annotated, Literal, TextIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync.bucket import open_bucket, scheme_of, store_of
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import DeltaSyncError, SettingsError, UsageError
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.settings import TARGET, Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 MAX_ORDER_BYTES = 16 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -1,7 +1,6 @@
 """Moves an engine from version to version: stages, commits, goes back, repairs; and finds out who else moved it."""
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm_delta_sync.engine.commit.transaction import (
 from vllm_delta_sync.engine.follow.pause_slot_client import PauseSlotClient
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.follow.rescan_cursor import RescanCursor
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe import log_lines, metrics
 from vllm_delta_sync.engine.observe.status import State, StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
@@ -35,9 +35,6 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.settings import Settings
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 REPAIRS = 3
 """How often weights are repaired that are then found to be wrong still, before that is given up."""

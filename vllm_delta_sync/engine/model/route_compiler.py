@@ -6,13 +6,13 @@ tensors that have a part in that; ``reload_units`` loads it again. What is left 
 memory shared, and no parameter that might follow from others without anybody having seen how.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import LoadRecord, record_of
 from vllm_delta_sync.engine.model.loader_replay import LoaderReplay, ReloadScope, live_tensors, owners_in
 from vllm_delta_sync.engine.model.loader_trace import Copy, LoadableModel, Trace, watch_loader
@@ -23,9 +23,6 @@ from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 
 # As in vLLM's own loading: in inference mode torch shows a recorder other operators, and makes other tensors.

@@ -1,9 +1,9 @@
 """What a receiver has learnt of documents that it staged or committed: which to avoid, and how many to take at once."""
 
-import logging
 from collections.abc import Iterable
 
 from vllm_delta_sync.engine.commit.transaction import blamed
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.commit_plan import Key, UpdatePlan, step_key
 from vllm_delta_sync.errors import (
     DeltaSyncError,
@@ -13,9 +13,6 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
 )
 from vllm_delta_sync.run.plan import Step
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 LONGEST = 1024
 """Steps in one commit."""

@@ -1,15 +1,12 @@
 """Runs that branch from runs: version 0 of a branch is a version of its source, so a way may lead across both."""
 
-import logging
 from typing import NamedTuple
 
 from vllm_delta_sync.bucket import StoreOptions, store_of
 from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.trust import Keyring
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 DEEPEST = 64
 """Branches of branches that are looked into."""

@@ -1,12 +1,12 @@
 """What was seen of a run before, in this life and in earlier ones: what is older, or another, is refused."""
 
-import logging
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -24,9 +24,6 @@ from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import short
 from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 LEEWAY = timedelta(seconds=60)
 """How far clocks may be apart."""

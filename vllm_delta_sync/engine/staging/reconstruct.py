@@ -1,6 +1,5 @@
 """Rebuild a version's weights for an engine: from a root and steps, every one verified; the newest that can be."""
 
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.client import Run
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.reachability import reach
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
@@ -18,9 +18,6 @@ from vllm_delta_sync.run.plan import Planner
 from vllm_delta_sync.run.restore import BaseError, restore
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.tensors.state import ModelState
-
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 SECONDS_BETWEEN_LINES = 5.0
 

@@ -5,17 +5,15 @@ vLLM mixes this class into its worker and refuses attribute names that the worke
 the worker under some executors.
 """
 
-import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
+from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 
-# A child of vLLM's logger, the only one that vLLM gives a handler.
-logger = logging.getLogger("vllm.delta_sync")
 
 CONTACT_SECONDS = 300.0
 """How long a worker waits to hear from a controller before it says, again and again, that none has come."""
