@@ -102,6 +102,14 @@ def test_repair_sees_damage_behind_a_mirror_of_the_run(url: str, folder: str) ->
         assert any(line.startswith(key) for line in repair(run).lost)
 
 
+def test_verify_sees_damage_behind_a_mirror_of_the_run(url: str, folder: str) -> None:
+    damaged(folder)
+    with open_run(folder, store=StoreOptions(mirror=url)) as run:
+        assert dict(run.tensors())
+        with pytest.raises(DigestError):
+            run.verify()
+
+
 def test_what_repair_takes_from_a_mirror_is_of_that_mirror(
     url: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
