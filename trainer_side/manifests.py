@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from trainer_side.diff.baseline import Baseline
-from vllm_delta_sync.bucket.parallel import begun, ended
-from vllm_delta_sync.bucket.thread_pool import SLICE_SECONDS
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, begun, ended
 from vllm_delta_sync.codec.delta_object import Codec, required_features
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import LimitError, StoreError

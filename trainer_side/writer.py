@@ -17,7 +17,7 @@ from trainer_side.options import Options
 from trainer_side.signing_policy import key_refused
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import gives
-from vllm_delta_sync.bucket.parallel import has_object
+from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import Answer, Answers, Asked, answering, in_pieces
-from vllm_delta_sync.bucket.http_bucket import HttpBucket
+from vllm_delta_sync.bucket.obstore_bucket import HttpBucket
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions

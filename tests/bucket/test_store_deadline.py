@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.running import eventually
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
-from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket, thread_pool
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
+from vllm_delta_sync.bucket import threads as thread_pool
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.metrics import Tally

@@ -28,7 +28,7 @@ from vllm_delta_sync import cli
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.notice import Broker, Notice, NoticePublisher, NoticeSubscriber, curve
 from vllm_delta_sync.notice.broker import MAX_TOPICS
-from vllm_delta_sync.notice.last import LastValues
+from vllm_delta_sync.notice.messages import LastValues
 
 OTHER = "f" * 32
 

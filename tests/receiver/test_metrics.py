@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.support.world import World
-from vllm_delta_sync.bucket.hash_timing import hashed_seconds, hashing
+from vllm_delta_sync.bucket.verified import hashed_seconds, hashing
 from vllm_delta_sync.engine.observe import log_lines, metrics
 from vllm_delta_sync.engine.observe.status import STATES
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer

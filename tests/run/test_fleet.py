@@ -18,8 +18,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError, UsageError
 from vllm_delta_sync.fleet import heartbeats
 from vllm_delta_sync.fleet.fleet import FleetLateError
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
-from vllm_delta_sync.fleet.heartbeats import read_leases
+from vllm_delta_sync.fleet.heartbeats import read_leases, write_lease
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Lease

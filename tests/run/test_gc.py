@@ -18,7 +18,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     UsageError,
 )
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import write_lease
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import MergedDelta, Tag

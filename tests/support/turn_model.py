@@ -13,7 +13,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.fleet.fleet import Fleet
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import write_lease
 from vllm_delta_sync.fleet.pause_slots import PauseSlots
 
 WAIT = 120.0

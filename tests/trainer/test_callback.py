@@ -35,7 +35,7 @@ from trainer_side.integrations import receiver_lag as lag_module
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, StoreError, UsageError
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import write_lease
 
 ROOT = Path(__file__).parents[2]
 

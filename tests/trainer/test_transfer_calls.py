@@ -19,7 +19,7 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, PublishError, StoreError, UsageError
 from vllm_delta_sync.fleet.fleet import FleetLateError
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import write_lease
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
 

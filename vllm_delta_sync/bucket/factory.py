@@ -128,7 +128,7 @@ def open_mirror(url: str, options: StoreOptions) -> Bucket:
     check_public(url)
     plain = options.model_copy(update={"mirror": None, "store_endpoint": None})
     if scheme_of(url) in ("http", "https"):
-        from vllm_delta_sync.bucket.http_bucket import HttpBucket
+        from vllm_delta_sync.bucket.obstore_bucket import HttpBucket
 
         return HttpBucket(url, plain)
     if scheme_of(url) == "file":

@@ -29,9 +29,7 @@ from vllm_delta_sync.bucket.base import (
     check_range,
     check_size,
 )
-from vllm_delta_sync.bucket.local_errors import failure
-from vllm_delta_sync.bucket.nfs import StagedFile, again, is_silly
-from vllm_delta_sync.bucket.safe_paths import open_folder, refuse_link
+from vllm_delta_sync.bucket.local_fs import StagedFile, again, failure, is_silly, open_folder, refuse_link
 from vllm_delta_sync.bucket.transfer_observers import moved
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 

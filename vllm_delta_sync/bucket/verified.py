@@ -1,16 +1,18 @@
 """Objects as a manifest lists them: nothing is handed out that has not their size and SHA-256."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
-from vllm_delta_sync.bucket.hash_timing import hashing
 from vllm_delta_sync.bucket.middleware import mirror
 from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, download, remove
-from vllm_delta_sync.errors import DigestError
+from vllm_delta_sync.errors import DigestError, NotFoundError
 from vllm_delta_sync.format.manifest import ObjectRef, Stored
 
 _Read = TypeVar("_Read")
@@ -40,6 +42,14 @@ def check_stored_size(bucket: Bucket, ref: ObjectRef) -> None:
     size = bucket.stat(ref.key).bytes
     if size != ref.bytes:
         raise DigestError(f"object {ref.key} has {size} bytes, {ref.bytes} are listed: truncated or replaced")
+
+
+def has_object(bucket: Bucket, ref: Stored) -> bool:
+    """Whether an object is there, at its size; its bytes are not read. Raises StoreError."""
+    try:
+        return bucket.stat(ref.key).bytes == ref.bytes
+    except NotFoundError:
+        return False
 
 
 def download_object(
@@ -79,3 +89,25 @@ def damaged(ref: Stored, digest: str | None = None) -> DigestError:
     """What to raise of an object whose bytes are not those listed."""
     found = "another SHA-256" if digest is None else f"SHA-256 {digest}"
     return DigestError(f"object {ref.key} has {found}: its bytes are damaged; fetch it again")
+
+
+class _Spent(threading.local):
+    seconds = 0.0
+
+
+_spent = _Spent()
+
+
+@contextmanager
+def hashing() -> Iterator[None]:
+    """What is done inside is computing a digest."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _spent.seconds += time.perf_counter() - began
+
+
+def hashed_seconds() -> float:
+    """Seconds that this thread has spent inside ``hashing`` so far."""
+    return _spent.seconds

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.hash_timing import hashing
-from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object
+from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, hashing
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.format.manifest import ObjectRef

@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket, StoreOptions
-from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, here, watched
 from vllm_delta_sync.doctor.findings import CheckResult, Failure, Progress, milliseconds
 from vllm_delta_sync.errors import AccessError, ConflictError, DeltaSyncError, NotFoundError, StoreError

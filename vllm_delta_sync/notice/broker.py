@@ -10,8 +10,7 @@ import zmq
 
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.last import LastValues, wait_ms
-from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES
+from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES, LastValues
 from vllm_delta_sync.notice.sockets import (
     LINGER_MS,
     MAX_FRAME_BYTES,
@@ -25,6 +24,7 @@ from vllm_delta_sync.notice.sockets import (
     check_port,
     open_socket,
     reason,
+    wait_ms,
 )
 from vllm_delta_sync.redaction import guarded_logger
 

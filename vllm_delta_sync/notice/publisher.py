@@ -9,8 +9,7 @@ import zmq
 
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.last import REPEAT_SECONDS, LastValues, wait_ms
-from vllm_delta_sync.notice.messages import Notice, encode
+from vllm_delta_sync.notice.messages import REPEAT_SECONDS, LastValues, Notice, encode
 from vllm_delta_sync.notice.sockets import (
     LINGER_MS,
     MAX_REQUEST_BYTES,
@@ -24,6 +23,7 @@ from vllm_delta_sync.notice.sockets import (
     check_port,
     open_socket,
     reason,
+    wait_ms,
 )
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring

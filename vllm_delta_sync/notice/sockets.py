@@ -215,6 +215,11 @@ def check_port(address: str) -> None:
         raise NoticeError(f"notice address {address!r} has the port {port}; ports end at 65535")
 
 
+def wait_ms(until: float) -> int | None:
+    """Milliseconds to poll until a moment of the monotonic clock, rounded up; None for ever."""
+    return None if until == float("inf") else max(0, int((until - time.monotonic()) * 1000) + 1)
+
+
 def reason(error: zmq.ZMQError) -> str:
     """What ZeroMQ says of an error."""
     return zmq.strerror(error.errno or 0)

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.hash_timing import hashing
-from vllm_delta_sync.bucket.verified import check_stored_size, damaged
+from vllm_delta_sync.bucket.verified import check_stored_size, damaged, hashing
 from vllm_delta_sync.codec.delta_reader import LazyDelta
 from vllm_delta_sync.errors import FormatError, LimitError, StoreError
 from vllm_delta_sync.format.limits import check_limit

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket, scheme_of
 from vllm_delta_sync.bucket.base import check_size
-from vllm_delta_sync.bucket.parallel import begun, ended, in_parallel
+from vllm_delta_sync.bucket.threads import begun, ended, in_parallel
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
 

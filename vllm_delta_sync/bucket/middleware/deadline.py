@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
-from vllm_delta_sync.bucket.thread_pool import SLICE_SECONDS, DaemonPool, patiently
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonPool, patiently
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, here, watched
 from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnavailableError
 from vllm_delta_sync.settings import StoreOptions

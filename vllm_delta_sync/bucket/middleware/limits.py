@@ -10,7 +10,7 @@ from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
 from vllm_delta_sync.bucket.middleware.deadline import Pages
 from vllm_delta_sync.bucket.middleware.metrics import Tally
-from vllm_delta_sync.bucket.thread_pool import SLICE_SECONDS
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS
 from vllm_delta_sync.bucket.transfer_observers import waited, watched
 from vllm_delta_sync.settings import StoreOptions
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
 from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally, closing_items
-from vllm_delta_sync.bucket.thread_pool import patiently
+from vllm_delta_sync.bucket.threads import patiently
 from vllm_delta_sync.bucket.transfer_observers import moved, watched
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import guarded_logger

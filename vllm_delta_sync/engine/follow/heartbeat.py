@@ -14,8 +14,7 @@ from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
-from vllm_delta_sync.fleet.heartbeats import LEFT
+from vllm_delta_sync.fleet.heartbeats import LEFT, write_lease
 from vllm_delta_sync.format.limits import MAX_LEASE_PINS, MAX_LEASE_TEXT
 from vllm_delta_sync.format.manifest import timestamp
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_delta_sync.bucket.hash_timing import hashed_seconds
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
+from vllm_delta_sync.bucket.verified import hashed_seconds
 from vllm_delta_sync.codec.merge import fold
 from vllm_delta_sync.engine.commit.transaction import blame
 from vllm_delta_sync.engine.model.patch import local_part

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, NotFoundError, SignatureError, StoreError
 from vllm_delta_sync.fleet.heartbeats import Leases, read_leases
 from vllm_delta_sync.format.documents import (
