@@ -19,7 +19,7 @@ from vllm_delta_sync.bucket import threads as thread_pool
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.metrics import Tally
-from vllm_delta_sync.bucket.transfer_observers import moved, waited, watched
+from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes, report_wait
 from vllm_delta_sync.errors import StoreError, UnavailableError
 
 LONG = StoreOptions(store_deadline=3600)
@@ -155,16 +155,16 @@ def test_the_same_write_once_more_waits_for_nothing(local: Bucket, tmp_path: Pat
 
 def test_a_transfer_that_was_given_up_ends_at_its_next_bytes(local: Bucket) -> None:
     gated = GatedBucket(local, "put")
-    gated.after = lambda: moved(1)
+    gated.after = lambda: report_bytes(1)
     tally = Tally()
-    with watched(tally), pytest.raises(UnavailableError):
+    with observed_by(tally), pytest.raises(UnavailableError):
         DeadlineBucket(gated, Impatience.while_set(gated.begun["put"])).put("key", b"too late")
     gated.let_go("put")
     assert gated.ended["put"].wait(60)
     assert local.get("key") == b"first"
 
 
-@pytest.mark.parametrize("tell", [lambda: waited(60), lambda: moved(60_000_000)], ids=["limits", "bytes"])
+@pytest.mark.parametrize("tell", [lambda: report_wait(60), lambda: report_bytes(60_000_000)], ids=["limits", "bytes"])
 def test_limits_and_bytes_give_more_time(local: Bucket, tell: Callable[[], None]) -> None:
     gated = GatedBucket(local, "get")
     gated.before = tell
@@ -229,10 +229,10 @@ except UnavailableError:
 
 def test_what_watches_the_caller_watches_the_call(local: Bucket) -> None:
     gated = GatedBucket(local, "stat")
-    gated.before = lambda: moved(7)
+    gated.before = lambda: report_bytes(7)
     gated.let_go("stat")
     tally = Tally()
-    with watched(tally):
+    with observed_by(tally):
         DeadlineBucket(gated, LONG).stat("key")
     assert tally.bytes == 7
 

@@ -67,7 +67,7 @@ class Bucket(ABC):
     url: str
     """What ``open_bucket`` takes to open the same bucket again. Holds no credentials: it is shown and written down."""
 
-    exclusive: bool = True
+    supports_conditional_put: bool = True
     """Whether create-if-absent holds. Otherwise the key is looked up before and read back after the write, so two
     writers at one moment may both be told that they were first, and who comes last is the one that stays."""
 

@@ -18,7 +18,7 @@ SETTLING_SECONDS = 2.0
 _Read = TypeVar("_Read")
 
 
-def created(bucket: Bucket, key: str, data: bytes) -> bool:
+def create_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
     """Put an object if the key is absent; False if another writer's object is there.
 
     Args:
@@ -32,7 +32,7 @@ def created(bucket: Bucket, key: str, data: bytes) -> bool:
         bucket.put(key, data, if_absent=True)
     except (ConflictError, StoreError) as error:
         try:
-            if gives(lambda: bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), data):
+            if reads_back(lambda: bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), data):
                 return True
         except NotFoundError:
             raise error from None
@@ -42,28 +42,28 @@ def created(bucket: Bucket, key: str, data: bytes) -> bool:
     return True
 
 
-def settled(bucket: Bucket, key: str, data: bytes) -> bool:
+def confirm_created(bucket: Bucket, key: str, data: bytes) -> bool:
     """Whether an object that was created just now is ours to stay. Takes a while where create-if-absent does not hold.
 
     Raises:
         StoreError: the object could not be read.
     """
-    if bucket.exclusive:
+    if bucket.supports_conditional_put:
         return True
     time.sleep(SETTLING_SECONDS)
-    return reads(bucket, key, data)
+    return has_content(bucket, key, data)
 
 
-def reads(bucket: Bucket, key: str, data: bytes, lost: bool = False) -> bool:
+def has_content(bucket: Bucket, key: str, data: bytes, if_missing: bool = False) -> bool:
     """Whether an object has these bytes; ``lost`` if there is none. Raises StoreError."""
     try:
-        return gives(lambda: bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)), data)
+        return reads_back(lambda: bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)), data)
     except NotFoundError:
-        return lost
+        return if_missing
     except LimitError:
         return False
 
 
-def gives(read: Callable[[], _Read], expected: _Read) -> bool:
+def reads_back(read: Callable[[], _Read], expected: _Read) -> bool:
     """Whether a read gives what is expected. If not it is read again: bytes may flip on the way from the store."""
     return read() == expected or read() == expected

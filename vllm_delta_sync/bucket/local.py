@@ -30,7 +30,7 @@ from vllm_delta_sync.bucket.base import (
     check_size,
 )
 from vllm_delta_sync.bucket.local_fs import StagedFile, again, failure, is_silly, open_folder, refuse_link
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 
 STAGING = "~staging"
@@ -85,7 +85,7 @@ class LocalBucket(Bucket):
                 ) from error
             if len(data) != info.bytes:
                 raise OSError(errno.EIO, f"{len(data)} of {info.bytes} bytes came")
-            moved(len(data))
+            report_bytes(len(data))
             return data
 
         return self._read_object(key, read)
@@ -94,7 +94,7 @@ class LocalBucket(Bucket):
         def read(file: BufferedIOBase, info: ObjectInfo) -> bytes:
             file.seek(min(start, info.bytes))
             data = file.read(max(0, min(length, info.bytes - start)))
-            moved(len(data))
+            report_bytes(len(data))
             return data
 
         check_range(key, start, length)
@@ -210,7 +210,7 @@ class LocalBucket(Bucket):
                 with open(os.open(name, _CREATE, 0o666, dir_fd=staging), "wb") as file:
                     if isinstance(data, bytes):
                         file.write(data)
-                        moved(len(data))
+                        report_bytes(len(data))
                     else:
                         if data.seekable():
                             data.seek(0)
@@ -373,7 +373,7 @@ def _blocks(source: BufferedIOBase) -> Iterator[memoryview]:
     """What is left to read, in views of one buffer: each holds until the next is asked for."""
     buffer = memoryview(bytearray(COPY_BYTES))
     while count := source.readinto(buffer):
-        moved(count)
+        report_bytes(count)
         yield buffer[:count]
 
 

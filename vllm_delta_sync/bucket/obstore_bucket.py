@@ -22,7 +22,7 @@ from vllm_delta_sync.bucket.obstore_clients import (
     http_clients,
 )
 from vllm_delta_sync.bucket.obstore_errors import RAISED, Cause, FailedRequest, translated
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -163,7 +163,7 @@ def info_of(key: str, meta: Any) -> ObjectInfo:
 def _pieces(found: Any) -> Iterator[Any]:
     """The body of an answer, piece by piece; each is told of when it is here."""
     for piece in found.stream(min_chunk_size=PIECE_BYTES):
-        moved(len(piece))
+        report_bytes(len(piece))
         yield piece
 
 
@@ -232,7 +232,7 @@ class ObjectStoreBucket(ObjectReader):
 
     def _put_whole(self, key: str, path: str, data: bytes, if_absent: bool) -> None:
         self._ask_first(key)
-        moved(len(data))
+        report_bytes(len(data))
         client = self._clients.creating if if_absent else self._clients.writing
         with self._asking(f"write key {key!r}", key, writing=True, overwriting=not if_absent):
             client.put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
@@ -343,10 +343,10 @@ class _PutSource:
         """All that there is; each piece is told of as moved when it is asked for."""
         for start in range(0, len(self._taken), PIECE_BYTES):
             piece = self._taken[start : start + PIECE_BYTES]
-            moved(len(piece))
+            report_bytes(len(piece))
             yield piece
         while piece := self._read(PIECE_BYTES):
-            moved(len(piece))
+            report_bytes(len(piece))
             yield piece
 
     def _read(self, count: int) -> bytes:

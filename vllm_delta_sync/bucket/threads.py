@@ -73,7 +73,7 @@ class DaemonPool:
         self._idle: list[_PoolThread] = []
 
 
-def patiently(wait: Callable[[float], bool], seconds: float) -> bool:
+def wait_interruptibly(wait: Callable[[float], bool], seconds: float) -> bool:
     """``wait(timeout)`` for up to so many seconds in all, such that an interrupt gets through at any moment."""
     end = time.monotonic() + seconds
     while not wait(max(0.0, min(end - time.monotonic(), SLICE_SECONDS))):
@@ -116,7 +116,7 @@ _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 
-def begun(
+def start_call(
     call: Callable[_Arguments, _Answer], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> "Future[_Answer]":
     """A call under way in a thread of its own, which does not keep the process alive.
@@ -157,21 +157,21 @@ def in_parallel(
     try:
         _staff(threads, call, waiting, room)
         while answers:
-            ended(answers[0])
+            wait_for_call(answers[0])
             yield answers.popleft().result()
             if room is not None:
                 room.release()
     except Exception:  # whatever a call raised, none goes on behind the caller's back; an interrupt waits for nobody
         _dismiss(waiting, threads, room)
         for thread in threads:
-            ended(thread)
+            wait_for_call(thread)
         raise
     finally:
         # Calls that have not begun are of no use after an error or an interrupt.
         _dismiss(waiting, threads, room)
 
 
-def ended(future: "Future[_Answer]") -> None:
+def wait_for_call(future: "Future[_Answer]") -> None:
     """Wait until a call has ended, in such a way that an interrupt gets through."""
     while not future.done():
         wait((future,), SLICE_SECONDS)
@@ -185,7 +185,7 @@ def _staff(
 ) -> None:
     for _ in range(min(PARALLEL, len(waiting))):
         try:
-            threads.append(begun(_serve, call, waiting, room))
+            threads.append(start_call(_serve, call, waiting, room))
         except RuntimeError:  # there are too many already
             break
     if not threads:

@@ -16,33 +16,33 @@ _Result = TypeVar("_Result")
 class TransferObserver:
     """Told of one call's bytes, from any of its threads."""
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         """``count`` bytes have come or gone; negative: taken back, because the try that moved them has failed.
 
         May wait: that is how a limit slows a transfer down. May raise: that ends the call.
         """
 
-    def waited(self, seconds: float) -> None:
+    def on_wait(self, seconds: float) -> None:
         """The call stood still for so long because a limit wants it so."""
 
 
 _watchers: ContextVar[tuple[TransferObserver, ...]] = ContextVar("delta_sync_watchers", default=())
 
 
-def moved(count: int) -> None:
+def report_bytes(count: int) -> None:
     """Tell everybody who watches that ``count`` bytes have moved."""
     for watcher in _watchers.get():
-        watcher.moved(count)
+        watcher.on_bytes(count)
 
 
-def waited(seconds: float) -> None:
+def report_wait(seconds: float) -> None:
     """Tell everybody who watches that a limit made the call wait."""
     for watcher in _watchers.get():
-        watcher.waited(seconds)
+        watcher.on_wait(seconds)
 
 
 @contextmanager
-def watched(watcher: TransferObserver) -> Iterator[None]:
+def observed_by(watcher: TransferObserver) -> Iterator[None]:
     """Calls within are told to ``watcher`` too."""
     token = _watchers.set((*_watchers.get(), watcher))
     try:
@@ -51,7 +51,7 @@ def watched(watcher: TransferObserver) -> Iterator[None]:
         _watchers.reset(token)
 
 
-def here(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def with_observers(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """``call``, for one other thread, watched by whoever watches this one now."""
     context = copy_context()
 

@@ -31,10 +31,10 @@ def check_object(ref: Stored, data: bytes) -> None:
         raise DigestError(
             f"object {ref.key} has {len(data)} bytes, the manifest says {ref.bytes}: truncated or replaced"
         )
-    with hashing():
+    with time_hashing():
         digest = sha256(data).hexdigest()
     if digest != ref.sha256:
-        raise damaged(ref, digest)
+        raise damaged_object_error(ref, digest)
 
 
 def check_stored_size(bucket: Bucket, ref: ObjectRef) -> None:
@@ -66,10 +66,10 @@ def download_object(
             raised by ``read``. Else as ``Bucket.get_range``.
     """
     connections = bucket.options.store_connections if isinstance(bucket, OpenedBucket) else CONNECTIONS
-    with mirror.verifying() as used, bucket.transfer(ref.key):
+    with mirror.allow_mirrors() as used, bucket.transfer(ref.key):
         resumed = download(bucket, ref.key, ref.bytes, path, connections=connections, journal=journal)
     found = read()
-    used.turned_out(found is not None)
+    used.report_verified(found is not None)
     if found is None and (resumed or used.mirrors):
         # Which pieces are wrong cannot be told.
         if journal is not None:
@@ -81,11 +81,11 @@ def download_object(
         if journal is not None:
             remove(journal)
         remove(path)
-        raise damaged(ref)
+        raise damaged_object_error(ref)
     return found
 
 
-def damaged(ref: Stored, digest: str | None = None) -> DigestError:
+def damaged_object_error(ref: Stored, digest: str | None = None) -> DigestError:
     """What to raise of an object whose bytes are not those listed."""
     found = "another SHA-256" if digest is None else f"SHA-256 {digest}"
     return DigestError(f"object {ref.key} has {found}: its bytes are damaged; fetch it again")
@@ -99,7 +99,7 @@ _spent = _Spent()
 
 
 @contextmanager
-def hashing() -> Iterator[None]:
+def time_hashing() -> Iterator[None]:
     """What is done inside is computing a digest."""
     began = time.perf_counter()
     try:
@@ -108,6 +108,6 @@ def hashing() -> Iterator[None]:
         _spent.seconds += time.perf_counter() - began
 
 
-def hashed_seconds() -> float:
+def hashing_seconds() -> float:
     """Seconds that this thread has spent inside ``hashing`` so far."""
     return _spent.seconds

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, hashing
+from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, time_hashing
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.format.manifest import ObjectRef
@@ -230,7 +230,7 @@ def _bytes(ref: ObjectRef, file: BufferedReader) -> bytes | None:
 
 def _file(ref: ObjectRef, file: BufferedReader) -> BufferedReader | None:
     """A file of its own."""
-    with hashing():
+    with time_hashing():
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != ref.sha256:
         return None

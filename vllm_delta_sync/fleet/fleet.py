@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
-from vllm_delta_sync.fleet.heartbeats import LEFT, HeldLease, read_leases
+from vllm_delta_sync.fleet.heartbeats import LEFT, StoredHeartbeat, read_heartbeats
 from vllm_delta_sync.fleet.store_clock import StoreClock
 from vllm_delta_sync.format.documents import Lease
 from vllm_delta_sync.format.manifest import version_key
@@ -81,7 +81,7 @@ class Fleet:
         self._clock, self._monotonic, self._sleep = clock, monotonic, sleep
         self._store = StoreClock(monotonic)
         self._seen: dict[str, tuple[ObjectInfo, float]] = {}
-        self._known: dict[ObjectInfo, HeldLease] = {}
+        self._known: dict[ObjectInfo, StoredHeartbeat] = {}
         self.replicas: list[Replica] = []
         self.ignored: list[str] = []
 
@@ -95,7 +95,7 @@ class Fleet:
         """Those that have left, or have said nothing for too long. Retention removes their leases after some days."""
         return [replica for replica in self.replicas if not replica.live]
 
-    def look(self) -> list[Replica]:
+    def poll(self) -> list[Replica]:
         """Read the leases again.
 
         Raises:
@@ -105,21 +105,21 @@ class Fleet:
 
     def _look(self, hint: float) -> list[Replica]:
         settled = self._store.earliest - SETTLED_SECONDS
-        found = read_leases(self._run, self._known)
-        for held in found.held:
+        found = read_heartbeats(self._run, self._known)
+        for held in found.stored:
             self._store.saw(held.modified)
         now = max(hint, self._store.earliest)
-        self._known = {held.info: held for held in found.held if held.modified <= settled}
+        self._known = {held.info: held for held in found.stored if held.modified <= settled}
         seen, self._seen = self._seen, {}
-        for held in found.held:
+        for held in found.stored:
             before = seen.get(held.info.key)
             same = before is not None and before[0] == held.info
             self._seen[held.info.key] = before if before is not None and same else (held.info, self._monotonic())
-        self.replicas = sorted((self._replica(held, now) for held in found.held), key=lambda item: item.receiver)
+        self.replicas = sorted((self._replica(held, now) for held in found.stored), key=lambda item: item.receiver)
         self.ignored = found.ignored
         return self.replicas
 
-    def _replica(self, held: HeldLease, now: float) -> Replica:
+    def _replica(self, held: StoredHeartbeat, now: float) -> Replica:
         watched = self._monotonic() - self._seen[held.info.key][1]
         # The store's times are cut to whole seconds.
         over = now >= held.expires + 1 or watched >= held.expires - held.modified + 1

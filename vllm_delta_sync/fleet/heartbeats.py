@@ -19,14 +19,14 @@ from vllm_delta_sync.format.documents import LEASES_PREFIX, Lease, lease_key
 from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.run.documents import RunDocuments
 
-MAX_LEASES = 10_000
+MAX_HEARTBEATS = 10_000
 """How many are read, the newest first; a run that has more is being flooded."""
 LEFT = "left"
 """The state of a receiver that has ended, in its last lease."""
 
 
 @dataclass(frozen=True)
-class HeldLease:
+class StoredHeartbeat:
     """A lease, and when it was put, in seconds since the epoch by the store's clock."""
 
     lease: Lease
@@ -44,22 +44,22 @@ class HeldLease:
 
 
 @dataclass
-class Leases:
+class Heartbeats:
     """What lies under receivers/.
 
     Attributes:
         held: leases of this run, the ones that have ended included. ignored: what was not believed, and why.
     """
 
-    held: list[HeldLease] = field(default_factory=list)
+    stored: list[StoredHeartbeat] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
     def live(self, now: float) -> list[Lease]:
         """Those that have not ended at ``now``, by the store's clock."""
-        return [item.lease for item in self.held if now < item.expires]
+        return [item.lease for item in self.stored if now < item.expires]
 
 
-def read_leases(run: RunDocuments, known: Mapping[ObjectInfo, HeldLease] | None = None) -> Leases:
+def read_heartbeats(run: RunDocuments, known: Mapping[ObjectInfo, StoredHeartbeat] | None = None) -> Heartbeats:
     """All leases of a run. One that is malformed, too large or of another run is ignored, and said so.
 
     Args:
@@ -68,20 +68,20 @@ def read_leases(run: RunDocuments, known: Mapping[ObjectInfo, HeldLease] | None 
     Raises:
         StoreError: the store failed.
     """
-    found = Leases()
+    found = Heartbeats()
     known = {} if known is None else known
-    listed = heapq.nlargest(MAX_LEASES + 1, run.bucket.list(LEASES_PREFIX), key=lambda item: item.modified)
-    if len(listed) > MAX_LEASES:
-        found.ignored.append(f"more than {MAX_LEASES} leases: the older ones were not read")
-    for answer in in_parallel(lambda item: known.get(item) or _read(run, item), listed[:MAX_LEASES]):
-        if isinstance(answer, HeldLease):
-            found.held.append(answer)
+    listed = heapq.nlargest(MAX_HEARTBEATS + 1, run.bucket.list(LEASES_PREFIX), key=lambda item: item.modified)
+    if len(listed) > MAX_HEARTBEATS:
+        found.ignored.append(f"more than {MAX_HEARTBEATS} leases: the older ones were not read")
+    for answer in in_parallel(lambda item: known.get(item) or _read(run, item), listed[:MAX_HEARTBEATS]):
+        if isinstance(answer, StoredHeartbeat):
+            found.stored.append(answer)
         elif answer is not None:
             found.ignored.append(answer)
     return found
 
 
-def _read(run: RunDocuments, item: ObjectInfo) -> HeldLease | str | None:
+def _read(run: RunDocuments, item: ObjectInfo) -> StoredHeartbeat | str | None:
     """A lease, or why it is ignored; None if it has just been taken back."""
     try:
         lease = Lease.from_bytes(run.bucket.get(item.key, max_bytes=limits.MAX_SIDE_BYTES), item.key)
@@ -95,10 +95,10 @@ def _read(run: RunDocuments, item: ObjectInfo) -> HeldLease | str | None:
         raise
     except DeltaSyncError as error:
         return error.message
-    return HeldLease(lease, item)
+    return StoredHeartbeat(lease, item)
 
 
-def write_lease(
+def write_heartbeat(
     run: RunDocuments,
     receiver_id: str,
     served: int | None,

@@ -42,7 +42,7 @@ from vllm_delta_sync.run.documents import RunDocuments
 
 MARGIN_SECONDS = 15
 """What a claim holds on top of the longest pause: for making sure of it, and for beginning to pause."""
-KEPT = 4
+CLAIMS_KEPT = 4
 """Claims of a slot that are kept."""
 SHORTEST_LOOK_SECONDS = 0.05
 LONGEST_LOOK_SECONDS = 1.0
@@ -53,7 +53,7 @@ PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class HeldSlot:
+class PauseSlot:
     """A turn that was taken.
 
     Attributes:
@@ -105,7 +105,7 @@ class PauseSlots:
         self._claims: dict[str, tuple[Turn | None, float]] = {}
         self._asked_at: dict[str, float] = {}
 
-    def take(self, version: int, until: Callable[[], bool] = lambda: False) -> HeldSlot | None:
+    def acquire(self, version: int, until: Callable[[], bool] = lambda: False) -> PauseSlot | None:
         """Wait for a turn, for as long as others have theirs.
 
         Args:
@@ -122,7 +122,7 @@ class PauseSlots:
         while True:
             began = self._monotonic()
             try:
-                held = self.attempt(version)
+                held = self.try_acquire(version)
                 failing = None
                 if held is not None:
                     return held
@@ -146,7 +146,7 @@ class PauseSlots:
             self._sleep(min(left, ASK_SECONDS))
         return True
 
-    def attempt(self, version: int) -> HeldSlot | None:
+    def try_acquire(self, version: int) -> PauseSlot | None:
         """Take a turn if one is to be had now. Raises StoreError, LimitError."""
         found = self._look()
         free = []
@@ -162,7 +162,7 @@ class PauseSlots:
         slot, last = self._pick.choice(free)
         return self._claim(slot, last + 1, version)
 
-    def end(self, held: HeldSlot) -> None:
+    def release(self, held: PauseSlot) -> None:
         """Let the next one have the slot. Raises StoreError; then it is free when its time is over."""
         bucket = self._run.bucket
         bucket.put(turn_end_key(held.slot, held.number), TURN_END)
@@ -225,7 +225,7 @@ class PauseSlots:
         claim = self._claimed(key)[0]
         return key in self._asked_at and claim is not None and claim.holder == self._holder
 
-    def _claim(self, slot: int, number: int, version: int) -> HeldSlot | None:
+    def _claim(self, slot: int, number: int, version: int) -> PauseSlot | None:
         if number > limits.MAX_VERSION:
             raise LimitError(f"{TURNS_PREFIX}{slot:02d}/ has no numbers left; remove what lies there")
         key = turn_key(slot, number)
@@ -247,17 +247,17 @@ class PauseSlots:
                 return None
         return self._confirmed(slot, number)
 
-    def _confirmed(self, slot: int, number: int) -> HeldSlot | None:
+    def _confirmed(self, slot: int, number: int) -> PauseSlot | None:
         """A claim that this receiver has made, if it counts: it is the newest, and there is time left to pause in."""
         key = turn_key(slot, number)
         there = self._look().get(slot, _Slot())
         if there.number > number:
             self._run.bucket.delete(key)
             return None
-        old = [other for other_number, other in there.keys if other_number <= number - KEPT]
+        old = [other for other_number, other in there.keys if other_number <= number - CLAIMS_KEPT]
         since = self._asked_at[key]
-        held = HeldSlot(slot, number, since + self._seconds, old)
+        held = PauseSlot(slot, number, since + self._seconds, old)
         if self._monotonic() - since >= MARGIN_SECONDS:
-            self.end(held)
+            self.release(held)
             return None
         return held

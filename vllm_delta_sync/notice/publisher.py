@@ -196,7 +196,7 @@ class NoticePublisher:
         self._wake.close()
 
 
-def try_announcing(
+def open_notices(
     address: str, key: str | Path | None = None, allowed: str | Path | None = None, keyring: Keyring | None = None
 ) -> NoticePublisher | None:
     """A publisher; None, and a warning, if the address cannot be used: nobody depends on notices.

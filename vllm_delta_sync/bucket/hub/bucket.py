@@ -20,7 +20,7 @@ from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
 from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, mapped
 from vllm_delta_sync.bucket.hub.s3_gateway import MAX_BYTES, open_gateway
 from vllm_delta_sync.bucket.hub.xet import Transfers
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 
@@ -41,7 +41,7 @@ class HubBucket(Bucket):
     may both return, and who was served last is the one whose object stays.
     """
 
-    exclusive = False
+    supports_conditional_put = False
 
     def __init__(self, place: StoreLocation, options: StoreOptions) -> None:
         """Raises UsageError: the URL does not name a bucket."""
@@ -54,7 +54,7 @@ class HubBucket(Bucket):
         self._api = HubApi(self._site.id, options)
         self._transfers = Transfers(self._api, options)
         self._gateway = open_gateway(self._site, self._root, self._api.endpoint, options)
-        self.exclusive = self._gateway is not None
+        self.supports_conditional_put = self._gateway is not None
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         path = self._path(key)
@@ -184,7 +184,7 @@ class HubBucket(Bucket):
         for block in opened.blocks:
             count += len(block)
             check_size(key, count, max_bytes)
-            moved(len(block))
+            report_bytes(len(block))
             yield block
 
     def _copy(self, key: str, file: HubFile, copy: IO[bytes], path: Path) -> None:
@@ -196,7 +196,7 @@ class HubBucket(Bucket):
                         count = copy.write(view[start : start + _BLOCK_BYTES])
                     except OSError as error:
                         raise self._no_copy(key, path, error) from error
-                    moved(count)
+                    report_bytes(count)
 
     def _no_copy(self, key: str, path: Path, error: OSError) -> StoreError:
         return StoreError(f"cannot copy key {key!r} of {self.url} to {path}: {error.strerror or error}; check the path")
@@ -262,7 +262,7 @@ def _cut(opened: HubContent, start: int, length: int) -> bytes:
     """The bytes that were asked for, whether or not the store has heeded the range."""
     skip, found, parts = start - opened.start, 0, []
     for block in opened.blocks:
-        moved(len(block))
+        report_bytes(len(block))
         if skip >= len(block):
             skip -= len(block)
             continue

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.bucket.hub.errors import HubLocation, is_full
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import AccessError, StoreError, UsageError
 from vllm_delta_sync.redaction import redact
 from vllm_delta_sync.settings import StoreOptions
@@ -58,7 +58,7 @@ class HubGateway:
             raise UsageError(
                 f"cannot read {data!s} to put it under key {key!r}: {error.strerror}; check the path"
             ) from error
-        moved(len(content))
+        report_bytes(len(content))
         try:
             self._store.put(self._root + key, content, mode="create", use_multipart=False)
         except RAISED as error:

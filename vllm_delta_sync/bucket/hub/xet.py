@@ -14,7 +14,7 @@ import hf_xet  # type: ignore[import-untyped]
 
 from vllm_delta_sync.bucket.hub.api import READ, WRITE, Connection, HubApi, HubFile
 from vllm_delta_sync.bucket.hub.errors import StaleError, text_of
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import StoreOptions
 
@@ -80,7 +80,7 @@ class Transfers:
             for block in blocks:
                 # Waits while more than a few blocks are on their way.
                 stream.write(block)
-                moved(len(block))
+                report_bytes(len(block))
             stored = stream.finish().xet_info
         return str(stored.hash)
 

@@ -13,7 +13,7 @@ class BucketMiddleware(Bucket):
     def __init__(self, inner: Bucket) -> None:
         self._inner = inner
         self.url = inner.url
-        self.exclusive = inner.exclusive
+        self.supports_conditional_put = inner.supports_conditional_put
         self.overwrite_seconds = inner.overwrite_seconds
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
-from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonPool, patiently
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, here, watched
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonPool, wait_interruptibly
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by, with_observers
 from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnavailableError
 from vllm_delta_sync.settings import StoreOptions
 
@@ -108,8 +108,8 @@ class DeadlineBucket(BucketMiddleware):
 
     def _run(self, action: str, call: "_ThreadCall[_Result]") -> _Result:
         try:
-            with watched(call):
-                run = here(call.run)
+            with observed_by(call):
+                run = with_observers(call.run)
             self._crew.hand(run, call.end)
             while not call.over.acquire(timeout=max(0.0, min(call.left(), SLICE_SECONDS))):
                 if call.left() <= 0 and call.give_up():
@@ -217,14 +217,14 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
         self._error: BaseException | None = None
         self._began = time.monotonic()
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         with self._lock:
             self._moved += count
         if self._given_up:
             # Nobody takes what this would bring: the sooner it ends, the better.
             raise UnavailableError("given up meanwhile; try again")
 
-    def waited(self, seconds: float) -> None:
+    def on_wait(self, seconds: float) -> None:
         with self._lock:
             self._waited += seconds
 
@@ -275,7 +275,7 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for its end, beside whoever else does."""
-        if not patiently(lambda left: self.over.acquire(timeout=left), seconds):
+        if not wait_interruptibly(lambda left: self.over.acquire(timeout=left), seconds):
             return False
         self.over.release()
         return True

@@ -11,7 +11,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
 from vllm_delta_sync.bucket.middleware.deadline import Pages
 from vllm_delta_sync.bucket.middleware.metrics import Tally
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS
-from vllm_delta_sync.bucket.transfer_observers import waited, watched
+from vllm_delta_sync.bucket.transfer_observers import observed_by, report_wait
 from vllm_delta_sync.settings import StoreOptions
 
 BURST_SECONDS = 1.0
@@ -38,27 +38,27 @@ class LimitedBucket(BucketMiddleware):
         with self._transfer(self._up) as throttle:
             self._inner.put(key, data, if_absent=if_absent)
         if throttle is not None and not throttle.bytes:
-            throttle.moved(size_of(data))
+            throttle.on_bytes(size_of(data))
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         with self._transfer(self._down) as throttle:
             data = self._inner.get(key, max_bytes=max_bytes)
         if throttle is not None and not throttle.bytes:
-            throttle.moved(len(data))
+            throttle.on_bytes(len(data))
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         with self._transfer(self._down) as throttle:
             data = self._inner.get_range(key, start, length)
         if throttle is not None and not throttle.bytes:
-            throttle.moved(len(data))
+            throttle.on_bytes(len(data))
         return data
 
     def get_file(self, key: str, path: Path) -> None:
         with self._transfer(self._down) as throttle:
             self._inner.get_file(key, path)
         if throttle is not None and not throttle.bytes:
-            throttle.moved(size_of(path))
+            throttle.on_bytes(size_of(path))
 
     def stat(self, key: str) -> ObjectInfo:
         with self._slot():
@@ -94,7 +94,7 @@ class LimitedBucket(BucketMiddleware):
             began = time.monotonic()
             while not self._slots.acquire(timeout=SLICE_SECONDS):
                 pass
-            waited(time.monotonic() - began)
+            report_wait(time.monotonic() - began)
         try:
             yield
         finally:
@@ -107,7 +107,7 @@ class LimitedBucket(BucketMiddleware):
                 yield None
                 return
             throttle = _Throttle(rate)
-            with watched(throttle):
+            with observed_by(throttle):
                 yield throttle
 
 
@@ -129,10 +129,10 @@ class _Rate:
         while not self._closed.is_set() and (left := until - time.monotonic()) > 0:
             piece = min(left, PIECE_SECONDS)
             # Before it begins: a deadline that ends within the piece has to know of it.
-            waited(piece)
+            report_wait(piece)
             began = time.monotonic()
             self._closed.wait(piece)
-            waited(max(0.0, time.monotonic() - began - piece))
+            report_wait(max(0.0, time.monotonic() - began - piece))
 
 
 class _Throttle(Tally):
@@ -142,8 +142,8 @@ class _Throttle(Tally):
         super().__init__()
         self._rate = rate
 
-    def moved(self, count: int) -> None:
-        super().moved(count)
+    def on_bytes(self, count: int) -> None:
+        super().on_bytes(count)
         self._rate.take(count)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
 from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, UnavailableError
 
 FAILURE_KINDS = tuple(error.kind for error in (StoreError, AccessError, UnavailableError, DeadlineError))
@@ -71,11 +71,11 @@ class Tally(TransferObserver):
         self.bytes = 0
         self.waits = 0.0
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         with self._lock:
             self.bytes += count
 
-    def waited(self, seconds: float) -> None:
+    def on_wait(self, seconds: float) -> None:
         with self._lock:
             self.waits += seconds
 
@@ -86,12 +86,12 @@ class _Meter(Tally):
         self._metrics = metrics
         self._sums = sums
 
-    def moved(self, count: int) -> None:
-        super().moved(count)
+    def on_bytes(self, count: int) -> None:
+        super().on_bytes(count)
         self._metrics.add(**{self._sums: count})
 
-    def waited(self, seconds: float) -> None:
-        super().waited(seconds)
+    def on_wait(self, seconds: float) -> None:
+        super().on_wait(seconds)
         self._metrics.add(waited_seconds=seconds)
 
 
@@ -106,27 +106,27 @@ class MeteredBucket(BucketMiddleware):
         with self._transfer("sent_bytes", "send_seconds") as meter:
             self._inner.put(key, data, if_absent=if_absent)
             if not meter.bytes:
-                meter.moved(size_of(data))
+                meter.on_bytes(size_of(data))
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         with self._transfer("received_bytes", "receive_seconds") as meter:
             data = self._inner.get(key, max_bytes=max_bytes)
             if not meter.bytes:
-                meter.moved(len(data))
+                meter.on_bytes(len(data))
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         with self._transfer("received_bytes", "receive_seconds") as meter:
             data = self._inner.get_range(key, start, length)
             if not meter.bytes:
-                meter.moved(len(data))
+                meter.on_bytes(len(data))
         return data
 
     def get_file(self, key: str, path: Path) -> None:
         with self._transfer("received_bytes", "receive_seconds") as meter:
             self._inner.get_file(key, path)
             if not meter.bytes:
-                meter.moved(size_of(path))
+                meter.on_bytes(size_of(path))
 
     def stat(self, key: str) -> ObjectInfo:
         with self._counted():
@@ -158,7 +158,7 @@ class MeteredBucket(BucketMiddleware):
         meter = _Meter(self.metrics, sums)
         began = time.monotonic()
         try:
-            with self._counted(), watched(meter):
+            with self._counted(), observed_by(meter):
                 yield meter
         finally:
             self.metrics.add(**{seconds: max(0.0, time.monotonic() - began - meter.waits)})

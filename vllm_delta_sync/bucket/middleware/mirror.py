@@ -40,17 +40,17 @@ class MirrorUse:
     def __init__(self) -> None:
         self.mirrors: set[MirrorBucket] = set()
 
-    def turned_out(self, good: bool) -> None:
+    def report_verified(self, good: bool) -> None:
         """The whole was verified."""
         for mirror in self.mirrors:
-            mirror.turned_out(good)
+            mirror.report_verified(good)
 
 
 _verifying: ContextVar[MirrorUse | None] = ContextVar("delta_sync_verifying", default=None)
 
 
 @contextmanager
-def verifying() -> Iterator[MirrorUse]:
+def allow_mirrors() -> Iterator[MirrorUse]:
     """``get_range`` within may be answered by a mirror: the caller verifies the whole, and says how it turned out."""
     used = MirrorUse()
     token = _verifying.set(used)
@@ -92,7 +92,7 @@ class MirrorBucket(BucketMiddleware):
             data = self._asked(lambda: self._mirror.get(key, max_bytes=limit))
             if data is not None:
                 good = len(data) <= limit and sha256(data).hexdigest() == digest
-                self.turned_out(good)
+                self.report_verified(good)
                 if good:
                     return data
         return self._inner.get(key, max_bytes=max_bytes)
@@ -114,12 +114,12 @@ class MirrorBucket(BucketMiddleware):
         size = self._inner.stat(key).bytes
         part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            with verifying() as used:
+            with allow_mirrors() as used:
                 # By ranges, so that a mirror cannot fill the disk.
                 download(self, key, size, part, connections=self._connections)
             with part.open("rb") as file:
                 good = file_digest(file, "sha256").hexdigest() == digest
-            used.turned_out(good)
+            used.report_verified(good)
             if good:
                 os.replace(part, path)
                 return
@@ -137,7 +137,7 @@ class MirrorBucket(BucketMiddleware):
         finally:
             self._inner.close()
 
-    def turned_out(self, good: bool) -> None:
+    def report_verified(self, good: bool) -> None:
         """What the mirror gave of an object was verified."""
         if not good:
             self._failure("damaged", "what it gives of an object has another SHA-256; empty it")

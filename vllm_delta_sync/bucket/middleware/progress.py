@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.redaction import guarded_logger
 
@@ -78,7 +78,7 @@ class ProgressBucket(BucketMiddleware):
         board, transfer = self._board, _Transfer(key, way, size, self._every)
         board.add(transfer)
         try:
-            with watched(transfer):
+            with observed_by(transfer):
                 yield
             transfer.done = True
         finally:
@@ -102,7 +102,7 @@ class _Transfer(TransferObserver):
         self._moved = 0
         self._next_line = 0.0
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         with self._lock:
             self._moved += count
 

@@ -133,7 +133,7 @@ class _Download:
             for _ in range(min(connections, len(self._missing), BUFFER_BYTES // self._piece)):
                 # Daemons, or an interrupted process would not end before the last range has come.
                 thread = threading.Thread(
-                    target=transfer_observers.here(self._work), name="delta-sync-download", daemon=True
+                    target=transfer_observers.with_observers(self._work), name="delta-sync-download", daemon=True
                 )
                 thread.start()
                 threads.append(thread)

@@ -10,8 +10,8 @@ from typing import TypeVar
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
 from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally, closing_items
-from vllm_delta_sync.bucket.threads import patiently
-from vllm_delta_sync.bucket.transfer_observers import moved, watched
+from vllm_delta_sync.bucket.threads import wait_interruptibly
+from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.settings import StoreOptions
@@ -114,10 +114,10 @@ class RetryingBucket(BucketMiddleware):
         tries = _Tries()
         while True:
             try:
-                with watched(tries):
+                with observed_by(tries):
                     return call()
             except UnavailableError as error:
-                moved(-tries.bytes)
+                report_bytes(-tries.bytes)
                 self._pause(tries, action, error)
 
     def _pause(self, tries: "_Tries", action: str, error: UnavailableError) -> None:
@@ -135,7 +135,7 @@ class RetryingBucket(BucketMiddleware):
         longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(tries.count - 1, 16))
         pause = min(random.uniform(0, longest), left)
         self._log(action, error, pause)
-        if patiently(self._closed.wait, pause):
+        if wait_interruptibly(self._closed.wait, pause):
             raise UnavailableError(
                 f"cannot {action} of {self.url}: closed before another try; open it again"
             ) from error
