@@ -4,8 +4,8 @@ Whoever takes a run over writes claims/<e>.json first, if absent, and only then 
 the claim after its own right before each commit. So of the former writer at most one more version can appear, the one
 that it looked for just before the claim; see ``RunWriter.commit``.
 
-Where create-if-absent does not hold (``Bucket.supports_conditional_put``), two writers may both be told that they
-were first. One publisher at a time is a rule for people there, and what is done here keeps mistakes from doing harm: a claim
+Where create-if-absent does not hold (``Bucket.supports_conditional_put``), two writers may both be told that they were
+first. One publisher at a time is a rule for people there, and what is done here keeps mistakes from doing harm: a claim
 and run.json are ours only if they read back as ours after a settling time; before and after each commit a writer looks
 whether claim, run.json and its manifests are still its own, and stops if not; and nobody writes over what is another's.
 What remains: a write that the network holds back for longer than the settling time, after its writer's last look, may
