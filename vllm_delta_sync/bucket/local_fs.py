@@ -1,7 +1,10 @@
-"""Walk directories below a root without ever following a symbolic link.
+"""What ``LocalBucket`` needs of a file system: folders without links, retries over NFS, messages for OSErrors.
 
-Each step opens one name relative to the directory opened before, so there is no moment between a check and
-its use in which somebody could swap a directory for a link. Plain OSErrors are left to the caller.
+``open_folder`` walks directories below a root and follows no symbolic link. Each step opens one name relative to the
+directory opened before, so nobody can swap a directory for a link between a check and its use.
+
+``retry_stale`` and ``StagedFile`` handle two faults of NFS: the server forgets handles (ESTALE), and a reply is lost,
+so that the client repeats a request that has already succeeded.
 """
 
 import errno
@@ -16,19 +19,40 @@ from typing import TypeVar
 
 from vllm_delta_sync.errors import StoreError, UsageError
 
+STALE_TRIES = 5
+"""Tries of a call that fails with ESTALE."""
+
 _ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER = _ROOT | os.O_NOFOLLOW
+# NFS clients give this name to a file that is removed while a process has it open.
+_NFS_LEFTOVER = re.compile(r"\.nfs[0-9A-Fa-f.]{4,}")
+_REMEDIES = {
+    errno.ENOSPC: "free some space there and try again",
+    errno.EDQUOT: "free some space there or raise the quota, and try again",
+    errno.EFBIG: "raise the file size limit (ulimit -f) and try again",
+    errno.EACCES: "give this user access to it",
+    errno.EPERM: "give this user access to it",
+    errno.EROFS: "mount it writable",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files",
+    errno.ENOTDIR: "give a directory as the bucket",
+    errno.ESTALE: "its server no longer knows it: mount it again",
+}
+_Result = TypeVar("_Result")
 
 
 @contextmanager
 def open_folder(root: Path, parts: Sequence[str], create: bool = False) -> Iterator[int]:
-    """Yield a descriptor of the directory ``root/parts…``, making it where ``create`` says so.
+    """Yield a descriptor of the directory ``root/parts…``.
 
     ``root`` itself may be a link; nothing below it may.
 
+    Args:
+        create: whether to create missing directories.
+
     Raises:
         StoreError: one of the parts is a symbolic link.
-        UsageError: ``create``, and one of the parts is a file.
+        UsageError: ``create`` is set and one of the parts is a file.
         OSError: anything else, FileNotFoundError and NotADirectoryError included.
     """
     if create:
@@ -36,7 +60,7 @@ def open_folder(root: Path, parts: Sequence[str], create: bool = False) -> Itera
     opened = os.open(root, _ROOT)
     try:
         for part in parts:
-            below = enter(opened, part, create)
+            below = _open_subfolder(opened, part, create)
             os.close(opened)
             opened = below
         yield opened
@@ -44,8 +68,7 @@ def open_folder(root: Path, parts: Sequence[str], create: bool = False) -> Itera
         os.close(opened)
 
 
-def enter(parent: int, name: str, create: bool = False) -> int:
-    """Open the directory ``name`` in an open one; the caller closes it. Raises as ``open_folder`` does."""
+def _open_subfolder(parent: int, name: str, create: bool) -> int:
     if create:
         try:
             os.mkdir(name, dir_fd=parent)
@@ -63,18 +86,8 @@ def enter(parent: int, name: str, create: bool = False) -> int:
         raise
 
 
-def refuse_link(name: str, found: os.stat_result) -> None:
-    """Refuse what ``found`` describes if it is a symbolic link.
-
-    Raises:
-        StoreError: naming the link.
-    """
-    if stat.S_ISLNK(found.st_mode):
-        raise StoreError(f"{name!r} is a symbolic link, which is not followed; replace it by what it points to")
-
-
 def _make_folders(path: Path) -> None:
-    """Make a directory with its parents, each entry durable."""
+    """Make a directory and its parents, and sync each new entry to disk."""
     if path.is_dir():
         return
     _make_folders(path.parent)
@@ -89,24 +102,21 @@ def _make_folders(path: Path) -> None:
         os.close(parent)
 
 
-STALE_TRIES = 5
-"""How often a call looks everything up after the server said that it no longer knows a handle."""
-
-# What clients call a file that was removed while somebody had it open.
-_SILLY = re.compile(r"\.nfs[0-9A-Fa-f.]{4,}")
-_Result = TypeVar("_Result")
-
-
-def is_silly(name: str) -> bool:
-    """Whether a file of this name is the remains of a removed one."""
-    return _SILLY.fullmatch(name) is not None
-
-
-def again(call: Callable[[], _Result]) -> _Result:
-    """Call until the server knows every handle that is met; ``call`` looks them up afresh each time.
+def refuse_link(name: str, found: os.stat_result) -> None:
+    """Refuse a symbolic link.
 
     Raises:
-        OSError: what ``call`` raises, ESTALE only after STALE_TRIES.
+        StoreError: ``found`` describes a symbolic link; the message names it.
+    """
+    if stat.S_ISLNK(found.st_mode):
+        raise StoreError(f"{name!r} is a symbolic link, which is not followed; replace it by what it points to")
+
+
+def retry_stale(call: Callable[[], _Result]) -> _Result:
+    """Call until no handle is stale; ``call`` must look up all names anew each time.
+
+    Raises:
+        OSError: what ``call`` raises; ESTALE only after STALE_TRIES tries.
     """
     for _ in range(STALE_TRIES - 1):
         try:
@@ -117,12 +127,17 @@ def again(call: Callable[[], _Result]) -> _Result:
     return call()
 
 
+def is_nfs_leftover(name: str) -> bool:
+    """Return whether NFS clients use such a name for a removed file that is still open."""
+    return _NFS_LEFTOVER.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class StagedFile:
-    """A file that waits for its name: what it is called meanwhile, and which file it is.
+    """A file that waits for its final name: its temporary name and its identity.
 
-    If the reply to a link or a rename is lost, the client asks again and is told that there is nothing left to do.
-    Then the name shows whether it was done.
+    If the reply to a link or rename is lost, the client repeats the request and is told that the name exists or the
+    file is missing. Then ``is_at`` tells whether the first request succeeded.
     """
 
     name: str
@@ -135,7 +150,7 @@ class StagedFile:
         return cls(name, found.st_dev, found.st_ino)
 
     def is_at(self, name: str, folder: int) -> bool:
-        """Whether ``name`` in an open directory is this file."""
+        """Return whether ``name`` in an open directory is this file."""
         try:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
@@ -143,21 +158,7 @@ class StagedFile:
         return (found.st_dev, found.st_ino) == (self.device, self.inode)
 
 
-_MENDS = {
-    errno.ENOSPC: "free some space there and try again",
-    errno.EDQUOT: "free some space there or raise the quota, and try again",
-    errno.EFBIG: "raise the file size limit (ulimit -f) and try again",
-    errno.EACCES: "give this user access to it",
-    errno.EPERM: "give this user access to it",
-    errno.EROFS: "mount it writable",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "raise the system's limit of open files",
-    errno.ENOTDIR: "give a directory as the bucket",
-    errno.ESTALE: "its server no longer knows it: mount it again",
-}
-
-
-def failure(action: str, error: OSError) -> str:
-    """A message: that ``action`` failed, why, and the mend."""
-    mend = _MENDS.get(error.errno or 0, "check the disk or mount it is on and try again")
-    return f"cannot {action}: {error.strerror or error}; {mend}"
+def describe_failure(action: str, error: OSError) -> str:
+    """Return an error message: the action that failed, the reason, and the remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk or mount it is on and try again")
+    return f"cannot {action}: {error.strerror or error}; {remedy}"

@@ -1,4 +1,4 @@
-"""Threads that wait for work, and that nobody has to wait for."""
+"""``in_parallel``, ``start_call`` and ``DaemonPool``: calls in threads that do not delay the end of the process."""
 
 import os
 import threading
@@ -12,39 +12,48 @@ from typing import ParamSpec, TypeVar
 IDLE_SECONDS = 10.0
 MOST_IDLE = 8
 SLICE_SECONDS = 0.5
-"""A signal that comes right before a wait begins is seen when it ends: no wait of the main thread may be longer."""
+"""Longest uninterrupted wait: a signal that arrives right before a wait begins is handled only when it ends."""
+PARALLEL = 16
+"""Requests in flight: on a distant store each takes tens of milliseconds, most of it waiting."""
+
+_Arguments = ParamSpec("_Arguments")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _Work = tuple[Callable[[], None], Callable[[], None]]
 
 
 class DaemonPool:
-    """Hands each piece of work to an idle thread, or to a new one: never does one wait for another.
+    """Runs each piece of work at once, in an idle thread or in a new one.
 
-    The threads are daemons, so that a piece of work that hangs does not hold up the end of the process. Starting one
-    takes longer than most small requests to a near store; that is why they stay for some seconds.
+    The threads are daemons, so that work that hangs does not delay the end of the process. They stay idle for some
+    seconds, because starting a thread takes longer than most small requests to a nearby store.
     """
 
     def __init__(self) -> None:
-        self._begin()
+        self._reset()
         self._closed = False
 
-    def hand(self, work: Callable[[], None], end: Callable[[], None]) -> None:
-        """Have ``work()`` and then ``end()`` called, neither of which may raise; here, if there can be no thread."""
+    def submit(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        """Call ``work()``, then ``end()``, in a thread of the pool, or here if no thread can be started.
+
+        Neither may raise.
+        """
         if self._pid != os.getpid():
-            self._begin()  # after a fork its threads are in the other process
+            self._reset()  # after a fork, the threads exist in the parent only
         try:
-            member = self._idle.pop()
+            thread = self._idle.pop()
         except IndexError:
-            member = _PoolThread(self)
+            thread = _PoolThread(self)
             try:
-                threading.Thread(target=member.serve, name="delta-sync-store", daemon=True).start()
-            except RuntimeError:  # the interpreter ends, or there are too many threads
+                threading.Thread(target=thread.serve, name="delta-sync-store", daemon=True).start()
+            except RuntimeError:  # the interpreter is shutting down, or there are too many threads
                 work()
                 end()
                 return
-        member.inbox.put((work, end))
+        thread.inbox.put((work, end))
 
     def close(self) -> None:
-        """Let idle threads end; busy ones end after their work."""
+        """End idle threads now and busy ones after their work."""
         self._closed = True
         while self._idle:
             try:
@@ -52,29 +61,29 @@ class DaemonPool:
             except IndexError:
                 return
 
-    def rest(self, member: "_PoolThread") -> bool:
-        """Take a thread back, before it ends its last piece of work, so that the next one finds it."""
+    def park(self, thread: "_PoolThread") -> bool:
+        """Make a thread available again, before it calls ``end()``, so that the next call finds it."""
         if self._closed or len(self._idle) >= MOST_IDLE or self._pid != os.getpid():
             return False
-        self._idle.append(member)
+        self._idle.append(thread)
         return True
 
-    def leave(self, member: "_PoolThread") -> bool:
-        """Let an idle thread go, unless it has been given work at this moment."""
+    def retire(self, thread: "_PoolThread") -> bool:
+        """Remove an idle thread; return False if it has just been given work."""
         try:
-            self._idle.remove(member)
+            self._idle.remove(thread)
         except ValueError:
             return False
         return True
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._pid = os.getpid()
-        # Its methods take effect as a whole, so that it needs no lock, which a fork could leave locked.
+        # List methods are atomic. A lock could be left locked by a fork.
         self._idle: list[_PoolThread] = []
 
 
 def wait_interruptibly(wait: Callable[[float], bool], seconds: float) -> bool:
-    """``wait(timeout)`` for up to so many seconds in all, such that an interrupt gets through at any moment."""
+    """Call ``wait(timeout)`` for up to ``seconds`` in all, in slices, so that an interrupt is handled at any time."""
     end = time.monotonic() + seconds
     while not wait(max(0.0, min(end - time.monotonic(), SLICE_SECONDS))):
         if time.monotonic() >= end:
@@ -83,56 +92,48 @@ def wait_interruptibly(wait: Callable[[float], bool], seconds: float) -> bool:
 
 
 class _PoolThread:
-    def __init__(self, crew: DaemonPool) -> None:
-        self._crew = crew
+    def __init__(self, pool: DaemonPool) -> None:
+        self._pool = pool
         self.inbox: SimpleQueue[_Work | None] = SimpleQueue()
 
     def serve(self) -> None:
-        stays, missed = True, False
-        while stays:
+        parked, missed_once = True, False
+        while parked:
             try:
                 task = self.inbox.get(timeout=IDLE_SECONDS)
             except Empty:
-                # Whoever took it may have been interrupted before there was work in its inbox.
-                if self._crew.leave(self) or missed:
+                # The caller that took this thread may have been interrupted before it put work into the inbox.
+                if self._pool.retire(self) or missed_once:
                     return
-                missed = True
+                missed_once = True
                 continue
             if task is None:
                 return
             work, end = task
             work()
-            stays = self._crew.rest(self)
+            parked = self._pool.park(self)
             end()
-            # Else an idle thread would keep the last call's bytes.
+            # Otherwise an idle thread would keep the bytes of its last call.
             del task, work, end
 
 
-PARALLEL = 16
-"""Requests in flight: on a store far away each takes tens of milliseconds, most of them spent waiting."""
-
-_Arguments = ParamSpec("_Arguments")
-_Item = TypeVar("_Item")
-_Answer = TypeVar("_Answer")
-
-
 def start_call(
-    call: Callable[_Arguments, _Answer], *args: _Arguments.args, **kwargs: _Arguments.kwargs
-) -> "Future[_Answer]":
-    """A call under way in a thread of its own, which does not keep the process alive.
+    call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> "Future[_Result]":
+    """Start a call in a new daemon thread.
 
-    Not by a ThreadPoolExecutor: that takes nothing more once the main thread has ended, when a publisher's last
-    version may still be on its way, and waits for its calls at the end of the process, however long they take.
+    A ThreadPoolExecutor would not do: it accepts no calls once the main thread has ended, when a publisher may still be
+    uploading its last version, and it delays the end of the process until all calls have ended.
 
     Raises:
         RuntimeError: there are too many threads.
     """
-    future: Future[_Answer] = Future()
+    future: Future[_Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(call(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001  raised to whoever asks for the answer
+        except BaseException as error:  # noqa: BLE001  raised by ``Future.result``
             future.set_exception(error)
 
     threading.Thread(target=run, name="delta-sync-call", daemon=True).start()
@@ -140,82 +141,82 @@ def start_call(
 
 
 def in_parallel(
-    call: Callable[[_Item], _Answer], items: Iterable[_Item], ahead: int | None = None
-) -> Iterator[_Answer]:
-    """Yield ``call(item)`` in the order of the items; raises what the first call that fails raises.
+    call: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int | None = None
+) -> Iterator[_Result]:
+    """Yield ``call(item)`` in the order of the items; raises what the first failing call raises.
 
-    No call is under way any more when it does. After an interrupt, and where no more answers are asked for, calls that
-    have begun are left to themselves: a store that hangs would hold up whoever wants to end.
+    When it raises, no call is running any more. After an interrupt, or if the iteration is abandoned, running calls are
+    left behind: waiting for a store that hangs would block the caller.
 
     Args:
-        ahead: calls that may have begun whose answers were not taken yet; None: any number.
+        ahead: how many calls may start before their results are taken; None: any number.
     """
-    room = None if ahead is None else threading.Semaphore(ahead)
-    waiting: deque[tuple[_Item, Future[_Answer]]] = deque((item, Future()) for item in items)
-    answers = deque(future for _, future in waiting)
+    slots = None if ahead is None else threading.Semaphore(ahead)
+    queue: deque[tuple[_Item, Future[_Result]]] = deque((item, Future()) for item in items)
+    answers = deque(future for _, future in queue)
     threads: list[Future[None]] = []
     try:
-        _staff(threads, call, waiting, room)
+        _start_workers(threads, call, queue, slots)
         while answers:
             wait_for_call(answers[0])
             yield answers.popleft().result()
-            if room is not None:
-                room.release()
-    except Exception:  # whatever a call raised, none goes on behind the caller's back; an interrupt waits for nobody
-        _dismiss(waiting, threads, room)
+            if slots is not None:
+                slots.release()
+    except Exception:  # after any error wait for the running calls; an interrupt is a BaseException and does not wait
+        _cancel(queue, threads, slots)
         for thread in threads:
             wait_for_call(thread)
         raise
     finally:
-        # Calls that have not begun are of no use after an error or an interrupt.
-        _dismiss(waiting, threads, room)
+        # After an error or an interrupt no further call is started.
+        _cancel(queue, threads, slots)
 
 
-def wait_for_call(future: "Future[_Answer]") -> None:
-    """Wait until a call has ended, in such a way that an interrupt gets through."""
+def wait_for_call(future: "Future[_Result]") -> None:
+    """Wait until a call has ended; an interrupt is handled meanwhile."""
     while not future.done():
         wait((future,), SLICE_SECONDS)
 
 
-def _staff(
+def _start_workers(
     threads: "list[Future[None]]",
-    call: Callable[[_Item], _Answer],
-    waiting: "deque[tuple[_Item, Future[_Answer]]]",
-    room: threading.Semaphore | None,
+    call: Callable[[_Item], _Result],
+    queue: "deque[tuple[_Item, Future[_Result]]]",
+    slots: threading.Semaphore | None,
 ) -> None:
-    for _ in range(min(PARALLEL, len(waiting))):
+    for _ in range(min(PARALLEL, len(queue))):
         try:
-            threads.append(start_call(_serve, call, waiting, room))
-        except RuntimeError:  # there are too many already
+            threads.append(start_call(_work, call, queue, slots))
+        except RuntimeError:  # too many threads
             break
     if not threads:
-        _serve(call, waiting, None)
+        _work(call, queue, None)
 
 
-def _dismiss(
-    waiting: "deque[tuple[_Item, Future[_Answer]]]", threads: "list[Future[None]]", room: threading.Semaphore | None
+def _cancel(
+    queue: "deque[tuple[_Item, Future[_Result]]]", threads: "list[Future[None]]", slots: threading.Semaphore | None
 ) -> None:
-    """Leave no item to begin with, and no thread that waits for room."""
-    waiting.clear()
-    if room is not None:
-        room.release(max(1, len(threads)))
+    """Drop all queued items and wake threads that wait for a slot."""
+    queue.clear()
+    if slots is not None:
+        slots.release(max(1, len(threads)))
 
 
-def _serve(
-    call: Callable[[_Item], _Answer],
-    waiting: "deque[tuple[_Item, Future[_Answer]]]",
-    room: threading.Semaphore | None,
+def _work(
+    call: Callable[[_Item], _Result],
+    queue: "deque[tuple[_Item, Future[_Result]]]",
+    slots: threading.Semaphore | None,
 ) -> None:
     while True:
-        if room is not None:
-            room.acquire()
+        if slots is not None:
+            slots.acquire()
         try:
-            item, future = waiting.popleft()
+            item, future = queue.popleft()
         except IndexError:
             return
         try:
             future.set_result(call(item))
-        except BaseException as error:  # noqa: BLE001  raised to whoever asks for the answer
+        except BaseException as error:  # noqa: BLE001  raised by ``Future.result``
             future.set_exception(error)
-            # Nobody asks for more than this: what comes before it has begun already.
-            waiting.clear()
+            # Later results will not be taken, and earlier items have been started already.
+            queue.clear()

@@ -37,7 +37,7 @@ class DeadlineBucket(BucketMiddleware):
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:
         super().__init__(inner)
         self._options = options
-        self._crew = DaemonPool()
+        self._pool = DaemonPool()
         self._late: dict[str, list[_ThreadCall[Any]]] = {}
         self._lock = threading.Lock()
 
@@ -88,7 +88,7 @@ class DeadlineBucket(BucketMiddleware):
             self._run("close", self._call(super().close))
         except UnavailableError:
             pass  # there is nothing that anybody could do about it
-        self._crew.close()
+        self._pool.close()
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         pages = Pages(self._inner, prefix)
@@ -110,7 +110,7 @@ class DeadlineBucket(BucketMiddleware):
         try:
             with observed_by(call):
                 run = with_observers(call.run)
-            self._crew.hand(run, call.end)
+            self._pool.submit(run, call.end)
             while not call.over.acquire(timeout=max(0.0, min(call.left(), SLICE_SECONDS))):
                 if call.left() <= 0 and call.give_up():
                     raise self._hung(f"cannot {action} of {self.url}: no answer within {call.allowance():.1f} s")
