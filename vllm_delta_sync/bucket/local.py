@@ -162,7 +162,7 @@ class LocalBucket(Bucket):
 
     # Writing
 
-    def _check_target(self, key: str, folder: int, name: str, if_absent: bool) -> None:
+    def _check_target(self, key: str, name: str, if_absent: bool, folder: int) -> None:
         """Refuse a put that cannot succeed, before any byte is written."""
         try:
             self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
@@ -278,18 +278,16 @@ class LocalBucket(Bucket):
             return retry_stale(lambda: self._in_folder(folders, attempt, create=False))
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        path, slash, name_prefix = prefix.rpartition("/")
+        path, slash, start = prefix.rpartition("/")
         try:
-            yield from self._list_folder(path + slash, name_prefix)
+            yield from self._list_folder(path + slash, start)
         except NotFoundError:
             return
 
-    def _list_folder(self, path: str, name_prefix: str) -> Iterator[ObjectInfo]:
+    def _list_folder(self, path: str, start: str) -> Iterator[ObjectInfo]:
         folders = path.split("/")[:-1]
         with self._read_errors("list", path):
-            names = retry_stale(
-                lambda: self._in_folder(folders, lambda folder: _names(folder, name_prefix), create=False)
-            )
+            names = retry_stale(lambda: self._in_folder(folders, lambda folder: _names(folder, start), create=False))
         with ExitStack() as stack:
             with self._read_errors("list", path):
                 folder = stack.enter_context(open_folder(self._root, folders))
@@ -351,13 +349,13 @@ class LocalBucket(Bucket):
             raise StoreError(describe_failure(f"{action} key {key!r} of {self.url}", error)) from error
 
 
-def _names(folder: int, name_prefix: str) -> list[str]:
+def _names(folder: int, start: str) -> list[str]:
     with os.scandir(folder) as entries:
         # With its slash, a directory sorts where its keys sort: after "a-b" and "a.b", before "a0".
         return sorted(
             entry.name + ("/" if entry.is_dir(follow_symlinks=False) else "")
             for entry in entries
-            if entry.name.startswith(name_prefix)
+            if entry.name.startswith(start)
         )
 
 

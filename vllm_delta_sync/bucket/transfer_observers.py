@@ -1,7 +1,7 @@
 """``TransferObserver``: is notified, during a call, of the bytes that move between a store and this process.
 
 Stores call ``report_bytes`` in their loops and do not know the observers. Middleware installs observers (progress,
-metrics, limits) for one call with ``observed_by``. Both use a context variable; threads that take part in a call inherit
+metrics, limits) for one call with ``observed_by``. Both use a context variable; other threads of the same call inherit
 the observers through ``with_observers``.
 """
 

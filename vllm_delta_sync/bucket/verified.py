@@ -106,7 +106,7 @@ class _HashingTime(threading.local):
     seconds = 0.0
 
 
-_spent = _HashingTime()
+_hashing_time = _HashingTime()
 
 
 @contextmanager
