@@ -71,7 +71,7 @@ def test_it_is_only_read(mirror: HttpBucket, answers: Answers) -> None:
         lambda: mirror.delete("objects/a"),
         lambda: mirror.list(),
     ):
-        with pytest.raises(UsageError, match="only read"):
+        with pytest.raises(UsageError, match="read-only"):
             call()
     assert answers.asked == []
 

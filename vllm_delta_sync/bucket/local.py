@@ -162,7 +162,7 @@ class LocalBucket(Bucket):
 
     # Writing
 
-    def _check_target(self, key: str, name: str, if_absent: bool, folder: int) -> None:
+    def _check_target(self, key: str, folder: int, name: str, if_absent: bool) -> None:
         """Refuse a put that cannot succeed, before any byte is written."""
         try:
             self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
