@@ -329,7 +329,7 @@ def test_half_of_what_the_gateway_needs(gateway: Hub, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=f"set {ENDPOINT} to its S3 gateway"):
         opened()
     monkeypatch.delenv(SECRET)
-    with pytest.raises(UsageError, match="only one of"):
+    with pytest.raises(UsageError, match=f"only one of {KEY_ID} and {SECRET} is set"):
         opened()
     monkeypatch.delenv(KEY_ID)
     assert not opened().supports_conditional_put

@@ -129,7 +129,7 @@ def test_a_late_write_does_not_undo_a_newer_one(local: Bucket, tmp_path: Path, l
         gated.begun[late].clear()
         gated.let_go(late)
         thread.join(60)
-    assert all("could come last" in message for message in said)
+    assert all("could overwrite this one" in message for message in said)
     found = [(item.key, local.get(item.key)) for item in local.list()]
     assert found == ([] if newer == "delete" else [("key", b"newer")])
 
@@ -148,7 +148,7 @@ def test_the_same_write_once_more_waits_for_nothing(local: Bucket, tmp_path: Pat
         bucket.put("other", b"another key")
         file.write_bytes(b"CONTENT")
         gated.begun["put"].set()
-        with pytest.raises(UnavailableError, match="could come last"):
+        with pytest.raises(UnavailableError, match="could overwrite this one"):
             bucket.put("key", file)
         gated.let_go("put")
 

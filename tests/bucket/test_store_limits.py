@@ -48,7 +48,7 @@ def test_bytes_take_their_time(local: Bucket, tmp_path: Path, reports: bool, way
     least = 3 * size / limit - 1
     assert time.monotonic() - began >= least
     # Counted twice they would have to wait for 2 s, less what the store itself takes.
-    assert tally.waits <= least + 0.5
+    assert tally.wait_seconds <= least + 0.5
 
 
 def test_all_calls_share_one_limit(local: Bucket) -> None:
@@ -68,7 +68,7 @@ def test_a_limit_of_one_way_leaves_the_other_alone(local: Bucket) -> None:
     tally = Tally()
     with observed_by(tally):
         assert bucket.get("key") == bytes(100_000)
-    assert tally.waits == 0
+    assert tally.wait_seconds == 0
 
 
 def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any, NoReturn
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key, check_prefix, check_range, check_size
 from vllm_delta_sync.bucket.factory import StoreLocation
-from vllm_delta_sync.bucket.middleware.ranged import remove
+from vllm_delta_sync.bucket.middleware.ranged import remove_quietly
 from vllm_delta_sync.bucket.obstore_clients import (
     CREATE_BYTES,
     MOST_PARTS,
@@ -113,7 +113,7 @@ class ObjectReader(Bucket):
         except OSError as error:
             raise self._copy_error(key, path, error) from error
         finally:
-            remove(part)
+            remove_quietly(part)
 
     def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware import mirror
-from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, download, remove
+from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, download, remove_quietly
 from vllm_delta_sync.errors import DigestError, NotFoundError
 from vllm_delta_sync.format.manifest import ObjectRef, Stored
 
@@ -84,14 +84,14 @@ def download_object(
     if found is None and (resumed or used.mirrors):
         # Any piece may be the wrong one, so download all of them again, and without the mirror.
         if journal is not None:
-            remove(journal)
+            remove_quietly(journal)
         with bucket.transfer(ref.key):
             download(bucket, ref.key, ref.bytes, path, connections=connections, journal=journal)
         found = read()
     if found is None:
         if journal is not None:
-            remove(journal)
-        remove(path)
+            remove_quietly(journal)
+        remove_quietly(path)
         raise damaged_object_error(ref)
     return found
 
