@@ -209,7 +209,7 @@ def test_what_stays_is_one_error_within_the_deadline(
     begun = time.monotonic()
     with (
         open_bucket(URL, StoreOptions(store_deadline=SHORT_SECONDS)) as hasty,
-        pytest.raises(DeadlineError, match=r"(write|read|look up) key '(new|there)'.*gave up after \d+ tr"),
+        pytest.raises(DeadlineError, match=r"(write|read|look up) key '(new|there)'.*given up after \d+ tr"),
     ):
         call(hasty, tmp_path)
     assert time.monotonic() - begun < HANG_SECONDS / 2

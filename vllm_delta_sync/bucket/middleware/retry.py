@@ -128,7 +128,7 @@ class RetryingBucket(BucketMiddleware):
         if left <= 0:
             count = "1 try" if tries.count == 1 else f"{tries.count} tries"
             failure = DeadlineError(
-                f"cannot {action} of {self.url}: gave up after {count} in {spent:.1f} s; raise store_deadline if the "
+                f"cannot {action} of {self.url}: given up after {count} in {spent:.1f} s; raise store_deadline if the "
                 f"store is only slow. The last failure: {error.message}"
             )
             self._metrics.count_failure(failure)
