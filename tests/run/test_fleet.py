@@ -65,7 +65,7 @@ def test_all_gone_is_told_by_ones_own_clock_or_by_watching(world: FleetRun) -> N
 
 def test_wait_is_over_when_every_live_one_is_there(world: FleetRun) -> None:
     world.heartbeat("a", 2)
-    with pytest.raises(FleetLateError, match=r"served by 1 of 1 live .*; 1 of 2 replicas have no lease"):
+    with pytest.raises(FleetLateError, match=r"served by 1 of 1 live .*; 1 of 2 replicas have no heartbeat"):
         world.fleet().wait(2, replicas=2, timeout=5)
     world.heartbeat("b", 1, state="held", holding=True, error={"kind": "store", "message": "the disk is full"})
     with pytest.raises(FleetLateError, match=r"'b' serves version 1 \(held, store: the disk is full\)") as caught:
@@ -107,7 +107,7 @@ def test_those_who_left_or_died_before_the_version_came(world: FleetRun) -> None
     world.bucket.now += 1000
     world.grow()
     world.heartbeat("a", 3)
-    with pytest.raises(FleetLateError, match="1 of 2 replicas have no lease"):
+    with pytest.raises(FleetLateError, match="1 of 2 replicas have no heartbeat"):
         world.fleet().wait(3, replicas=2, timeout=5)
     assert world.fleet().wait(3, replicas=1, timeout=0)
 

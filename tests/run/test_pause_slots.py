@@ -86,7 +86,7 @@ def test_lost_answer_is_no_lost_turn(world: FleetRun, monkeypatch: pytest.Monkey
     assert held is not None
     assert (held.number, world.bucket.now - began < LIFE) == (1, True)
     assert world.turns("b").try_acquire(1) is None
-    assert held.until == began + LIFE, "it counts from when it asked first"
+    assert held.deadline == began + LIFE, "it counts from when it asked first"
 
 
 def test_turn_that_came_too_late_is_given_back(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
