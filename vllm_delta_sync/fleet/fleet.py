@@ -1,4 +1,4 @@
-"""``Fleet``: the receivers of a run, from their heartbeats: what each serves, which have ended, and a wait for a version.
+"""``Fleet``: the receivers of a run, from their heartbeats: what each serves, which have ended, and ``wait``.
 
 There is no coordinator process, and heartbeats are unverified. A receiver counts as ended when its heartbeat expires.
 This needs no clock that agrees with the store's: later timestamps of the store show it, or a heartbeat that has not
@@ -113,10 +113,9 @@ class Fleet:
         seen, self._seen = self._seen, {}
         for stored in found.stored:
             before = seen.get(stored.info.key)
-            unchanged = before is not None and before[0] == stored.info
-            self._seen[stored.info.key] = (
-                before if before is not None and unchanged else (stored.info, self._monotonic())
-            )
+            if before is None or before[0] != stored.info:
+                before = stored.info, self._monotonic()
+            self._seen[stored.info.key] = before
         self.replicas = sorted((self._replica(stored, now) for stored in found.stored), key=lambda item: item.receiver)
         self.ignored = found.ignored
         return self.replicas

@@ -111,8 +111,8 @@ def write_heartbeat(
     """Write a receiver's heartbeat, replacing its former one. Repeat this well before ``seconds`` have passed.
 
     Args:
-        served: version served; None before it is identified. target: version that the receiver is moving to. pins:
-            further versions to keep readable. seconds: how long the heartbeat is valid. more: other fields of ``Lease``.
+        served: version served; None before it is identified. target: version that the receiver is moving to.
+        pins: further versions to keep readable. seconds: validity of the heartbeat. more: other fields of ``Lease``.
 
     Raises:
         UsageError: the id is not a valid name, or a value is out of bounds. StoreError: the store failed.

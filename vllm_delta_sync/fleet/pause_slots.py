@@ -1,7 +1,7 @@
 """``PauseSlots``: lets at most m servers of a run pause at once, without a coordinator process.
 
-There are m slots. A claim on slot s is an object ``turns/<s>/<n>.json``, created if absent, with ascending n: the writer
-of the newest claim holds the slot. The next claim may be created only after that one has ended: either
+There are m slots. A claim on slot s is an object ``turns/<s>/<n>.json``, created if absent, with ascending n: the
+writer of the newest claim holds the slot. The next claim may be created only after that one has ended: either
 ``turns/<s>/<n>.end`` exists, or the claim's time has passed. Others measure that time by the store's later timestamps,
 or by how long they have seen the claim themselves, so clocks need not agree. The holder measures from before it
 requested the claim, so it never believes in its claim longer than others do.
