@@ -92,7 +92,7 @@ class Fleet:
 
     @property
     def ended(self) -> list[Replica]:
-        """Replicas that have shut down or whose heartbeat has expired. Garbage collection removes them after days."""
+        """Replicas that have shut down or whose heartbeat has expired. Garbage collection deletes old heartbeats."""
         return [replica for replica in self.replicas if not replica.live]
 
     def poll(self) -> list[Replica]:

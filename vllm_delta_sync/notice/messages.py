@@ -1,4 +1,4 @@
-"""``Notice``, the announcement of a version, its encoding and signature; ``LastValues``, the last notice of each run."""
+"""``Notice``: the announcement of a version, and its encoding. ``LastValues``: the last notice of each run."""
 
 import time
 from collections import OrderedDict
