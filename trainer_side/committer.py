@@ -14,7 +14,8 @@ from trainer_side.sidecars import put_sidecars
 from trainer_side.start import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.parallel import has_object, in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
+from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.errors import (

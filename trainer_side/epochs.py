@@ -4,9 +4,9 @@ Whoever takes a run over writes claims/<e>.json first, if absent, and only then 
 the claim after its own right before each commit. So of the former writer at most one more version can appear, the one
 that it looked for just before the claim; see ``RunWriter.commit``.
 
-Where create-if-absent does not hold (``Bucket.exclusive``), two writers may both be told that they were first. One
-publisher at a time is a rule for people there, and what is done here keeps mistakes from doing harm: a claim and
-run.json are ours only if they read back as ours after a settling time; before and after each commit a writer looks
+Where create-if-absent does not hold (``Bucket.supports_conditional_put``), two writers may both be told that they were
+first. One publisher at a time is a rule for people there, and what is done here keeps mistakes from doing harm: a claim
+and run.json are ours only if they read back as ours after a settling time; before and after each commit a writer looks
 whether claim, run.json and its manifests are still its own, and stops if not; and nobody writes over what is another's.
 What remains: a write that the network holds back for longer than the settling time, after its writer's last look, may
 replace another's. That one notices with its next commit at the latest, and stops.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import created, gives, reads, settled
+from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent, has_content, reads_back
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -173,7 +173,7 @@ def claim(run: Run, found: HistoryTail) -> EpochToken:
             )
         )
         data = document.to_bytes()
-        if created(bucket, claim_key(epoch), data) and settled(bucket, claim_key(epoch), data):
+        if create_if_absent(bucket, claim_key(epoch), data) and confirm_created(bucket, claim_key(epoch), data):
             return EpochToken(epoch, data)
         epoch += 1
 
@@ -189,7 +189,7 @@ def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = Non
         ConflictError: the run is another writer's, another run, or gone. StoreError: the store does not tell.
     """
     try:
-        ours = gives(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
+        ours = reads_back(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
     except NotFoundError as error:
         raise ConflictError(f"the run at {bucket.url} was removed; this publisher stops: start a new run") from error
     if not ours:
@@ -202,7 +202,7 @@ def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = Non
         bucket.stat(later)
     except NotFoundError:
         later = claim_key(epoch)
-        if own is None or bucket.exclusive or reads(bucket, later, own, lost=True):
+        if own is None or bucket.supports_conditional_put or has_content(bucket, later, own, if_missing=True):
             return
     raise ConflictError(
         f"another publisher has taken over the run at {bucket.url} ({later}); this one stops: nothing "

@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from trainer_side.diff.baseline import Baseline
-from vllm_delta_sync.bucket.parallel import begun, ended
-from vllm_delta_sync.bucket.thread_pool import SLICE_SECONDS
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, start_call, wait_for_call
 from vllm_delta_sync.codec.delta_object import Codec, required_features
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import LimitError, StoreError
@@ -87,7 +86,7 @@ class Shards:
             digest = file_digest(file, "sha256").hexdigest()
         ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
         self._going = _ended(self._going, UPLOADS - 1)
-        self._going.add(begun(_put_away, self._put, ref, path))
+        self._going.add(start_call(_put_away, self._put, ref, path))
         return ref
 
     def __enter__(self) -> Self:
@@ -104,7 +103,7 @@ class Shards:
                 # Nothing goes on behind the caller's back; but an interrupt waits for nobody.
                 if error is None or isinstance(error, Exception):
                     for upload in self._going:
-                        ended(upload)
+                        wait_for_call(upload)
 
 
 def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef]:

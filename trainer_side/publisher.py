@@ -22,7 +22,7 @@ from trainer_side.sidecars import Bytes
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
-from vllm_delta_sync.notice.publisher import NoticePublisher, try_announcing
+from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import HEAD_SECONDS
 
@@ -160,7 +160,7 @@ class Publisher:
             def announcing() -> NoticePublisher | None:
                 if notice is None or (ranks is not None and not ranks.leads):
                     return None
-                return try_announcing(notice, notice_key, notice_allowed, options.keyring)
+                return open_notices(notice, notice_key, notice_allowed, options.keyring)
 
             self._notice = each(ranks, "notice", announcing)
             if self._notice is not None:

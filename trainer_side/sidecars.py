@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 
 from trainer_side.writer import RunWriter
-from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
 from vllm_delta_sync.format.manifest import FILE_NAME, Sidecar, sidecar_key

@@ -11,7 +11,7 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.options import Options
 from trainer_side.writer import RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import settled
+from vllm_delta_sync.bucket.conditional_put import confirm_created
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, DigestError, LimitError, NotFoundError, StoreError
 from vllm_delta_sync.format import limits
@@ -303,7 +303,7 @@ class RunStart:
             if key != RUN_KEY:
                 del made.maybe[key]
                 return
-        if key == RUN_KEY and not settled(self._bucket, key, data):
+        if key == RUN_KEY and not confirm_created(self._bucket, key, data):
             raise self._lost(key)
         made.keys.append(key)
         del made.maybe[key]

@@ -16,8 +16,8 @@ from trainer_side.epochs import check_fence, stored_digest
 from trainer_side.options import Options
 from trainer_side.signing_policy import key_refused
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import gives
-from vllm_delta_sync.bucket.parallel import has_object
+from vllm_delta_sync.bucket.conditional_put import reads_back
+from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -138,7 +138,7 @@ class RunWriter:
         if not self._options.read_back:
             return
         try:
-            same = gives(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
+            same = reads_back(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
         except NotFoundError as error:
             raise StoreError(f"object {ref.key} was stored and is not there: check the store") from error
         if not same:
@@ -173,7 +173,7 @@ class RunWriter:
         """
         data, key = manifest.to_bytes(), version_key(manifest.version)
         check_document_size(manifest, self._document_limit, key)
-        if not self._bucket.exclusive:
+        if not self._bucket.supports_conditional_put:
             self._check_newest()
         # Right before the write: whoever claims after this look finds at most this one version more.
         self.check_fence()
@@ -187,7 +187,7 @@ class RunWriter:
         except StoreError as error:
             if not self.holds(manifest):
                 raise StoreError(error.message) from error
-        if not self._bucket.exclusive:
+        if not self._bucket.supports_conditional_put:
             self._look_again(manifest)
         if self._options.read_back:
             self._check_manifest(manifest)
@@ -220,7 +220,7 @@ class RunWriter:
         """
         key = version_key(manifest.version)
         try:
-            return gives(lambda: self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), manifest.to_bytes())
+            return reads_back(lambda: self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), manifest.to_bytes())
         except NotFoundError:
             return False
         except StoreError as error:
@@ -341,7 +341,7 @@ class RunWriter:
             return
         key = version_key(self.newest.version)
         try:
-            if gives(lambda: stored_digest(self._bucket, key), self.newest.digest):
+            if reads_back(lambda: stored_digest(self._bucket, key), self.newest.digest):
                 return
         except NotFoundError:
             return  # lost, as it may be anywhere

@@ -175,7 +175,7 @@ class Run(RunDocuments):
             StoreError: the store failed.
         """
         found = Fleet(self)
-        found.look()
+        found.poll()
         return found
 
     def verify(

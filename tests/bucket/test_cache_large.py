@@ -392,4 +392,4 @@ def test_nobody_waits_for_a_download_in_which_nothing_moves(
     own = Source(source.data)
     assert ObjectCache(tmp_path, MANY, stall_seconds=0.2).get(own.ref, own) == source.data
     assert own.fetched == 1
-    assert "of which nothing came for" in caplog.text
+    assert "and nothing has arrived for" in caplog.text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket.parallel import PARALLEL, in_parallel
+from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.errors import StoreError
 
 UNCLOSED = """

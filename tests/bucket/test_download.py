@@ -108,13 +108,13 @@ def test_who_watches_sees_all_that_moves(store: Counting, tmp_path: Path) -> Non
         total = 0
         lock = threading.Lock()
 
-        def moved(self, count: int) -> None:
+        def on_bytes(self, count: int) -> None:
             with self.lock:
                 self.total += count
 
     ref, _ = put(store, 5 * PIECE + 1)
     seen = Sum()
-    with transfer_observers.watched(seen):
+    with transfer_observers.observed_by(seen):
         download(store, ref.key, ref.bytes, tmp_path / "file")
     assert seen.total == ref.bytes
 

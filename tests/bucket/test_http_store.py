@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import Answer, Answers, Asked, answering, in_pieces
-from vllm_delta_sync.bucket.http_bucket import HttpBucket
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
+from vllm_delta_sync.bucket.obstore_bucket import HttpBucket
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 
@@ -30,12 +30,12 @@ def mirror(answers: Answers) -> HttpBucket:
 class Sum(TransferObserver):
     total = 0
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         self.total += count
 
 
 def test_it_is_read(mirror: HttpBucket, answers: Answers, tmp_path: Path) -> None:
-    with watched(heard := Sum()):
+    with observed_by(heard := Sum()):
         assert mirror.get("objects/a") == DATA
         mirror.get_file("objects/a", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == DATA
@@ -71,7 +71,7 @@ def test_it_is_only_read(mirror: HttpBucket, answers: Answers) -> None:
         lambda: mirror.delete("objects/a"),
         lambda: mirror.list(),
     ):
-        with pytest.raises(UsageError, match="only read"):
+        with pytest.raises(UsageError, match="read-only"):
             call()
     assert answers.asked == []
 

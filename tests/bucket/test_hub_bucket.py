@@ -197,7 +197,7 @@ def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
     class Count(transfer_observers.TransferObserver):
         total = 0
 
-        def moved(self, count: int) -> None:
+        def on_bytes(self, count: int) -> None:
             self.total += count
 
     data = os.urandom(3_000_000)
@@ -210,19 +210,19 @@ def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
     }
     for call, expected in calls.items():
         count = Count()
-        with transfer_observers.watched(count):
+        with transfer_observers.observed_by(count):
             call()
         assert count.total == expected
 
 
 def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket, tmp_path: Path) -> None:
     class Refuse(transfer_observers.TransferObserver):
-        def moved(self, count: int) -> None:
+        def on_bytes(self, count: int) -> None:
             raise UnavailableError("given up meanwhile")
 
     bucket.put("a", os.urandom(3_000_000))
     (tmp_path / "copy").write_bytes(b"old")
-    with transfer_observers.watched(Refuse()):
+    with transfer_observers.observed_by(Refuse()):
         with pytest.raises(UnavailableError, match="given up meanwhile"):
             bucket.put("b", os.urandom(3_000_000))
         with pytest.raises(UnavailableError, match="given up meanwhile"):
@@ -258,7 +258,7 @@ def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket, tmp_pat
 
 
 def test_an_overtaken_writer_is_told(hub: Hub, bucket: HubBucket) -> None:
-    assert not bucket.exclusive
+    assert not bucket.supports_conditional_put
     # One has looked, and its write comes late: after the other's write, and before that one looks again.
     hub.fault("stall", "/batch", seconds=600)
     with ThreadPoolExecutor() as pool:
@@ -329,7 +329,7 @@ def test_half_of_what_the_gateway_needs(gateway: Hub, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=f"set {ENDPOINT} to its S3 gateway"):
         opened()
     monkeypatch.delenv(SECRET)
-    with pytest.raises(UsageError, match="only one is set"):
+    with pytest.raises(UsageError, match=f"only one of {KEY_ID} and {SECRET} is set"):
         opened()
     monkeypatch.delenv(KEY_ID)
-    assert not opened().exclusive
+    assert not opened().supports_conditional_put

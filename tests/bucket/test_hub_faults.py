@@ -324,7 +324,7 @@ def test_an_answer_that_was_lost_after_creating_is_success(
         monkeypatch.setenv(SECRET, "any")
         monkeypatch.setenv(ENDPOINT, f"{hub.endpoint}/s3")
     with open_bucket(URL, StoreOptions(store_deadline=PATIENCE_SECONDS)) as bucket:
-        assert bucket.exclusive == gateway
+        assert bucket.supports_conditional_put == gateway
         hub.fault("lose", "^/s3/" if gateway else "/batch")
         create(bucket, tmp_path)
         assert bucket.get("new") == new(tmp_path)

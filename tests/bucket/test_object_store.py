@@ -17,7 +17,7 @@ from tests.support.stores import s3_server
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
 from vllm_delta_sync.bucket.obstore_clients import CREATE_BYTES, PART_BYTES
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ class Heard(TransferObserver):
     def __init__(self, limit: int = 1 << 60) -> None:
         self.sum, self.limit, self.threads = 0, limit, set[int]()
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         self.sum += count
         self.threads.add(threading.get_ident())
         if self.sum > self.limit:
@@ -121,7 +121,7 @@ def test_bytes_are_told_of_in_the_thread_of_the_call(url: str | None, s3: Object
         lambda: bucket.get_range("key", 0, 1 << 40),
         lambda: bucket.get_file("copy", tmp_path / "copy"),
     ):
-        with watched(heard := Heard()):
+        with observed_by(heard := Heard()):
             call()
         assert (heard.sum, heard.threads) == (size, {threading.get_ident()})
     assert (tmp_path / "copy").read_bytes() == source.read_bytes() == bucket.get("new")
@@ -130,7 +130,7 @@ def test_bytes_are_told_of_in_the_thread_of_the_call(url: str | None, s3: Object
 def test_an_upload_that_breaks_off_leaves_nothing(s3: ObjectStoreBucket, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(bytes(5 * PART_BYTES))
-    with watched(Heard(limit=3 * PART_BYTES)), pytest.raises(KeyError, match="has had enough"):
+    with observed_by(Heard(limit=3 * PART_BYTES)), pytest.raises(KeyError, match="has had enough"):
         s3.put("objects/a", source)
     assert list(s3.list()) == []
     name = s3.url.removeprefix("s3://").partition("/")[0]
@@ -218,7 +218,7 @@ def test_a_listing_takes_no_more_than_it_needs(answers: Answers, monkeypatch: py
     assert len(answers.asked) == 1
     assert "start-after=run%2Fv%2Fazzzzzzzz" in answers.asked[0].path
     answers.reply = lambda asked: page("run/b", "run/a")
-    with pytest.raises(StoreError, match="order of the keys"):
+    with pytest.raises(StoreError, match="keys in order"):
         list(bucket.list())
     assert [info.key for info in opened("s3://bucket--use1-az4--x-s3/run", answers.url).list()] == ["a", "b"]
 

@@ -14,11 +14,12 @@ import pytest
 
 from tests.support.running import eventually
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
-from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket, thread_pool
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
+from vllm_delta_sync.bucket import threads as thread_pool
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.metrics import Tally
-from vllm_delta_sync.bucket.transfer_observers import moved, waited, watched
+from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes, report_wait
 from vllm_delta_sync.errors import StoreError, UnavailableError
 
 LONG = StoreOptions(store_deadline=3600)
@@ -128,7 +129,7 @@ def test_a_late_write_does_not_undo_a_newer_one(local: Bucket, tmp_path: Path, l
         gated.begun[late].clear()
         gated.let_go(late)
         thread.join(60)
-    assert all("could come last" in message for message in said)
+    assert all("could overwrite this one" in message for message in said)
     found = [(item.key, local.get(item.key)) for item in local.list()]
     assert found == ([] if newer == "delete" else [("key", b"newer")])
 
@@ -147,23 +148,23 @@ def test_the_same_write_once_more_waits_for_nothing(local: Bucket, tmp_path: Pat
         bucket.put("other", b"another key")
         file.write_bytes(b"CONTENT")
         gated.begun["put"].set()
-        with pytest.raises(UnavailableError, match="could come last"):
+        with pytest.raises(UnavailableError, match="could overwrite this one"):
             bucket.put("key", file)
         gated.let_go("put")
 
 
 def test_a_transfer_that_was_given_up_ends_at_its_next_bytes(local: Bucket) -> None:
     gated = GatedBucket(local, "put")
-    gated.after = lambda: moved(1)
+    gated.after = lambda: report_bytes(1)
     tally = Tally()
-    with watched(tally), pytest.raises(UnavailableError):
+    with observed_by(tally), pytest.raises(UnavailableError):
         DeadlineBucket(gated, Impatience.while_set(gated.begun["put"])).put("key", b"too late")
     gated.let_go("put")
     assert gated.ended["put"].wait(60)
     assert local.get("key") == b"first"
 
 
-@pytest.mark.parametrize("tell", [lambda: waited(60), lambda: moved(60_000_000)], ids=["limits", "bytes"])
+@pytest.mark.parametrize("tell", [lambda: report_wait(60), lambda: report_bytes(60_000_000)], ids=["limits", "bytes"])
 def test_limits_and_bytes_give_more_time(local: Bucket, tell: Callable[[], None]) -> None:
     gated = GatedBucket(local, "get")
     gated.before = tell
@@ -228,10 +229,10 @@ except UnavailableError:
 
 def test_what_watches_the_caller_watches_the_call(local: Bucket) -> None:
     gated = GatedBucket(local, "stat")
-    gated.before = lambda: moved(7)
+    gated.before = lambda: report_bytes(7)
     gated.let_go("stat")
     tally = Tally()
-    with watched(tally):
+    with observed_by(tally):
         DeadlineBucket(gated, LONG).stat("key")
     assert tally.bytes == 7
 

@@ -13,7 +13,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
 from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics, Tally
-from vllm_delta_sync.bucket.transfer_observers import watched
+from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -39,7 +39,7 @@ def test_bytes_take_their_time(local: Bucket, tmp_path: Path, reports: bool, way
     file.write_bytes(bytes(size))
     tally = Tally()
     began = time.monotonic()
-    with watched(tally):
+    with observed_by(tally):
         for key in ("a", "b", "c"):
             bucket.put(key, file if key == "a" else bytes(size))
         bucket.get("a")
@@ -48,7 +48,7 @@ def test_bytes_take_their_time(local: Bucket, tmp_path: Path, reports: bool, way
     least = 3 * size / limit - 1
     assert time.monotonic() - began >= least
     # Counted twice they would have to wait for 2 s, less what the store itself takes.
-    assert tally.waits <= least + 0.5
+    assert tally.wait_seconds <= least + 0.5
 
 
 def test_all_calls_share_one_limit(local: Bucket) -> None:
@@ -66,9 +66,9 @@ def test_a_limit_of_one_way_leaves_the_other_alone(local: Bucket) -> None:
     bucket = LimitedBucket(ReportingBucket(local, 1000), StoreOptions(store_upload_limit=1))
     local.put("key", bytes(100_000))
     tally = Tally()
-    with watched(tally):
+    with observed_by(tally):
         assert bucket.get("key") == bytes(100_000)
-    assert tally.waits == 0
+    assert tally.wait_seconds == 0
 
 
 def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:
@@ -133,13 +133,13 @@ def test_close_ends_waiting_for_bandwidth(local: Bucket) -> None:
     waits = threading.Event()
 
     class Telling(Tally):
-        def waited(self, seconds: float) -> None:
+        def on_wait(self, seconds: float) -> None:
             waits.set()
 
     bucket = LimitedBucket(local, StoreOptions(store_upload_limit=1))
 
     def put() -> None:
-        with watched(Telling()):
+        with observed_by(Telling()):
             bucket.put("key", bytes(1_000_000))
 
     thread = threading.Thread(target=put)

@@ -171,7 +171,7 @@ def test_a_transfer_that_breaks_off(local: Bucket, lines: Lines) -> None:
 
     with pytest.raises(StoreError, match="disk is full"):
         slow(ReportingBucket(local, MB, broken), "log").put("key", bytes(2 * MB))
-    assert "broken off, 1.0 MB in " in lines.seen[-1]
+    assert "interrupted, 1.0 MB in " in lines.seen[-1]
 
 
 def test_without_a_size_there_are_still_lines(local: Bucket, lines: Lines) -> None:

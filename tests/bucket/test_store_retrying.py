@@ -30,7 +30,7 @@ from vllm_delta_sync.bucket.middleware import retry
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.transfer_observers import watched
+from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -142,7 +142,7 @@ def test_watchers_outside_count_no_byte_twice(local: Bucket) -> None:
 
     left = [1, 2]
     tally = Tally()
-    with watched(tally):
+    with observed_by(tally):
         RetryingBucket(ReportingBucket(local, 20, cut_at_60), OPTIONS, Metrics()).put("key", bytes(100))
     assert (left, tally.bytes) == ([], 100)
 

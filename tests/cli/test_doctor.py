@@ -456,7 +456,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broke]:
     ) -> dict[str, CheckResult]:
         def open_broken(url: str, options: StoreOptions) -> Bucket:
             opened.append(Broken(Path(url), **methods))
-            opened[-1].exclusive = exclusive
+            opened[-1].supports_conditional_put = exclusive
             return opened[-1]
 
         monkeypatch.setattr(access_checks, "open_bucket", open_broken)

@@ -28,7 +28,7 @@ from vllm_delta_sync import cli
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.notice import Broker, Notice, NoticePublisher, NoticeSubscriber, curve
 from vllm_delta_sync.notice.broker import MAX_TOPICS
-from vllm_delta_sync.notice.last import LastValues
+from vllm_delta_sync.notice.messages import LastValues
 
 OTHER = "f" * 32
 
@@ -240,7 +240,7 @@ def test_command_lines_that_are_refused(
 
 
 def test_a_port_that_is_taken_frees_the_other(broker: BrokerProcess) -> None:
-    with pytest.raises(NoticeError, match="is taken"):
+    with pytest.raises(NoticeError, match="is in use"):
         Broker(LOOPBACK, broker.subscribers)
     with pytest.raises(SettingsError, match="--key is missing"):
         Broker(LOOPBACK, LOOPBACK, None, Path("a"), Path("b"))

@@ -24,8 +24,8 @@ from vllm_delta_sync.engine.follow import heartbeat as keeper_module
 from vllm_delta_sync.engine.follow.heartbeat import Heartbeat
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import AccessError, SettingsError, StoreError
-from vllm_delta_sync.fleet.heartbeats import read_leases
-from vllm_delta_sync.fleet.pause_slots import HeldSlot, PauseSlots
+from vllm_delta_sync.fleet.heartbeats import read_heartbeats
+from vllm_delta_sync.fleet.pause_slots import PauseSlot, PauseSlots
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.settings import Settings, load_settings
@@ -37,7 +37,7 @@ HOLDER = """
 import sys, time
 from vllm_delta_sync import open_run
 from vllm_delta_sync.fleet.pause_slots import PauseSlots
-assert PauseSlots(open_run(sys.argv[1]), "killed", 1, 1.0).attempt(1) is not None
+assert PauseSlots(open_run(sys.argv[1]), "killed", 1, 1.0).try_acquire(1) is not None
 print("holds", flush=True)
 time.sleep(600)
 """
@@ -114,7 +114,7 @@ def test_killed_holder_delays_others_by_the_life_of_its_claim(fleet: Rollouts, m
 def holding(fleet: Rollouts) -> PauseSlots:
     """Somebody else has the turn."""
     turns = PauseSlots(open_run(fleet.url), "other", 1, 600.0)
-    assert turns.attempt(1) is not None
+    assert turns.try_acquire(1) is not None
     return turns
 
 
@@ -173,15 +173,15 @@ def test_where_turns_cannot_be_had_versions_are_taken_all_the_same(
 def test_end_that_cannot_be_written_keeps_nothing_up(fleet: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the commit while the store hangs, and not the next one: that would wait for a turn of its own."""
     hangs = threading.Event()
-    end = PauseSlots.end
+    end = PauseSlots.release
 
-    def hanging(turns: PauseSlots, held: HeldSlot) -> None:
+    def hanging(turns: PauseSlots, held: PauseSlot) -> None:
         if not hangs.is_set():
             hangs.wait(WAIT)
             raise StoreError("the store is down")
         end(turns, held)
 
-    monkeypatch.setattr(PauseSlots, "end", hanging)
+    monkeypatch.setattr(PauseSlots, "release", hanging)
     service = fleet.serve("a", fleet_pauses=1, pause_seconds=2 * WAIT)
     wait_until(lambda: service.receiver.served_version == 0)
     fleet.train(1)
@@ -212,7 +212,7 @@ def chain(tmp_path: Path) -> Chain:
 
 
 def leases(chain: Chain) -> list[Any]:
-    return [held.lease for held in read_leases(open_run(chain.url)).held]
+    return [held.lease for held in read_heartbeats(open_run(chain.url)).stored]
 
 
 def test_lease_says_what_is_served_and_what_can_be_gone_back_to(chain: Chain) -> None:
@@ -315,18 +315,18 @@ def test_server_says_what_it_does_and_that_it_leaves(fleet: Rollouts) -> None:
     service = fleet.serve("a")
     run = open_run(fleet.url)
     fleet.train(1)
-    wait_until(lambda: [held.lease.served for held in read_leases(run).held] == [1])
-    wait_until(lambda: read_leases(run).held[0].lease.state == "idle")
+    wait_until(lambda: [held.lease.served for held in read_heartbeats(run).stored] == [1])
+    wait_until(lambda: read_heartbeats(run).stored[0].lease.state == "idle")
     service.request("hold").result(WAIT)
-    wait_until(lambda: read_leases(run).held[0].lease.state == "held")
-    (held,) = read_leases(run).held
+    wait_until(lambda: read_heartbeats(run).stored[0].lease.state == "held")
+    (held,) = read_heartbeats(run).stored
     lease = held.lease
     said = (lease.step, lease.head, lease.lag, lease.following, lease.holding, lease.pins)
     assert said == (1, 1, 0, "head", True, [0])
     assert lease.pause_ms == service.receiver.status()["timings_ms"]["pause"]
     assert lease.error is None
     fleet.end("a")
-    (held,) = read_leases(run).held
+    (held,) = read_heartbeats(run).stored
     assert (held.lease.state, held.lease.seconds, held.lease.served, held.lease.pins) == ("left", 1, 1, [])
     assert [replica.left for replica in run.fleet().replicas] == [True]
 
@@ -336,10 +336,10 @@ def test_server_that_goes_to_another_run_leaves_the_one_before(fleet: Rollouts, 
     run = open_run(fleet.url)
     other = branch(run, 1, str(tmp_path / "branch"))
     service = fleet.serve("a")
-    wait_until(lambda: [held.lease.served for held in read_leases(run).held] == [1])
+    wait_until(lambda: [held.lease.served for held in read_heartbeats(run).stored] == [1])
     service.request("target", ("head", other.bucket.url)).result(WAIT)
-    wait_until(lambda: [held.lease.served for held in read_leases(other).held] == [0])
-    assert [held.lease.state for held in read_leases(run).held] == ["left"]
+    wait_until(lambda: [held.lease.served for held in read_heartbeats(other).stored] == [0])
+    assert [held.lease.state for held in read_heartbeats(run).stored] == ["left"]
     assert fleet.publisher.wait_served(1, replicas=1, timeout=WAIT)
 
 
@@ -371,5 +371,5 @@ def test_process_that_ends_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             monkeypatch.setenv(name, value)
         with rollouts(place.url, tmp_path) as fleet:
             subprocess.run([sys.executable, "-c", LEAVING, fleet.url], check=True, timeout=WAIT)
-            (held,) = read_leases(open_run(fleet.url)).held
+            (held,) = read_heartbeats(open_run(fleet.url)).stored
     assert (held.lease.state, held.lease.served) == ("left", 0)

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.support.world import World
-from vllm_delta_sync.bucket.hash_timing import hashed_seconds, hashing
+from vllm_delta_sync.bucket.verified import hashing_seconds, time_hashing
 from vllm_delta_sync.engine.observe import log_lines, metrics
 from vllm_delta_sync.engine.observe.status import STATES
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer
@@ -217,10 +217,10 @@ def test_every_move_has_one_line_of_the_same_form(tmp_path: Path, caplog: pytest
 
 def test_digests_count_as_verified_wherever_they_are_computed() -> None:
     clock = PhaseTimer()
-    before = hashed_seconds()
-    with hashing():
+    before = hashing_seconds()
+    with time_hashing():
         sum(range(100_000))
-    spent = 1e3 * (hashed_seconds() - before)
+    spent = 1e3 * (hashing_seconds() - before)
     clock.tick("fetch")
     clock.tick("decode")
     clock.tick("fetch")

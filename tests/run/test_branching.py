@@ -208,7 +208,7 @@ def test_the_run_whose_documents_stay_counts(
     run, _ = source
     late = Late(tmp_path / "branch", after, key)
     monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr(LocalBucket, "exclusive", exclusive)
+    monkeypatch.setattr(LocalBucket, "supports_conditional_put", exclusive)
     with mock.patch.object(LocalBucket, "put", lambda *args, **options: late(*args, **options)):
         with pytest.raises(ConflictError, match=f"holds {key} of another writer; branch to a new URL"):
             branch(run, 9, str(tmp_path / "branch"))

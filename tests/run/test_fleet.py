@@ -18,8 +18,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError, UsageError
 from vllm_delta_sync.fleet import heartbeats
 from vllm_delta_sync.fleet.fleet import FleetLateError
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
-from vllm_delta_sync.fleet.heartbeats import read_leases
+from vllm_delta_sync.fleet.heartbeats import read_heartbeats, write_heartbeat
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Lease
@@ -45,7 +44,7 @@ def test_who_is_live_and_who_is_gone(world: FleetRun) -> None:
     world.heartbeat("a", 1)
     world.heartbeat("gone", 2, state="left", seconds=1)
     fleet = world.fleet()
-    fleet.look()
+    fleet.poll()
     assert (names(fleet.replicas), names(fleet.live), names(fleet.ended)) == (
         ["a", "b", "gone", "old"],
         ["a", "b"],
@@ -57,16 +56,16 @@ def test_who_is_live_and_who_is_gone(world: FleetRun) -> None:
 def test_all_gone_is_told_by_ones_own_clock_or_by_watching(world: FleetRun) -> None:
     world.heartbeat("a", 1)
     world.bucket.now += 100
-    assert world.fleet().look()[0].live is False
+    assert world.fleet().poll()[0].live is False
     late = world.fleet(skew=-1000)
-    assert late.look()[0].live is True, "a clock that is behind shows what was"
+    assert late.poll()[0].live is True, "a clock that is behind shows what was"
     world.bucket.now += 62
-    assert late.look()[0].live is False
+    assert late.poll()[0].live is False
 
 
 def test_wait_is_over_when_every_live_one_is_there(world: FleetRun) -> None:
     world.heartbeat("a", 2)
-    with pytest.raises(FleetLateError, match=r"served by 1 of 1 live .*; 1 of 2 replicas have no lease"):
+    with pytest.raises(FleetLateError, match=r"served by 1 of 1 live .*; 1 of 2 replicas have no heartbeat"):
         world.fleet().wait(2, replicas=2, timeout=5)
     world.heartbeat("b", 1, state="held", holding=True, error={"kind": "store", "message": "the disk is full"})
     with pytest.raises(FleetLateError, match=r"'b' serves version 1 \(held, store: the disk is full\)") as caught:
@@ -108,7 +107,7 @@ def test_those_who_left_or_died_before_the_version_came(world: FleetRun) -> None
     world.bucket.now += 1000
     world.grow()
     world.heartbeat("a", 3)
-    with pytest.raises(FleetLateError, match="1 of 2 replicas have no lease"):
+    with pytest.raises(FleetLateError, match="1 of 2 replicas have no heartbeat"):
         world.fleet().wait(3, replicas=2, timeout=5)
     assert world.fleet().wait(3, replicas=1, timeout=0)
 
@@ -132,10 +131,10 @@ def test_leases_that_did_not_change_are_read_once(world: FleetRun, monkeypatch: 
     for number in range(5):
         world.heartbeat(f"r{number}", 1)
     fleet = world.fleet()
-    fleet.look()
+    fleet.poll()
     world.bucket.now += 5
     world.heartbeat("r4", 2)
-    fleet.look()
+    fleet.poll()
     world.bucket.now += 5
     world.heartbeat("r4", 1)
     reads: list[str] = []
@@ -148,7 +147,7 @@ def test_leases_that_did_not_change_are_read_once(world: FleetRun, monkeypatch: 
     listed = [*world.bucket.list(side.LEASES_PREFIX)]
     monkeypatch.setattr(world.bucket, "list", lambda prefix: iter(listed))
     monkeypatch.setattr(world.bucket, "get", counted)
-    assert [replica.lease.served for replica in fleet.look()] == [1, 1, 1, 1, 1]
+    assert [replica.lease.served for replica in fleet.poll()] == [1, 1, 1, 1, 1]
     assert reads == [side.lease_key("r4")]
 
 
@@ -160,7 +159,7 @@ def test_older_leases_are_read_and_newer_members_ignored(world: FleetRun) -> Non
     for fields in (old, old | {"mood": "good"}):
         data = json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
         world.bucket.put(side.lease_key("a"), data)
-        (replica,) = world.fleet().look()
+        (replica,) = world.fleet().poll()
         assert (replica.lease.served, replica.lease.holding, replica.lease.state) == (2, False, None)
 
 
@@ -178,27 +177,27 @@ WRONG: tuple[dict[str, Any], ...] = (
 def test_bounds_of_a_heartbeat(world: FleetRun, fields: dict[str, Any]) -> None:
     named = next(iter(fields)).replace("receiver_id", "receiver")
     with pytest.raises(UsageError, match=named):
-        write_lease(world.run, **{"receiver_id": "a", "served": 1, **fields})
+        write_heartbeat(world.run, **{"receiver_id": "a", "served": 1, **fields})
     assert not list(world.bucket.list(side.LEASES_PREFIX))
 
 
 def test_a_heartbeat_is_replaced_and_its_time_counts_from_when_the_store_has_it(world: FleetRun) -> None:
     run = world.run
     world.heartbeat("a", None)
-    lease = write_lease(run, "a", 3, target=5, pins=[1, 2], seconds=60)
+    lease = write_heartbeat(run, "a", 3, target=5, pins=[1, 2], seconds=60)
     put = world.bucket.clock
-    (found,) = read_leases(run).live(put)
+    (found,) = read_heartbeats(run).live(put)
     assert (found.receiver, found.served, found.target, found.pins, found.seconds) == ("a", 3, 5, [1, 2], 60)
     # What it says of itself counts for nothing.
     late = lease.model_copy(update={"created_at": "2999-01-01T00:00:00Z"})
     world.bucket.held[side.lease_key("a")] = (late.to_bytes(), put)
-    assert [len(read_leases(run).live(put + seconds)) for seconds in (59, 60)] == [1, 0]
-    assert len(read_leases(run).held) == 1
+    assert [len(read_heartbeats(run).live(put + seconds)) for seconds in (59, 60)] == [1, 0]
+    assert len(read_heartbeats(run).stored) == 1
 
 
 def test_what_is_not_believed(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = world.run
-    good = write_lease(run, "good", 1)
+    good = write_heartbeat(run, "good", 1)
     documents = {
         "huge": b" " * (limits.MAX_SIDE_BYTES + 1),
         "broken": b"{",
@@ -209,8 +208,8 @@ def test_what_is_not_believed(world: FleetRun, monkeypatch: pytest.MonkeyPatch) 
     }
     for name, data in documents.items():
         world.bucket.put(side.lease_key(name), data)
-    found = read_leases(run)
-    assert [item.lease for item in found.held] == [Lease.from_bytes(good.to_bytes())]
+    found = read_heartbeats(run)
+    assert [item.lease for item in found.stored] == [Lease.from_bytes(good.to_bytes())]
     assert len(found.ignored) == len(documents)
     assert [lease.receiver for lease in found.live(world.bucket.clock)] == ["good"]
 
@@ -220,25 +219,25 @@ def test_what_is_not_believed(world: FleetRun, monkeypatch: pytest.MonkeyPatch) 
     # A store that fails is not an empty one.
     monkeypatch.setattr(world.bucket, "get", fail)
     with pytest.raises(StoreError):
-        read_leases(run)
+        read_heartbeats(run)
 
 
 def test_a_flood_is_read_up_to_a_bound(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "MAX_LEASES", 5)
+    monkeypatch.setattr(heartbeats, "MAX_HEARTBEATS", 5)
     for number in range(8):
         world.bucket.now += 1
         world.heartbeat(f"r{number}", number)
-    found = read_leases(world.run)
-    assert {item.lease.served for item in found.held} == {3, 4, 5, 6, 7}, "the newest"
+    found = read_heartbeats(world.run)
+    assert {item.lease.served for item in found.stored} == {3, 4, 5, 6, 7}, "the newest"
     assert len(found.ignored) == 1
 
 
 def test_collection_removes_what_is_long_over_and_nothing_live(world: FleetRun) -> None:
     for name in ("a", "b", "c", "d", "e", "f"):
         turns = world.turns(name)
-        held = turns.attempt(1)
+        held = turns.try_acquire(1)
         assert held is not None
-        turns.end(held)
+        turns.release(held)
     world.heartbeat("dead", 1)
     world.bucket.now += DAY + 100
     world.heartbeat("shown", 1, seconds=5)
@@ -271,7 +270,7 @@ def test_table(world: FleetRun, capsys: pytest.CaptureFixture[str]) -> None:
     )
     world.heartbeat("gone", 2, step=2, lag=0, state="left", following="head", seconds=1)
     fleet = world.fleet()
-    fleet.look()
+    fleet.poll()
     cli_fleet.print_fleet(cli_fleet.fleet_document(world.run, fleet))
     shown = capsys.readouterr().out.splitlines()
     assert [line.split() for line in shown[:4]] == [line.split() for line in TABLE.splitlines()]
@@ -284,8 +283,8 @@ def chain(tmp_path: Path) -> Chain:
     chain = Chain(tmp_path)
     chain.grow(2)
     run = Run(chain.bucket)
-    write_lease(run, "a", 2, step=2, lag=0, head=2, state="idle", following="head")
-    write_lease(run, "b", 1, step=1, lag=1, head=2, state="held", following="head", holding=True)
+    write_heartbeat(run, "a", 2, step=2, lag=0, head=2, state="idle", following="head")
+    write_heartbeat(run, "b", 1, step=1, lag=1, head=2, state="held", following="head", holding=True)
     return chain
 
 
@@ -336,7 +335,7 @@ def test_publisher_waits_for_its_servers(tmp_path: Path) -> None:
         with pytest.raises(FleetLateError, match="0 of 0 live"):
             publisher.wait_served(timeout=0.2)
         run = Run(open_bucket(publisher.url))
-        write_lease(run, "a", 1)
+        write_heartbeat(run, "a", 1)
         assert names(publisher.wait_served()) == ["a"]
         assert names(publisher.wait_served(0, replicas=1)) == ["a"]
         with pytest.raises(FleetLateError, match="version 7 is not published"):

@@ -18,7 +18,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     UsageError,
 )
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import MergedDelta, Tag
@@ -56,7 +56,7 @@ def lay(grown: Grown, leases: list[tuple[int, int | None, int]]) -> list[tuple[i
     count = grown.newest + 1
     laid = [(served % count, None if target is None else target % count, s) for served, target, s in leases]
     for number, (served, target, seconds) in enumerate(laid):
-        write_lease(grown.run_, f"r{number}", served, target, seconds=seconds)
+        write_heartbeat(grown.run_, f"r{number}", served, target, seconds=seconds)
     return laid
 
 
@@ -276,7 +276,7 @@ def test_a_version_published_lately_keeps_its_delta(tmp_path: Path) -> None:
 
 def test_a_receiver_with_a_lease_finds_its_way_on(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
-    write_lease(grown.run_, "slow", 7, target=19, seconds=600)
+    write_heartbeat(grown.run_, "slow", 7, target=19, seconds=600)
     report = collect(grown.run_, RetentionPolicy(keep_last=1))
     assert report.kept[7] == report.kept[19] == ["lease slow"]
     for step in path(grown.run_, 7, 40, [side.fold_key(0, 4)]):
@@ -289,7 +289,7 @@ def test_forged_leases_do_not_hold_for_ever(tmp_path: Path) -> None:
     grown = long_run(tmp_path, 20)
     grown.memory.clock += 7 * 24 * HOUR
     for number in range(20):
-        write_lease(grown.run_, f"forged-{number}", number, pins=list(range(20)), seconds=7 * 24 * 3600)
+        write_heartbeat(grown.run_, f"forged-{number}", number, pins=list(range(20)), seconds=7 * 24 * 3600)
     grown.bucket.put("receivers/huge.json", b"{" * 100_000)
     report = collect(grown.run_, FEW)
     assert set(report.kept) == {18, 19, 20}

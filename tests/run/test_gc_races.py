@@ -204,7 +204,7 @@ def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_co
 ) -> None:
     monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
     grown = long_run(tmp_path, 16)
-    grown.memory.exclusive = False
+    grown.memory.supports_conditional_put = False
     held = dict(grown.memory.held)
 
     def late(action: str, key: str) -> None:

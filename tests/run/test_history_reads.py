@@ -22,7 +22,7 @@ from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
-from vllm_delta_sync.bucket.parallel import PARALLEL, in_parallel
+from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.cli.log import log_document
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import (

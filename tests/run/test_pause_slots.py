@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.turn_model import FleetRun, Stage
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import AccessError, StoreError
-from vllm_delta_sync.fleet.pause_slots import KEPT, MARGIN_SECONDS, PATIENCE_SECONDS, HeldSlot, PauseSlots
+from vllm_delta_sync.fleet.pause_slots import CLAIMS_KEPT, MARGIN_SECONDS, PATIENCE_SECONDS, PauseSlot, PauseSlots
 from vllm_delta_sync.format import documents as side
 
 PAUSE = 4.0
@@ -28,8 +28,8 @@ def claims(world: FleetRun) -> list[str]:
     return [info.key for info in world.bucket.list(side.TURNS_PREFIX)]
 
 
-def taken(turns: PauseSlots) -> HeldSlot:
-    held = turns.attempt(1)
+def taken(turns: PauseSlots) -> PauseSlot:
+    held = turns.try_acquire(1)
     assert held is not None
     return held
 
@@ -37,14 +37,14 @@ def taken(turns: PauseSlots) -> HeldSlot:
 def test_one_holds_and_the_next_one_waits_for_the_end(world: FleetRun) -> None:
     first, second = world.turns("a"), world.turns("b")
     held = taken(first)
-    assert second.attempt(1) is None
-    first.end(held)
+    assert second.try_acquire(1) is None
+    first.release(held)
     assert taken(second).number == held.number + 1
 
 
 def test_so_many_at_once_as_there_are_slots(world: FleetRun) -> None:
     everyone = [world.turns(f"r{number}", slots=3, seed=number) for number in range(5)]
-    held = [turns.attempt(1) for turns in everyone]
+    held = [turns.try_acquire(1) for turns in everyone]
     assert [item is not None for item in held] == [True, True, True, False, False]
     assert {item.slot for item in held if item is not None} == {0, 1, 2}
 
@@ -55,10 +55,10 @@ def test_dead_holder_delays_others_by_the_life_of_its_claim(world: FleetRun, ske
     taken(world.turns("dead", skew=-skew))
     died = world.bucket.now
     waiting = world.turns("b", skew=skew)
-    assert waiting.attempt(1) is None
+    assert waiting.try_acquire(1) is None
     world.passes(LIFE)
-    assert waiting.attempt(1) is None, "its claim may have been put a second later than the store says"
-    assert waiting.take(1) is not None
+    assert waiting.try_acquire(1) is None, "its claim may have been put a second later than the store says"
+    assert waiting.acquire(1) is not None
     assert world.bucket.now - died <= LIFE + 3
 
 
@@ -66,7 +66,7 @@ def test_claim_of_long_ago_delays_nobody_who_has_a_lease(world: FleetRun) -> Non
     taken(world.turns("dead"))
     world.passes(LIFE + 5)
     world.bucket.put(side.lease_key("b"), b"{}")
-    assert world.turns("b").attempt(1) is not None
+    assert world.turns("b").try_acquire(1) is not None
 
 
 def test_lost_answer_is_no_lost_turn(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +82,11 @@ def test_lost_answer_is_no_lost_turn(world: FleetRun, monkeypatch: pytest.Monkey
     monkeypatch.setattr(world.bucket, "put", unlucky)
     turns = world.turns("a")
     began = world.bucket.now
-    held = turns.take(1)
+    held = turns.acquire(1)
     assert held is not None
     assert (held.number, world.bucket.now - began < LIFE) == (1, True)
-    assert world.turns("b").attempt(1) is None
-    assert held.until == began + LIFE, "it counts from when it asked first"
+    assert world.turns("b").try_acquire(1) is None
+    assert held.deadline == began + LIFE, "it counts from when it asked first"
 
 
 def test_turn_that_came_too_late_is_given_back(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +98,9 @@ def test_turn_that_came_too_late_is_given_back(world: FleetRun, monkeypatch: pyt
             world.passes(MARGIN_SECONDS)
 
     monkeypatch.setattr(world.bucket, "put", slow)
-    assert world.turns("a").attempt(1) is None
+    assert world.turns("a").try_acquire(1) is None
     monkeypatch.undo()
-    assert world.turns("b").attempt(1) is not None, "without waiting for its time to be over"
+    assert world.turns("b").try_acquire(1) is not None, "without waiting for its time to be over"
 
 
 def test_who_makes_a_claim_of_long_ago_again_does_not_hold_the_slot(
@@ -114,22 +114,22 @@ def test_who_makes_a_claim_of_long_ago_again_does_not_hold_the_slot(
     def stopping(key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         if stopped and if_absent:
             stopped.pop()
-            for _ in range(KEPT + 3):
-                fast.end(taken(fast))
+            for _ in range(CLAIMS_KEPT + 3):
+                fast.release(taken(fast))
             taken(fast)
         put(key, data, if_absent=if_absent)
 
     monkeypatch.setattr(world.bucket, "put", stopping)
-    assert slow.attempt(1) is None
+    assert slow.try_acquire(1) is None
     assert side.turn_key(0, 1) not in claims(world), "what it made is gone again"
 
 
 def test_old_claims_are_removed_by_those_who_come_later(world: FleetRun) -> None:
-    for number in range(1, 3 * KEPT):
+    for number in range(1, 3 * CLAIMS_KEPT):
         turns = world.turns(f"r{number % 3}")
-        turns.end(taken(turns))
-    assert len(claims(world)) <= 2 * (KEPT + 1)
-    assert taken(world.turns("last")).number == 3 * KEPT
+        turns.release(taken(turns))
+    assert len(claims(world)) <= 2 * (CLAIMS_KEPT + 1)
+    assert taken(world.turns("last")).number == 3 * CLAIMS_KEPT
 
 
 def test_turn_costs_few_requests(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +149,10 @@ def test_turn_costs_few_requests(world: FleetRun, monkeypatch: pytest.MonkeyPatc
     for name in ("put", "list", "delete", "get"):
         counted(name)
     monkeypatch.setattr(world.bucket, "stat", lambda key: ObjectInfo(key, 1, world.bucket.held[key][1]))
-    for number in range(1, 3 * KEPT):
+    for number in range(1, 3 * CLAIMS_KEPT):
         asked.clear()
-        turns.end(taken(turns))
-        assert asked == ["list", "put", "list", "put"] + ["delete"] * (2 if number > KEPT else 0)
+        turns.release(taken(turns))
+        assert asked == ["list", "put", "list", "put"] + ["delete"] * (2 if number > CLAIMS_KEPT else 0)
 
 
 @pytest.mark.parametrize("data", [b"{", b"x" * 200_000, b'{"format_version":2}'])
@@ -161,7 +161,7 @@ def test_claim_that_cannot_be_read_holds_as_long_as_ones_own(world: FleetRun, da
         world.bucket.put(key, b"{}")  # claims of nobody
     world.bucket.put(side.turn_key(0, 7), data)
     turns = world.turns("a")
-    assert turns.attempt(1) is None
+    assert turns.try_acquire(1) is None
     world.passes(LIFE + 1)
     assert taken(turns).number == 8
 
@@ -170,7 +170,7 @@ def test_numbers_that_are_used_up_are_a_failure(world: FleetRun) -> None:
     world.bucket.put(side.turn_key(0, 10**10 - 1), b"{}")
     world.bucket.put(side.turn_end_key(0, 10**10 - 1), side.TURN_END)
     with pytest.raises(Exception, match=r"turns/00/ has no numbers left"):
-        world.turns("a").take(1)
+        world.turns("a").acquire(1)
 
 
 def test_store_that_fails_is_waited_for_so_long(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_store_that_fails_is_waited_for_so_long(world: FleetRun, monkeypatch: py
     monkeypatch.setattr(world.bucket, "list", down)
     began = world.bucket.now
     with pytest.raises(StoreError, match="the store is down"):
-        world.turns("a").take(1)
+        world.turns("a").acquire(1)
     assert PATIENCE_SECONDS <= world.bucket.now - began <= PATIENCE_SECONDS + 2
 
 
@@ -191,7 +191,7 @@ def test_who_may_not_write_is_told_at_once(world: FleetRun, monkeypatch: pytest.
     monkeypatch.setattr(world.bucket, "put", refused)
     began = world.bucket.now
     with pytest.raises(AccessError):
-        world.turns("a").take(1)
+        world.turns("a").acquire(1)
     assert world.bucket.now == began
 
 
@@ -199,7 +199,7 @@ def test_who_is_asked_for_something_waits_no_longer(world: FleetRun) -> None:
     taken(world.turns("a"))
     asked = iter([False] * 5 + [True])
     began = world.bucket.now
-    assert world.turns("b").take(1, lambda: next(asked)) is None
+    assert world.turns("b").acquire(1, lambda: next(asked)) is None
     assert world.bucket.now - began < LIFE
 
 

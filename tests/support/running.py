@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from vllm_delta_sync.bucket.thread_pool import IDLE_SECONDS
+from vllm_delta_sync.bucket.threads import IDLE_SECONDS
 
 
 def mentioning(path: Path) -> set[int]:

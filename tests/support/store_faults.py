@@ -16,7 +16,7 @@ from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
 from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
 from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import DeltaSyncError, UnavailableError
 
 _Result = TypeVar("_Result")
@@ -68,7 +68,7 @@ class FlakyBucket(BucketMiddleware):
 
     def _around(self, call: Callable[[], _Result], size: int = 0) -> _Result:
         self._fail_at_times()
-        moved(size)
+        report_bytes(size)
         result = call()
         self._fail_at_times()
         return result
@@ -236,5 +236,5 @@ class ReportingBucket(BucketMiddleware):
 
     def _report(self, size: int) -> None:
         for start in range(0, size, self._piece):
-            moved(min(self._piece, size - start))
+            report_bytes(min(self._piece, size - start))
             self._pause(min(start + self._piece, size))

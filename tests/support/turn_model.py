@@ -13,7 +13,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.fleet.fleet import Fleet
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.fleet.pause_slots import PauseSlots
 
 WAIT = 120.0
@@ -64,7 +64,7 @@ class FleetRun:
         )
 
     def heartbeat(self, name: str, served: int | None, **more: Any) -> None:
-        write_lease(self.run, name, served, **{"seconds": 60, **more})
+        write_heartbeat(self.run, name, served, **{"seconds": 60, **more})
 
 
 class Yielding(BucketMiddleware):
@@ -163,7 +163,7 @@ class Actor(threading.Thread):
             stage.chance,
         )
         try:
-            held = turns.take(version)
+            held = turns.acquire(version)
             assert held is not None
             begin = stage.bucket.now
             stage.outcome.pauses.append((begin, begin + stage.pause))
@@ -172,7 +172,7 @@ class Actor(threading.Thread):
             # A pause ends by itself when its time is over.
             stage.outcome.pauses.remove((begin, begin + stage.pause))
             stage.outcome.pauses.append((begin, min(begin + stage.pause, stage.bucket.now)))
-            turns.end(held)
+            turns.release(held)
         except StoreError:
             return
 

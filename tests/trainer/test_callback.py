@@ -35,7 +35,7 @@ from trainer_side.integrations import receiver_lag as lag_module
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, StoreError, UsageError
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 
 ROOT = Path(__file__).parents[2]
 
@@ -322,7 +322,7 @@ def test_metrics_have_the_lag(
 
 
 def serve(run: Run, name: str, served: int | None, state: str = "serving") -> None:
-    write_lease(run, name, served, seconds=600, state=state)
+    write_heartbeat(run, name, served, seconds=600, state=state)
 
 
 def test_what_is_no_trainer_is_told_that_loggers_get_nothing(

@@ -18,7 +18,7 @@ class Shared(Hooked):
     """Looks a key up and then writes, as the Hub's own interface has it. ``after`` stands for another writer that had
     looked before, and is served later."""
 
-    exclusive = False
+    supports_conditional_put = False
 
     def overwrite(self, key: str, data: bytes) -> None:
         """As another writer, who is not hooked."""

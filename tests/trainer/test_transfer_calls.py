@@ -19,7 +19,7 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, PublishError, StoreError, UsageError
 from vllm_delta_sync.fleet.fleet import FleetLateError
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
+from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
@@ -159,7 +159,7 @@ def test_resume_waits_until_the_version_is_served(url: str, base: Path, weights:
     returned = threading.Event()
 
     def serve(name: str, version: int) -> None:
-        write_lease(Run(open_bucket(url)), name, version, seconds=600)
+        write_heartbeat(Run(open_bucket(url)), name, version, seconds=600)
 
     def resume() -> None:
         transfer.resume()
@@ -180,7 +180,7 @@ def test_resume_says_who_is_late(url: str, base: Path, weights: Weights, caplog:
     strict, lenient = (DeltaWeightTransfer(url, base, wait_served=0.2, stop_on_error=stop) for stop in (True, False))
     strict.init_weight_transfer()
     strict.resume()
-    write_lease(Run(open_bucket(url)), "slow", 0, seconds=600)
+    write_heartbeat(Run(open_bucket(url)), "slow", 0, seconds=600)
     strict.send_weights(weights.stream())
     with pytest.raises(FleetLateError, match="slow"):
         strict.resume()

@@ -64,7 +64,7 @@ class ReceiverLag:
             if self._fleet is None:
                 self._run = Run(self._bucket) if isinstance(self._bucket, Bucket) else open_run(self._bucket)
                 self._fleet = Fleet(self._run)
-            self._fleet.look()
+            self._fleet.poll()
         except DeltaSyncError as error:
             logger.debug("how far receivers are behind is not known: %s", error)
             self._lag = None

@@ -1,7 +1,7 @@
-"""Where runs live: a directory, an S3-compatible store, a Hugging Face bucket, or memory.
+"""Buckets, where runs are stored: a directory, an S3-compatible store, a Hugging Face bucket, or memory.
 
-May import ``settings`` and what is below. ``base.Bucket`` is the contract that every store keeps; ``factory`` opens one
-from its URL. tests/bucket/contract/ runs over every store.
+Start with ``base.Bucket``, the contract of every store, and ``factory``, which opens a store from its URL.
+tests/bucket/contract/ tests every store against the contract. May import ``settings`` and what is below.
 """
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key

@@ -1,7 +1,6 @@
-"""The contract of a bucket: the one place both sides share.
+"""``Bucket``: the interface that publishers and receivers use to store objects under keys.
 
-A bucket holds immutable-looking blobs under keys. Every implementation keeps the promises on :class:`Bucket`;
-``tests/bucket/contract/`` checks them for each.
+Every implementation keeps the promises listed on :class:`Bucket`; ``tests/bucket/contract/`` tests each of them.
 """
 
 from abc import ABC, abstractmethod
@@ -21,10 +20,11 @@ from vllm_delta_sync.urls import check_prefix as check_prefix
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What ``stat`` and ``list`` say of an object.
+    """What ``stat`` and ``list`` return for an object.
 
-    ``bytes`` is its size; ``modified`` is when it was last put, in seconds since the epoch by the store's
-    clock, to the second: of one object some stores say milliseconds in a listing and none otherwise.
+    Attributes:
+        bytes: size. modified: when the object was last put, in seconds since the epoch by the store's clock. Compare
+            whole seconds only: some stores report milliseconds in ``list`` but not in ``stat``.
     """
 
     key: str
@@ -35,55 +35,56 @@ class ObjectInfo:
 class Bucket(ABC):
     """A flat namespace of objects.
 
-    **Keys** are ``part(/part)*`` of ``[A-Za-z0-9._-]``, no part ``.`` and none that ends in
-    ``..`` (the Hub takes none), each part at most 255
-    bytes, 512 in all. No key may be a folder of another (``a`` beside ``a/b``): some stores cannot hold
-    both, and refuse the second one with UsageError; others do not notice.
+    **Keys** are ``part(/part)*`` of ``[A-Za-z0-9._-]``. No part is ``.`` or ends in ``..`` (the Hub refuses those).
+    A part has at most 255 bytes, a key at most 512. A key must not be a folder of another key (``a`` and ``a/b``):
+    some stores cannot hold both and refuse the second with UsageError; others accept both.
 
-    **Atomic.** A reader sees an object whole, old or new, or not at all; a writer that dies leaves nothing
+    **Atomic.** A reader sees the whole old object, the whole new object, or none. A writer that dies leaves nothing
     visible.
 
     **Durable.** When ``put`` returns, the object survives a crash of the process and of the machine.
 
-    **Visible.** When ``put`` or ``delete`` returns, every later call of any reader anywhere sees its
-    effect, ``list`` included. Calls that overlap with it see the state before or after.
+    **Visible.** When ``put`` or ``delete`` returns, every later call of every reader sees the effect, in ``list`` too.
+    Overlapping calls see the state before or after.
 
-    **Create-if-absent.** Of any number of writers racing with ``if_absent=True`` for one key exactly one
-    returns; the others raise ConflictError. After a StoreError the object may or may not be there: a caller
-    that tries again has to expect its own object, by reading it back on ConflictError. A store that cannot promise
-    that says so in ``exclusive``; none but a directory promises it for more than 64 MB, which go up in parts.
+    **Create-if-absent.** When writers race with ``if_absent=True`` for one key, exactly one returns; the others raise
+    ConflictError. After a StoreError the object may or may not exist, so a caller that retries and gets ConflictError
+    must read the object back: it may be the caller's own. A store that cannot promise this sets
+    ``supports_conditional_put`` to False. Only a directory promises it for objects of more than 64 MB, which other
+    stores upload in parts.
 
-    **Threads and processes.** Any number may use the same bucket, and threads the same instance, without
-    locks.
+    **Threads and processes.** Any number of processes may use the same bucket, and any number of threads the same
+    instance, without locks.
 
-    **Errors** of every method: UsageError for a key that is not well-formed; StoreError when the store
-    cannot be reached, is full, or refuses; the message names key, place and mend. Nothing else escapes,
-    except what the methods list themselves. Of StoreError, AccessError is for credentials that are refused, and
-    UnavailableError for what is worth trying again at once.
+    **Errors** of every method: UsageError if a key is malformed; StoreError if the store cannot be reached, is full,
+    or refuses the request. The message names the key, the bucket and the remedy. Methods raise nothing else except
+    what they list. AccessError is a StoreError for refused credentials, UnavailableError one for failures that are
+    worth an immediate retry.
 
-    **Flow.** Bytes are told to ``flow.moved`` as they come and go, in the thread of the call.
+    **Transfers.** Implementations pass transferred bytes to ``transfer_observers.report_bytes``, in the thread of the
+    call.
     """
 
     url: str
-    """What ``open_bucket`` takes to open the same bucket again. Holds no credentials: it is shown and written down."""
+    """``open_bucket`` opens the same bucket from this URL. It holds no credentials, because it is shown and stored."""
 
-    exclusive: bool = True
-    """Whether create-if-absent holds. Otherwise the key is looked up before and read back after the write, so two
-    writers at one moment may both be told that they were first, and who comes last is the one that stays."""
+    supports_conditional_put: bool = True
+    """Whether create-if-absent holds. If not, the store looks the key up before the write and reads it back after, so
+    two simultaneous writers may both succeed, and the last one's object remains."""
 
     overwrite_seconds: float = 0.0
-    """How far apart overwrites of one key have to be; the store refuses more of them as too many requests."""
+    """Minimum time between overwrites of one key; the store refuses faster ones as too many requests."""
 
     @abstractmethod
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        """Store an object, replacing what is there unless ``if_absent``.
+        """Store an object, replacing an existing one unless ``if_absent``.
 
-        A ``Path`` is streamed with bounded memory; the file must not change meanwhile.
+        A ``Path`` is streamed with bounded memory; the file must not change during the call.
 
         Raises:
-            ConflictError: ``if_absent`` and the key exists already; it is left as it was.
-            UsageError: bad key, ``data`` names no readable file, or the key is a folder of another or the
-            reverse.
+            ConflictError: ``if_absent`` is set and the key exists; the object is unchanged.
+            UsageError: the key is malformed, ``data`` names no readable file, or one of this key and an existing key
+                is a folder of the other.
         """
 
     @abstractmethod
@@ -92,14 +93,12 @@ class Bucket(ABC):
 
         Raises:
             NotFoundError: no such object.
-            LimitError: larger than ``max_bytes``; nothing was read or allocated.
+            LimitError: the object is larger than ``max_bytes``; nothing was read or allocated.
         """
 
     @abstractmethod
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Return ``length`` bytes from offset ``start``, or as many of them as the object has.
-
-        Past the end of the object that is ``b""``.
+        """Return ``length`` bytes from offset ``start``, fewer if the object ends before, ``b""`` past its end.
 
         Raises:
             NotFoundError: no such object.
@@ -110,17 +109,16 @@ class Bucket(ABC):
     def get_file(self, key: str, path: Path) -> None:
         """Copy the object to a local file with bounded memory.
 
-        ``path`` ends up with the whole object, replacing what is there, or stays as it was. The copy is a
-        cache: it is not made durable.
+        The copy replaces ``path`` as a whole; on failure ``path`` is unchanged. The copy is not synced to disk.
 
         Raises:
             NotFoundError: no such object.
-            StoreError: also when ``path`` cannot be written.
+            StoreError: the store failed, or ``path`` cannot be written.
         """
 
     @abstractmethod
     def stat(self, key: str) -> ObjectInfo:
-        """Return size and time of an object.
+        """Return size and modification time of an object.
 
         Raises:
             NotFoundError: no such object.
@@ -130,22 +128,21 @@ class Bucket(ABC):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield the objects whose key starts with ``prefix``, ascending by key, without reading far ahead.
 
-        ``prefix`` is the beginning of a key and need not end at a ``/``. Objects put or deleted while the
-        iterator is in use may or may not show; all others show exactly once. A bucket that does not exist
-        yet is empty.
+        ``prefix`` need not end at a ``/``. Objects put or deleted during the iteration may or may not appear; all
+        others appear exactly once. A bucket that does not exist yet is empty.
         """
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove an object; done when there is none."""
+        """Remove an object; succeeds if there is none."""
 
     @contextmanager
     def transfer(self, key: str) -> Iterator[None]:
-        """Calls of ``get_range`` within the block fetch one large object together, and are shown as one thing."""
+        """Show all calls of ``get_range`` in the block, which fetch one large object, as one transfer."""
         yield
 
     def close(self) -> None:
-        """Give back connections and threads; safe to call twice. No other method may be called afterwards."""
+        """Release connections and threads; safe to call twice. Call no other method afterwards."""
         return None
 
     def __enter__(self) -> Self:
@@ -168,7 +165,7 @@ def check_range(key: str, start: int, length: int) -> None:
 
 
 def check_size(key: str, size: int, max_bytes: int | None) -> None:
-    """Refuse an object that is larger than its reader wants to hold.
+    """Refuse an object that is larger than the reader's limit.
 
     Raises:
         LimitError: naming key, size and limit.

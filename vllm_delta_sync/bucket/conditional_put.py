@@ -1,7 +1,7 @@
-"""Create an object that no other writer has created, and find out whether it is still ours.
+"""``create_if_absent`` and ``confirm_created``: create an object that no other writer has created.
 
-Where create-if-absent does not hold (``Bucket.exclusive``), two writers may both believe that they were first, and the
-object that was written last stays. There an object is ours only if it reads back as ours after a settling time.
+Where create-if-absent does not hold (``Bucket.supports_conditional_put``), two writers may both succeed, and the object
+written last remains. There an object counts as ours only if it reads back as ours after a settling time.
 """
 
 import time
@@ -13,26 +13,26 @@ from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, Sto
 from vllm_delta_sync.format import limits
 
 SETTLING_SECONDS = 2.0
-"""Longer than a write takes to have its effect after the lookup before it, unless something is wrong."""
+"""Longer than a write normally takes to become visible after the lookup that precedes it."""
 
 _Read = TypeVar("_Read")
 
 
-def created(bucket: Bucket, key: str, data: bytes) -> bool:
-    """Put an object if the key is absent; False if another writer's object is there.
+def create_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
+    """Put an object if the key is absent; return False if another writer's object exists.
 
     Args:
-        data: bytes that no other writer puts under this key, such as a document with a random id: after a put whose
-            answer was lost they show that the object is ours.
+        data: bytes that no other writer puts under this key, such as a document with a random id. If the store's
+            answer is lost, they prove that the object is ours.
 
     Raises:
-        StoreError: the store failed; the object may be there or not.
+        StoreError: the store failed; the object may or may not exist.
     """
     try:
         bucket.put(key, data, if_absent=True)
     except (ConflictError, StoreError) as error:
         try:
-            if gives(lambda: bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), data):
+            if reads_back(lambda: bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), data):
                 return True
         except NotFoundError:
             raise error from None
@@ -42,28 +42,30 @@ def created(bucket: Bucket, key: str, data: bytes) -> bool:
     return True
 
 
-def settled(bucket: Bucket, key: str, data: bytes) -> bool:
-    """Whether an object that was created just now is ours to stay. Takes a while where create-if-absent does not hold.
+def confirm_created(bucket: Bucket, key: str, data: bytes) -> bool:
+    """Return whether an object that this writer has just created is still its own.
+
+    Waits ``SETTLING_SECONDS`` if create-if-absent does not hold.
 
     Raises:
         StoreError: the object could not be read.
     """
-    if bucket.exclusive:
+    if bucket.supports_conditional_put:
         return True
     time.sleep(SETTLING_SECONDS)
-    return reads(bucket, key, data)
+    return has_content(bucket, key, data)
 
 
-def reads(bucket: Bucket, key: str, data: bytes, lost: bool = False) -> bool:
-    """Whether an object has these bytes; ``lost`` if there is none. Raises StoreError."""
+def has_content(bucket: Bucket, key: str, data: bytes, if_missing: bool = False) -> bool:
+    """Return whether an object has these bytes, or ``if_missing`` if there is none. Raises StoreError."""
     try:
-        return gives(lambda: bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)), data)
+        return reads_back(lambda: bucket.get(key, max_bytes=max(len(data), limits.MAX_SIDE_BYTES)), data)
     except NotFoundError:
-        return lost
+        return if_missing
     except LimitError:
         return False
 
 
-def gives(read: Callable[[], _Read], expected: _Read) -> bool:
-    """Whether a read gives what is expected. If not it is read again: bytes may flip on the way from the store."""
+def reads_back(read: Callable[[], _Read], expected: _Read) -> bool:
+    """Return whether ``read`` returns what is expected; reads twice, because bytes may be damaged in transit."""
     return read() == expected or read() == expected

@@ -1,4 +1,4 @@
-"""From a URL to a bucket that keeps its promises over a network: the one place where wrappers are put on."""
+"""``open_bucket``: opens a bucket from its URL and wraps it in middleware."""
 
 import os
 from typing import TYPE_CHECKING
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class OpenedBucket(BucketMiddleware):
-    """What ``open_bucket`` gives for anything but a plain directory.
+    """A bucket in its middleware: what ``open_bucket`` returns, except for a plain directory.
 
     Attributes:
-        options: it was opened with. metrics: what it was used for, without its mirror.
-        origin: the same bucket without the mirror in front of it; closed with this one.
+        options: the options it was opened with. metrics: its use, the mirror not counted.
+        origin: the same bucket without its mirror; closed with this one.
     """
 
     def __init__(self, inner: Bucket, options: StoreOptions, metrics: "Metrics", origin: Bucket | None = None) -> None:
@@ -32,39 +32,38 @@ class OpenedBucket(BucketMiddleware):
 def open_bucket(url: str | os.PathLike[str], options: StoreOptions | None = None) -> Bucket:
     """Open the bucket that ``url`` names, without touching the store yet.
 
-    A bare path, absolute or relative, and ``file:///absolute/path`` name a local directory, which is made
-    by the first ``put``. In a ``file:`` URL ``%20`` and the like are decoded; in a bare path nothing is.
-    ``hf://``, ``s3://``, ``gs://`` and ``az://`` take credentials from where each store's own tools do.
-    ``memory://name`` lives and ends with this process.
+    A bare path, absolute or relative, and ``file:///absolute/path`` name a local directory, which the first ``put``
+    creates. Percent-escapes such as ``%20`` are decoded in a ``file:`` URL, not in a bare path. ``hf://``, ``s3://``,
+    ``gs://`` and ``az://`` find credentials where each store's own tools do. ``memory://name`` ends with the process.
 
     Args:
-        options: how to talk to the store; None: as the settings say (environment, then TOML file).
+        options: how to talk to the store; None: read the settings (environment, then TOML file).
 
     Raises:
         UsageError: the URL is empty, has an unknown scheme, names another machine's files, or holds credentials; or
-            the library for such a store is not installed.
-        SettingsError: ``options`` is None and a setting is unknown or does not fit.
+            the library for the store is not installed.
+        SettingsError: ``options`` is None and a setting is unknown or invalid.
     """
     url = os.fspath(url)
     check_public(url)
     options = client_settings().store() if options is None else options
-    # Implementations are imported late so that reading a local directory does not load every store's client.
+    # Imported here so that a local directory does not load the clients of other stores.
     if scheme_of(url) == "file":
         from vllm_delta_sync.bucket.local import LocalBucket
 
         bucket: Bucket = LocalBucket(local_path(url))
         plain = options.mirror is None and options.store_upload_limit is None and options.store_download_limit is None
-        return bucket if plain else _dressed(bucket, options, network=False)
-    return _dressed(_open_store(url, options), options, network=True)
+        return bucket if plain else _wrap(bucket, options, network=False)
+    return _wrap(_open_store(url, options), options, network=True)
 
 
 def open_beside(bucket: Bucket, url: str | os.PathLike[str], mirrored: bool = True) -> Bucket:
-    """Open another bucket with the options of ``bucket``; raises as ``open_bucket``.
+    """Open another bucket with the options of ``bucket``; raises what ``open_bucket`` raises.
 
-    An endpoint is that of one kind of store: another kind has the one that its own environment names.
+    ``store_endpoint`` is passed on only if both URLs have the same scheme: another kind of store has another endpoint.
 
     Args:
-        mirrored: whether a mirror may stand in front of it.
+        mirrored: whether to use the mirror.
     """
     options = bucket.options if isinstance(bucket, OpenedBucket) else client_settings().store()
     if not mirrored:
@@ -87,8 +86,8 @@ def _open_store(url: str, options: StoreOptions) -> Bucket:
     raise unknown_scheme(url)
 
 
-def _dressed(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
-    """A store with everything that is put around it, what is nearest to it first."""
+def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
+    """Wrap a store in its middleware, innermost first."""
     from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
     from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
     from vllm_delta_sync.bucket.middleware.metrics import PROCESS, MeteredBucket, Metrics
@@ -109,8 +108,8 @@ def _dressed(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBuck
         return origin
     from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
 
-    # What there are limits of is this machine's part of the network. Waiting for connections is not told to the
-    # mirror's deadline in time.
+    # Bandwidth limits are about this machine's network, so they apply to the mirror too. The limit of connections does
+    # not: the mirror's deadline would not learn of the waiting in time.
     limits = options.model_copy(update={"store_connections": MOST_CONNECTIONS})
     mirror = LimitedBucket(open_mirror(options.mirror, options), limits)
     mirrored = MirrorBucket(origin, mirror, connections=options.store_connections)
@@ -118,17 +117,17 @@ def _dressed(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBuck
 
 
 def open_mirror(url: str, options: StoreOptions) -> Bucket:
-    """The store of a mirror, as it is: what fails there is asked of the bucket itself, and not again.
+    """Open a mirror without middleware: what fails there is read from the bucket itself, without a retry.
 
-    Raises as ``open_bucket``.
+    Raises what ``open_bucket`` raises.
 
     Args:
-        options: of the bucket that it stands in front of; the endpoint is not the mirror's.
+        options: those of the mirrored bucket; its endpoint and mirror are ignored.
     """
     check_public(url)
     plain = options.model_copy(update={"mirror": None, "store_endpoint": None})
     if scheme_of(url) in ("http", "https"):
-        from vllm_delta_sync.bucket.http_bucket import HttpBucket
+        from vllm_delta_sync.bucket.obstore_bucket import HttpBucket
 
         return HttpBucket(url, plain)
     if scheme_of(url) == "file":

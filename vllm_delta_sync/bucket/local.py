@@ -1,12 +1,12 @@
-"""A bucket in a local or shared directory: one file per object, at the path its key spells.
+"""``LocalBucket``: a bucket in a local or shared directory, one file per object, its key as the path.
 
-An object is written to a staging directory inside the root, synced, and then given its name in one step: a
-hard link where the name must be new, a rename otherwise.
+A put writes the object to a staging directory inside the root, syncs it, and gives it its name in one step: by a hard
+link if the name must be new, otherwise by a rename.
 
-Over NFS a name that another client replaced leaves a handle that the server no longer knows (ESTALE); then everything
-is looked up again. A reply may be lost, and the client asks twice: whether the first time worked shows in the file. An
-error of fsync is never tried again on the same file, because the kernel may have thrown the bytes away by then: the
-put fails, and what it wrote is removed.
+Over NFS, a handle becomes stale (ESTALE) when another client replaces the name; then all names are looked up again. If
+a reply is lost and the client repeats the request, the file itself shows whether the first one succeeded. A failed
+fsync is never retried on the same file, because the kernel may have dropped the bytes: the put fails and removes what
+it wrote.
 """
 
 import errno
@@ -29,20 +29,25 @@ from vllm_delta_sync.bucket.base import (
     check_range,
     check_size,
 )
-from vllm_delta_sync.bucket.local_errors import failure
-from vllm_delta_sync.bucket.nfs import StagedFile, again, is_silly
-from vllm_delta_sync.bucket.safe_paths import open_folder, refuse_link
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.local_fs import (
+    StagedFile,
+    describe_failure,
+    is_nfs_leftover,
+    open_folder,
+    refuse_link,
+    retry_stale,
+)
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 
 STAGING = "~staging"
-"""Not a valid part of a key, so that no object can ever be in its way."""
+"""Not a valid part of a key, so no object can have this name."""
 STALE_STAGING_SECONDS = 24 * 3600.0
-"""A staging file untouched for so long belongs to a writer that died."""
+"""A staging file of this age belongs to a writer that died."""
 COPY_BYTES = 1024 * 1024
 _Result = TypeVar("_Result")
 
-# Without O_NONBLOCK somebody's named pipe would hold a reader for ever.
+# Without O_NONBLOCK, opening a named pipe would block for ever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -50,9 +55,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class LocalBucket(Bucket):
     """Objects as files below ``root``, which the first ``put`` creates.
 
-    ``root`` itself may be or lead through a symbolic link; below it links are refused with StoreError, and
-    ``list`` leaves them out. The file system must have hard links (all common ones do, NFS included). File
-    modes follow the umask.
+    ``root`` may be a symbolic link or lead through one. Links below it are refused with StoreError, and ``list`` omits
+    them. The file system must support hard links (all common ones do, NFS included). File modes follow the umask.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -64,15 +68,17 @@ class LocalBucket(Bucket):
         folders, name = _split(key)
         with ExitStack() as stack:
             source = data if isinstance(data, bytes) else stack.enter_context(_open_source(key, data))
-            stack.enter_context(self._writing("write", key))
-            # What stands in the way is refused before any byte is written.
-            again(lambda: self._in_folder(folders, lambda folder: self._check_target(key, folder, name, if_absent)))
-            # A pipe can be read once.
-            once = not isinstance(source, bytes) and not source.seekable()
-            staged = self._stage(source) if once else again(lambda: self._stage(source))
+            stack.enter_context(self._write_errors("write", key))
+            # Refuse a conflict before any byte is written.
+            retry_stale(
+                lambda: self._in_folder(folders, lambda folder: self._check_target(key, folder, name, if_absent))
+            )
+            # A pipe can be read only once.
+            readable_once = not isinstance(source, bytes) and not source.seekable()
+            staged = self._stage(source) if readable_once else retry_stale(lambda: self._stage(source))
             publish = partial(self._publish, key, staged, name, if_absent)
             try:
-                again(lambda: self._in_folder(folders, publish))
+                retry_stale(lambda: self._in_folder(folders, publish))
             finally:
                 self._discard(staged)
 
@@ -87,7 +93,7 @@ class LocalBucket(Bucket):
                 ) from error
             if len(data) != info.bytes:
                 raise OSError(errno.EIO, f"{len(data)} of {info.bytes} bytes came")
-            moved(len(data))
+            report_bytes(len(data))
             return data
 
         return self._read_object(key, read)
@@ -96,7 +102,7 @@ class LocalBucket(Bucket):
         def read(file: BufferedIOBase, info: ObjectInfo) -> bytes:
             file.seek(min(start, info.bytes))
             data = file.read(max(0, min(length, info.bytes - start)))
-            moved(len(data))
+            report_bytes(len(data))
             return data
 
         check_range(key, start, length)
@@ -112,25 +118,25 @@ class LocalBucket(Bucket):
                 try:
                     copy.write(block)
                 except OSError as error:
-                    raise self._no_copy(key, path, error) from error
+                    raise self._copy_error(key, path, error) from error
 
         try:
             with open(part, "xb") as copy:
                 self._read_object(key, read)
             os.replace(part, path)
         except OSError as error:
-            raise self._no_copy(key, path, error) from error
+            raise self._copy_error(key, path, error) from error
         finally:
             _unlink(part)
 
     def stat(self, key: str) -> ObjectInfo:
         folders, name = _split(key)
 
-        def look(folder: int) -> ObjectInfo:
+        def read_info(folder: int) -> ObjectInfo:
             return self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
 
-        with self._reading("look up", key):
-            return again(lambda: self._in_folder(folders, look, create=False))
+        with self._read_errors("look up", key):
+            return retry_stale(lambda: self._in_folder(folders, read_info, create=False))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -144,9 +150,9 @@ class LocalBucket(Bucket):
             os.unlink(name, dir_fd=folder)
 
         try:
-            with self._reading("delete", key):
-                again(lambda: self._in_folder(folders, remove, create=False))
-                again(lambda: self._in_folder(folders, os.fsync, create=False))
+            with self._read_errors("delete", key):
+                retry_stale(lambda: self._in_folder(folders, remove, create=False))
+                retry_stale(lambda: self._in_folder(folders, os.fsync, create=False))
         except NotFoundError:
             return
 
@@ -157,7 +163,7 @@ class LocalBucket(Bucket):
     # Writing
 
     def _check_target(self, key: str, folder: int, name: str, if_absent: bool) -> None:
-        """Refuse what can be refused before any byte is written."""
+        """Refuse a put that cannot succeed, before any byte is written."""
         try:
             self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
         except FileNotFoundError:
@@ -165,12 +171,13 @@ class LocalBucket(Bucket):
         except NotFoundError as error:
             raise UsageError(f"key {key!r} is a folder of other keys in {self.url}; choose another") from error
         if if_absent:
-            # It may be the caller's own, of a put whose last fsync failed: whoever reads it back has to keep it.
+            # The object may be the caller's own, from a put whose last fsync failed: make it durable, because the
+            # caller accepts it after reading it back.
             os.fsync(folder)
             raise self._conflict(key)
 
     def _publish(self, key: str, staged: StagedFile, name: str, if_absent: bool, folder: int) -> None:
-        """Give a staged file its name. Safe to call again after an error that left open whether it worked."""
+        """Give a staged file its name. Safe to repeat after an error whose outcome is unknown."""
         with open_folder(self._root, [STAGING]) as staging:
             if if_absent:
                 self._link(key, staging, staged, folder, name)
@@ -178,7 +185,7 @@ class LocalBucket(Bucket):
                 try:
                     os.replace(staged.name, name, src_dir_fd=staging, dst_dir_fd=folder)
                 except FileNotFoundError:
-                    # Moved already, if the reply to that was lost.
+                    # The file may have been moved already and the reply lost.
                     if not staged.is_at(name, folder):
                         raise
         os.fsync(folder)
@@ -187,7 +194,7 @@ class LocalBucket(Bucket):
         try:
             os.link(staged.name, name, src_dir_fd=staging, dst_dir_fd=folder, follow_symlinks=False)
         except FileExistsError as error:
-            # Made already, if the reply to that was lost; or by another writer.
+            # Either our link was made already and the reply lost, or another writer made it.
             linked = os.stat(staged.name, dir_fd=staging, follow_symlinks=False).st_nlink > 1
             if not linked and not staged.is_at(name, folder):
                 os.fsync(folder)
@@ -197,22 +204,22 @@ class LocalBucket(Bucket):
                 raise
             raise StoreError(
                 f"cannot write key {key!r} of {self.url}: no hard links there ({error.strerror}), so two "
-                "writers could both win; use a file system that has them, such as ext4, xfs, tmpfs or NFS"
+                "writers could both succeed; use a file system that has them, such as ext4, xfs, tmpfs or NFS"
             ) from error
 
     def _conflict(self, key: str) -> ConflictError:
         return ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
 
     def _stage(self, data: bytes | BufferedIOBase) -> StagedFile:
-        """Write ``data`` durably where no reader sees it."""
+        """Write ``data`` durably to the staging directory, where no reader sees it."""
         name = f"{os.getpid()}-{secrets.token_hex(8)}"
         with open_folder(self._root, [STAGING], create=True) as staging:
             try:
-                # Closing may fail too: some file systems report only then that bytes were lost.
+                # Closing may fail too: some file systems report lost bytes only then.
                 with open(os.open(name, _CREATE, 0o666, dir_fd=staging), "wb") as file:
                     if isinstance(data, bytes):
                         file.write(data)
-                        moved(len(data))
+                        report_bytes(len(data))
                     else:
                         if data.seekable():
                             data.seek(0)
@@ -221,70 +228,73 @@ class LocalBucket(Bucket):
                     file.flush()
                     os.fsync(file.fileno())
                     staged, now = StagedFile.of(name, file.fileno()), os.fstat(file.fileno()).st_mtime
-            except BaseException:  # an interrupt too must not leave its staged bytes for the sweep a day later
+            except BaseException:  # an interrupt too must not leave staged bytes behind
                 _unlink(name, staging)
                 raise
             self._sweep(staging, now)
         return staged
 
     def _discard(self, staged: StagedFile) -> None:
-        """Remove a staged file; one that was moved is no longer there."""
+        """Remove a staged file, if it was not moved."""
         try:
             with open_folder(self._root, [STAGING]) as staging:
                 _unlink(staged.name, staging)
         except (OSError, StoreError):
-            return  # the sweep of a later writer gets it
+            return  # a later writer's sweep removes it
 
     def _sweep(self, staging: int, now: float) -> None:
-        """Remove what dead writers left. ``now`` is the store's: the clock of another machine may be days off."""
+        """Remove staging files of dead writers.
+
+        ``now`` is the time by the file server's clock: this machine's clock may be wrong by days.
+        """
         if self._swept:
             return
         self._swept = True
         try:
             names = os.listdir(staging)
         except OSError:
-            return  # a later writer sweeps
+            return  # a later writer sweeps them
         for name in names:
             try:
                 if os.stat(name, dir_fd=staging, follow_symlinks=False).st_mtime < now - STALE_STAGING_SECONDS:
                     os.unlink(name, dir_fd=staging)
             except OSError:
-                continue  # swept by another writer meanwhile, held open over NFS, or not ours to remove
+                continue  # removed by another writer, open over NFS, or owned by another user
 
     # Reading
 
     def _read_object(self, key: str, read: Callable[[BufferedIOBase, ObjectInfo], _Result]) -> _Result:
-        """Open an object and read it; from the beginning if it is replaced meanwhile and its server forgets it."""
+        """Open and read an object; start again if its handle becomes stale because it was replaced."""
         folders, name = _split(key)
 
         def attempt(folder: int) -> _Result:
-            # Before opening, so that a link or a pipe is refused by its name; the open refuses them too.
+            # Check before opening, so that the message names a link or pipe; the open refuses them too.
             self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
             opened = os.open(name, _READ, dir_fd=folder)
             with open(opened, "rb") as file:
                 return read(file, self._info(key, os.fstat(opened)))
 
-        with self._reading("read", key):
-            return again(lambda: self._in_folder(folders, attempt, create=False))
+        with self._read_errors("read", key):
+            return retry_stale(lambda: self._in_folder(folders, attempt, create=False))
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        path, slash, begin = prefix.rpartition("/")
+        path, slash, start = prefix.rpartition("/")
         try:
-            yield from self._list_folder(path + slash, begin)
+            yield from self._list_folder(path + slash, start)
         except NotFoundError:
             return
 
-    def _list_folder(self, path: str, begin: str) -> Iterator[ObjectInfo]:
+    def _list_folder(self, path: str, start: str) -> Iterator[ObjectInfo]:
         folders = path.split("/")[:-1]
-        with self._reading("list", path):
-            names = again(lambda: self._in_folder(folders, lambda folder: _names(folder, begin), create=False))
+        with self._read_errors("list", path):
+            names = retry_stale(lambda: self._in_folder(folders, lambda folder: _names(folder, start), create=False))
         with ExitStack() as stack:
-            with self._reading("list", path):
+            with self._read_errors("list", path):
                 folder = stack.enter_context(open_folder(self._root, folders))
             for name in names:
                 key = path + name
                 if not _is_key(key.removesuffix("/")):
-                    continue  # staging, or a file that no put has made
+                    continue  # the staging directory, or a file that no put made
                 try:
                     if not name.endswith("/"):
                         yield from self._list_file(folder, key, name)
@@ -294,7 +304,7 @@ class LocalBucket(Bucket):
                     continue  # deleted while listing
 
     def _list_file(self, folder: int, key: str, name: str) -> Iterator[ObjectInfo]:
-        with self._reading("list", key):
+        with self._read_errors("list", key):
             try:
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False)
             except OSError as error:
@@ -315,44 +325,44 @@ class LocalBucket(Bucket):
 
     # Errors
 
-    def _no_copy(self, key: str, path: Path, error: OSError) -> StoreError:
-        return StoreError(failure(f"copy key {key!r} of {self.url} to {path}", error))
+    def _copy_error(self, key: str, path: Path, error: OSError) -> StoreError:
+        return StoreError(describe_failure(f"copy key {key!r} of {self.url} to {path}", error))
 
     @contextmanager
-    def _reading(self, action: str, key: str) -> Iterator[None]:
+    def _read_errors(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self._root.exists():
                 raise NotFoundError(f"no object {key!r}: {self.url} does not exist; check the bucket URL") from error
             if not self._root.is_dir():
-                raise StoreError(failure(f"{action} key {key!r} of {self.url}", error)) from error
+                raise StoreError(describe_failure(f"{action} key {key!r} of {self.url}", error)) from error
             raise NotFoundError(f"no object {key!r} in {self.url}") from error
         except OSError as error:
-            raise StoreError(failure(f"{action} key {key!r} of {self.url}", error)) from error
+            raise StoreError(describe_failure(f"{action} key {key!r} of {self.url}", error)) from error
 
     @contextmanager
-    def _writing(self, action: str, key: str) -> Iterator[None]:
+    def _write_errors(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise StoreError(failure(f"{action} key {key!r} of {self.url}", error)) from error
+            raise StoreError(describe_failure(f"{action} key {key!r} of {self.url}", error)) from error
 
 
-def _names(folder: int, begin: str) -> list[str]:
+def _names(folder: int, start: str) -> list[str]:
     with os.scandir(folder) as entries:
-        # With its slash a directory sorts where its keys do: after "a-b" and "a.b", before "a0".
+        # With its slash, a directory sorts where its keys sort: after "a-b" and "a.b", before "a0".
         return sorted(
             entry.name + ("/" if entry.is_dir(follow_symlinks=False) else "")
             for entry in entries
-            if entry.name.startswith(begin)
+            if entry.name.startswith(start)
         )
 
 
 def _split(key: str) -> tuple[list[str], str]:
     *folders, name = check_key(key).split("/")
-    if any(is_silly(part) for part in (*folders, name)):
-        raise UsageError(f"key {key!r} has a part that NFS clients call a removed file; choose another")
+    if any(is_nfs_leftover(part) for part in (*folders, name)):
+        raise UsageError(f"key {key!r} has a part that NFS clients use for removed files; choose another")
     return folders, name
 
 
@@ -372,10 +382,10 @@ def _open_source(key: str, path: Path) -> BufferedIOBase:
 
 
 def _blocks(source: BufferedIOBase) -> Iterator[memoryview]:
-    """What is left to read, in views of one buffer: each holds until the next is asked for."""
+    """Yield the rest of a file in views of one buffer; each is valid until the next is requested."""
     buffer = memoryview(bytearray(COPY_BYTES))
     while count := source.readinto(buffer):
-        moved(count)
+        report_bytes(count)
         yield buffer[:count]
 
 
@@ -383,4 +393,4 @@ def _unlink(path: str | Path, folder: int | None = None) -> None:
     try:
         os.unlink(path, dir_fd=folder)
     except OSError:
-        pass  # renamed already, or the sweep of a later writer gets it
+        pass  # renamed already, or a later writer's sweep removes it

@@ -1,58 +1,219 @@
-"""S3, Google Cloud Storage, Azure Blob Storage and this process's memory, through obstore."""
+"""``ObjectStoreBucket``: a bucket in S3, Google Cloud Storage, Azure Blob Storage or memory, through obstore.
+
+``HttpBucket`` reads a copy of a bucket behind a web server; it may serve as a mirror. Both inherit their reads from
+``ObjectReader``.
+"""
 
 import io
 import os
+import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
-from vllm_delta_sync.bucket.base import ObjectInfo, check_key, check_prefix
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key, check_prefix, check_range, check_size
 from vllm_delta_sync.bucket.factory import StoreLocation
-from vllm_delta_sync.bucket.obstore_clients import CREATE_BYTES, MOST_PARTS, MOST_PARTS_AT_ONCE, PART_BYTES, clients_of
-from vllm_delta_sync.bucket.obstore_errors import Cause
-from vllm_delta_sync.bucket.obstore_reading import PIECE_BYTES, ObjectReader, info_of
-from vllm_delta_sync.bucket.transfer_observers import moved
-from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.bucket.middleware.ranged import remove_quietly
+from vllm_delta_sync.bucket.obstore_clients import (
+    CREATE_BYTES,
+    MOST_PARTS,
+    MOST_PARTS_AT_ONCE,
+    PART_BYTES,
+    Clients,
+    http_clients,
+    make_clients,
+)
+from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause, FailedRequest, translate_error
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
+from vllm_delta_sync.errors import (
+    AccessError,
+    ConflictError,
+    LimitError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+    UsageError,
+)
+from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.settings import StoreOptions
 
+PIECE_BYTES = 1024 * 1024
+"""Minimum size of each piece of a transfer but the last. Bandwidth limits apply once per piece."""
+_LARGEST = (1 << 63) - 1
+
+
+class ObjectReader(Bucket):
+    """Reads objects whose keys are below ``root`` in a store.
+
+    An interrupted transfer resumes once or twice, if the object is unchanged; then it raises UnavailableError.
+
+    Args:
+        root: without slashes at its ends; may be empty.
+        scheme: of the URL; error messages name the environment variables of that store.
+    """
+
+    def __init__(self, url: str, scheme: str, root: str, clients: Clients) -> None:
+        self.url = url
+        self._scheme = scheme
+        self._root = f"{root}/" if root else ""
+        self._clients = clients
+        self._answered = False
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        path = self._path(key)
+        with self._translate_errors(f"read key {key!r}", key):
+            found = self._clients.reading.get(path)
+            size = found.meta["size"]
+            check_size(key, size, max_bytes)
+            try:
+                data = b"".join(_pieces(found))
+            except MemoryError as error:
+                raise LimitError(
+                    f"object {key!r} has {size} bytes, for which this process has no memory; not read"
+                ) from error
+        self._check_whole(key, len(data), size)
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        check_range(key, start, length)
+        path = self._path(key)
+        if length == 0 or start >= _LARGEST:
+            # HTTP has no empty ranges, but a missing object must still raise NotFoundError.
+            self.stat(key)
+            return b""
+        with self._translate_errors(f"read key {key!r}", key):
+            try:
+                found = self._clients.reading.get(path, options={"range": (start, min(start + length, _LARGEST))})
+            except CLIENT_ERRORS as error:
+                if "status code: 416" in str(error) or "StartTooLarge" in str(error):
+                    return b""
+                raise
+            first, end = found.range
+            data = b"".join(_pieces(found))
+        if first != start:
+            raise StoreError(
+                f"cannot read key {key!r} of {self.url}: asked for bytes from {start}, the store sent bytes from "
+                f"{first}; use a store that supports Range requests"
+            )
+        self._check_whole(key, len(data), end - first)
+        return data
+
+    def get_file(self, key: str, path: Path) -> None:
+        source = self._path(key)
+        part = path.with_name(f".{secrets.token_hex(8)}.part")
+        with self._translate_errors(f"read key {key!r}", key):
+            found = self._clients.reading.get(source)
+        try:
+            with open(part, "xb") as copy:
+                size = self._copy(key, found, copy, path)
+            self._check_whole(key, size, found.meta["size"])
+            os.replace(part, path)
+        except OSError as error:
+            raise self._copy_error(key, path, error) from error
+        finally:
+            remove_quietly(part)
+
+    def stat(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self._translate_errors(f"look up key {key!r}", key):
+            return info_of(key, self._clients.reading.head(path))
+
+    def _copy(self, key: str, found: Any, copy: IO[bytes], path: Path) -> int:
+        """Write an answer's body to a file; return the number of bytes."""
+        size = 0
+        with self._translate_errors(f"read key {key!r}", key):
+            for piece in _pieces(found):
+                try:
+                    size += copy.write(piece)
+                except OSError as error:
+                    raise self._copy_error(key, path, error) from error
+        return size
+
+    def _copy_error(self, key: str, path: Path, error: OSError) -> StoreError:
+        return StoreError(
+            f"cannot copy key {key!r} of {self.url} to {path}: {error.strerror or error}; check that path and the "
+            "space on its disk"
+        )
+
+    def _check_whole(self, key: str, received: int, size: int) -> None:
+        if received != size:
+            raise UnavailableError(
+                f"cannot read key {key!r} of {self.url}: received {received} of {size} bytes; try again"
+            )
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    @contextmanager
+    def _translate_errors(
+        self, action: str, key: str, writing: bool = False, overwriting: bool = False
+    ) -> Iterator[None]:
+        """Raise this project's errors in place of obstore's."""
+        try:
+            yield
+        except CLIENT_ERRORS as error:
+            request = FailedRequest(action, key, self.url, self._scheme, writing, self._answered, overwriting)
+            failure = translate_error(error, request)
+            # A traceback of ``failure`` shows this error too; its text has the store's answer, which may quote secrets
+            # of the request.
+            error.args = tuple(redact(text) if isinstance(text, str) else text for text in error.args)
+            # A store that answers "no such object" has accepted the credentials.
+            self._answered = self._answered or isinstance(failure, NotFoundError)
+            if isinstance(failure, AccessError):
+                self._clients.renew()
+            raise failure from error
+        self._answered = True
+
+
+def info_of(key: str, meta: Any) -> ObjectInfo:
+    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
+
+
+def _pieces(found: Any) -> Iterator[Any]:
+    """Yield the body of an answer in pieces, and report each to the transfer observers."""
+    for piece in found.stream(min_chunk_size=PIECE_BYTES):
+        report_bytes(len(piece))
+        yield piece
+
+
 LIST_ITEMS = 50
-"""Taken from a listing at once. Stores send pages of 1000; a next one is asked for when these run out."""
+"""Keys taken from a listing at once. Stores send pages of 1000; the next one is requested when the first runs out."""
 _CHARACTERS = "-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 
 
 class ObjectStoreBucket(ObjectReader):
     """Objects below a prefix of a bucket of ``s3://``, ``gs://``, ``az://`` or ``memory://``.
 
-    Credentials and endpoints come from the environment, as obstore reads it: ``AWS_*``, ``GOOGLE_*``, ``AZURE_*``; for
-    profiles of AWS boto3 has to be installed. Those that a role gives (web identity, container, instance, profile) are
-    renewed before they run out.
+    Credentials and endpoints come from the environment, as obstore reads it: ``AWS_*``, ``GOOGLE_*``, ``AZURE_*``. AWS
+    profiles require boto3. Credentials of roles (web identity, container, instance, profile) are renewed before they
+    expire.
 
-    **Create-if-absent** is exact up to ``CREATE_BYTES`` (64 MiB), which one request puts; manifests are far smaller.
-    For a larger object the key is looked up first and parts are uploaded then, because obstore cannot make the
-    completion of an upload conditional: two writers at one moment may both be told that they were first. Where the key
-    names the content, as below ``objects/``, both have put the same.
+    **Create-if-absent** is exact up to ``CREATE_BYTES`` (64 MiB), the size of one request; manifests are far smaller.
+    For a larger object the key is looked up first and the parts are uploaded afterwards, because obstore cannot make
+    the completion of an upload conditional: two simultaneous writers may both succeed. Under ``objects/``, where the
+    key names the content, both have written the same bytes.
 
-    **Parts.** Larger objects go up in parts of 8 MiB, at most ``min(8, store_connections)`` at once, and show when the
-    last one is there. A writer that dies leaves parts that nobody sees and the store charges for: give the bucket a
-    lifecycle rule that aborts incomplete uploads after a day.
+    **Parts.** Larger objects are uploaded in parts of 8 MiB, at most ``min(8, store_connections)`` at once, and become
+    visible when the last part is complete. A writer that dies leaves invisible parts that the store charges for: give
+    the bucket a lifecycle rule that aborts incomplete uploads after a day.
 
-    **Order.** Azure accounts with hierarchical namespace and S3 directory buckets list in an order of their own: from
-    ``az://`` and buckets whose name ends with ``--x-s3`` the keys of a folder are gathered and sorted first.
+    **Order.** Azure accounts with hierarchical namespace and S3 directory buckets do not list by key. So the listing of
+    a folder is sorted in memory for ``az://`` and for buckets whose name ends with ``--x-s3``.
 
-    In ``memory://NAME`` buckets of one name are the same, for as long as the process lives.
+    All ``memory://NAME`` buckets of one name in a process are the same bucket.
 
     Raises:
-        UsageError: the environment has something that obstore does not take, or lacks the account of ``az://``.
+        UsageError: obstore refuses a value of the environment, or the account of ``az://`` is missing.
     """
 
-    def __init__(self, place: StoreLocation, options: StoreOptions) -> None:
-        super().__init__(place.url, place.scheme, place.prefix, clients_of(place, options))
+    def __init__(self, location: StoreLocation, options: StoreOptions) -> None:
+        super().__init__(location.url, location.scheme, location.prefix, make_clients(location, options))
         self._parts_at_once = min(MOST_PARTS_AT_ONCE, options.store_connections)
         # https://cloud.google.com/storage/quotas: one write to the same object name per second.
-        self.overwrite_seconds = 1.0 if place.scheme == "gs" else 0.0
-        self._sorted = place.scheme != "az" and not place.authority.endswith("--x-s3")
+        self.overwrite_seconds = 1.0 if location.scheme == "gs" else 0.0
+        self._sorted = location.scheme != "az" and not location.authority.endswith("--x-s3")
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         path = self._path(key)
@@ -60,7 +221,7 @@ class ObjectStoreBucket(ObjectReader):
         with ExitStack() as stack:
             source = _PutSource(key, data, stack)
             if source.size is None or source.size <= limit:
-                data = data if isinstance(data, bytes) else source.take(limit + 1)
+                data = data if isinstance(data, bytes) else source.read_first(limit + 1)
                 if len(data) <= limit:
                     self._put_whole(key, path, data, if_absent)
                     return
@@ -75,29 +236,31 @@ class ObjectStoreBucket(ObjectReader):
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:
-            with self._asking(f"delete key {key!r}", key):
+            with self._translate_errors(f"delete key {key!r}", key):
                 self._clients.reading.delete(path)
         except NotFoundError:
             return
 
     def _put_whole(self, key: str, path: str, data: bytes, if_absent: bool) -> None:
-        self._ask_first(key)
-        moved(len(data))
+        self._probe(key)
+        report_bytes(len(data))
         client = self._clients.creating if if_absent else self._clients.writing
-        with self._asking(f"write key {key!r}", key, writing=True, overwriting=not if_absent):
+        with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=not if_absent):
             client.put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
 
     def _put_parts(self, key: str, path: str, source: "_PutSource") -> None:
-        self._ask_first(key)
+        self._probe(key)
         size = max(PART_BYTES, -(-(source.size or 0) // MOST_PARTS))
-        with self._asking(f"write key {key!r}", key, writing=True, overwriting=True):
+        with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=True):
             self._clients.writing.put(
                 path, source.pieces(), use_multipart=True, chunk_size=size, max_concurrency=self._parts_at_once
             )
 
-    def _ask_first(self, key: str) -> None:
-        """Whatever does not answer at all is found out by a client that does not wait as long as writing does: that
-        goes for who gives credentials too, or for nobody at the address where a cloud's machines get them."""
+    def _probe(self, key: str) -> None:
+        """Before the first write, look the key up with the reading client, whose timeout is shorter.
+
+        This detects an unreachable store or credential service sooner, such as the metadata address outside a cloud.
+        """
         if self._answered:
             return
         try:
@@ -117,29 +280,29 @@ class ObjectStoreBucket(ObjectReader):
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         last = ""
-        for item in self._below(prefix):
+        for item in self._list_folder(prefix):
             if item.key > prefix and not item.key.startswith(prefix):
                 return
             if not item.key.startswith(prefix) or not _is_key(item.key):
                 continue
-            # Consoles make empty objects called "folder/", which obstore shows as "folder".
+            # Web consoles create empty objects called "folder/", which obstore lists as "folder".
             if item.bytes == 0 and not self._exists(item.key):
                 continue
             if item.key <= last:
                 raise StoreError(
-                    f"cannot list {self.url}: the store names {item.key!r} after {last!r}; use a store that lists "
-                    "in the order of the keys"
+                    f"cannot list {self.url}: the store lists {item.key!r} after {last!r}; use a store that lists "
+                    "keys in order"
                 )
             last = item.key
             yield item
 
-    def _below(self, prefix: str) -> Iterator[ObjectInfo]:
-        """What is in the folder that ``prefix`` goes into, ascending; from about the first that starts with it."""
-        folder, slash, begin = prefix.rpartition("/")
+    def _list_folder(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the objects of the folder that contains ``prefix``, ascending, from near the first match on."""
+        folder, slash, name_start = prefix.rpartition("/")
         top = (self._root + folder).removesuffix("/")
-        start = _before(begin)
+        start = _offset_before(name_start)
         offset = f"{self._root}{folder}{slash}{start}" if start and self._sorted else None
-        # Stores list by folder here, and know no other beginning of a key than an offset.
+        # obstore lists whole folders; an offset is the only way to skip keys.
         found = self._pages(prefix, top or None, offset)
         return found if self._sorted else iter(sorted(found, key=lambda item: item.key))
 
@@ -147,7 +310,7 @@ class ObjectStoreBucket(ObjectReader):
         pages: Any = None
         while True:
             try:
-                with self._asking(f"list keys {prefix!r}", ""):
+                with self._translate_errors(f"list keys {prefix!r}", ""):
                     pages = pages or self._clients.reading.list(folder, offset=offset, chunk_size=LIST_ITEMS)
                     page = next(pages, None)
             except NotFoundError:
@@ -159,16 +322,16 @@ class ObjectStoreBucket(ObjectReader):
 
 
 class _PutSource:
-    """What a put sends. obstore takes the pieces in the thread of the call, and joins them without copying.
+    """The content of a put. obstore requests the pieces in the thread of the call and joins them without copying.
 
     Attributes:
-        size: in bytes; None of what is no regular file, such as a pipe.
+        size: in bytes; None if the source is not a regular file, such as a pipe.
     """
 
     def __init__(self, key: str, data: bytes | Path, stack: ExitStack) -> None:
         self._name = "the data" if isinstance(data, bytes) else str(data)
         self._key = key
-        self._taken = b""
+        self._first = b""
         self.size: int | None = None
         if isinstance(data, bytes):
             self._file: IO[bytes] = io.BytesIO(data)
@@ -184,19 +347,19 @@ class _PutSource:
         if stat.S_ISREG(found.st_mode):
             self.size = found.st_size
 
-    def take(self, count: int) -> bytes:
-        """The first bytes, ``count`` of them if there are so many. They come again with the pieces."""
-        self._taken = self._read(count)
-        return self._taken
+    def read_first(self, count: int) -> bytes:
+        """Return up to ``count`` first bytes; ``pieces`` yields them again."""
+        self._first = self._read(count)
+        return self._first
 
     def pieces(self) -> Iterator[bytes]:
-        """All that there is; each piece is told of as moved when it is asked for."""
-        for start in range(0, len(self._taken), PIECE_BYTES):
-            piece = self._taken[start : start + PIECE_BYTES]
-            moved(len(piece))
+        """Yield the whole content; each piece is reported as transferred when it is requested."""
+        for start in range(0, len(self._first), PIECE_BYTES):
+            piece = self._first[start : start + PIECE_BYTES]
+            report_bytes(len(piece))
             yield piece
         while piece := self._read(PIECE_BYTES):
-            moved(len(piece))
+            report_bytes(len(piece))
             yield piece
 
     def _read(self, count: int) -> bytes:
@@ -216,8 +379,39 @@ def _is_key(key: str) -> bool:
     return True
 
 
-def _before(begin: str) -> str:
-    """Something close before all that starts with ``begin`` and has the characters of keys; "" if there is nothing."""
-    lower = max((character for character in _CHARACTERS if character < begin[-1:]), default="")
-    start = begin[:-1] + (f"{lower}zzzzzzzz" if lower else "")
+def _offset_before(prefix: str) -> str:
+    """Return a string that sorts shortly before every key that starts with ``prefix``; "" if there is none."""
+    lower = max((character for character in _CHARACTERS if character < prefix[-1:]), default="")
+    start = prefix[:-1] + (f"{lower}zzzzzzzz" if lower else "")
     return "" if start in (".", "..") else start
+
+
+class HttpBucket(ObjectReader):
+    """Objects at ``URL/key``, read by GET, GET with Range, and HEAD. Read-only; cannot be listed.
+
+    The server must send Content-Length and support Range; otherwise reads raise StoreError. ``stat`` returns 0.0 as
+    the time of an object without Last-Modified.
+
+    Raises:
+        UsageError: the URL is not http:// or https://, or has a user, a query or a fragment.
+    """
+
+    def __init__(self, url: str, options: StoreOptions) -> None:
+        if not url.startswith(("http://", "https://")) or public_url(url) != url:
+            raise UsageError(
+                f"mirror URL {public_url(url)!r} is invalid; write https://host/path without user, query or fragment"
+            )
+        url = url.rstrip("/")
+        super().__init__(url, url.partition(":")[0], "", http_clients(url, options))
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._refuse(f"write key {key!r}")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._refuse(f"list keys {prefix!r}")
+
+    def delete(self, key: str) -> None:
+        self._refuse(f"delete key {key!r}")
+
+    def _refuse(self, action: str) -> NoReturn:
+        raise UsageError(f"cannot {action} of {self.url}: a web server is read-only; give the bucket it is a copy of")

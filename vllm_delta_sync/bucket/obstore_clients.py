@@ -1,4 +1,4 @@
-"""From a bucket's place and the environment to a client of obstore. Nothing is asked of any store here."""
+"""``make_clients``: builds the obstore clients of a bucket from its URL and the environment. Sends no request."""
 
 import importlib.util
 import os
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.bucket.factory import StoreLocation
-from vllm_delta_sync.bucket.obstore_errors import RAISED, Cause
+from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause
 from vllm_delta_sync.errors import StoreError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 
 PART_BYTES = 8 * 1024 * 1024
-"""A part of an upload, unless the object would have too many of them."""
+"""Size of an upload's parts, unless there would be more than MOST_PARTS."""
 MOST_PARTS = 9000
-"""S3 and GCS take 10,000."""
+"""S3 and GCS accept 10,000."""
 MOST_PARTS_AT_ONCE = 8
 CREATE_BYTES = 64 * 1024 * 1024
-"""Objects up to this size are created by one request, which the store refuses if the key is taken."""
+"""Objects up to this size are created by one request, which the store refuses if the key exists."""
 
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -33,36 +33,36 @@ _KEYS_OF_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE")
 _ROLES_OF_AWS = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    # Without it obstore passes over AWS_CONTAINER_CREDENTIALS_FULL_URI, and asks whatever is at 169.254.169.254.
+    # Without it obstore ignores AWS_CONTAINER_CREDENTIALS_FULL_URI and asks the metadata service at 169.254.169.254.
     "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
 )
 _CONTAINER = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
 _PROFILE_SECONDS = 600
-"""How long credentials of a profile are used before boto3 is asked again; it renews them a quarter of an hour before
-they run out."""
+"""How long credentials of a profile are used before boto3 is asked again; boto3 renews them 15 minutes before they
+expire."""
 
 RENEW_SECONDS = 5.0
-"""So old are clients at least that are made again because credentials were refused."""
+"""Minimum age of clients that are replaced because credentials were refused."""
 
 _process: int | None = None
-"""The process that has called obstore first."""
+"""The first process that called obstore."""
 
 _memory: dict[str, Any] = {}
 _memory_lock = threading.Lock()
 
 
 class Clients:
-    """The clients of one bucket. They differ in how long they wait, and in how often they try.
+    """The clients of one bucket, which differ in timeouts and tries.
 
-    ``reading`` gives up a connection that stands still, and goes on where it was. ``writing`` has to wait as long as
-    sending takes: the time until the answer begins includes that. ``creating`` is ``writing`` that tries once: after an
-    answer that was lost, a second try would find its own object and call that a conflict.
+    ``reading`` has short timeouts: it drops a stalled connection and resumes. ``writing`` has long timeouts, because
+    the time to the first byte of the answer includes sending the object. ``creating`` is like ``writing``, but tries
+    once: after a lost answer, a second try would report its own object as a conflict.
 
-    Each is got anew for each call: they raise StoreError, see ``check_process``. Whatever a client keeps of credentials
-    ends with it, see ``renew``.
+    Get the client anew for each call: the properties raise StoreError after a fork (see ``check_process``) and return
+    new clients after ``renew``.
 
     Raises:
-        UsageError: the environment has something that obstore does not take.
+        UsageError: obstore refuses a value of the environment.
     """
 
     def __init__(self, url: str, build: Callable[[dict[str, Any], dict[str, Any]], Any], options: StoreOptions) -> None:
@@ -72,7 +72,7 @@ class Clients:
         self._creating: Any = None
         self._reading: Any = None
         self._built = -RENEW_SECONDS
-        # At once, for what is wrong with the environment.
+        # Now, so that a wrong environment raises here.
         self._ensure_reading()
 
     @property
@@ -89,7 +89,10 @@ class Clients:
         return self._reading
 
     def renew(self) -> None:
-        """Credentials were refused: have the next calls read them anew, from files above all. Not at full pace."""
+        """Make the next calls read the credentials again, because they were refused.
+
+        Has no effect within RENEW_SECONDS of the last time.
+        """
         with self._lock:
             if time.monotonic() - self._built >= RENEW_SECONDS:
                 self._reading = self._writing = self._creating = None
@@ -118,9 +121,10 @@ class Clients:
         client = {
             "connect_timeout": timedelta(seconds=min(5.0, max(1.0, self._options.store_deadline / 3))),
             "read_timeout": timedelta(seconds=read_seconds),
-            # Of the whole transfer, 30 s by default: no large object would ever arrive. Deadlines are put around calls.
+            # Limits the whole transfer; the default of 30 s is too short for large objects. DeadlineBucket has our
+            # deadlines.
             "timeout": timedelta(days=365),
-            # Stores close idle connections after 20 s and more; one that is found closed costs a try.
+            # Stores close idle connections after 20 s or more, and using a closed one costs a try.
             "pool_idle_timeout": timedelta(seconds=15),
             "user_agent": f"vllm-delta-sync/{version('vllm-delta-sync')}",
         }
@@ -131,7 +135,7 @@ class Clients:
         }
         try:
             return self._build(client, retry)
-        except RAISED as error:
+        except CLIENT_ERRORS as error:
             raise UsageError(
                 f"bucket URL {self._url!r} cannot be opened: {Cause.of(error).text}; check the variables "
                 "of that store in the environment"
@@ -139,10 +143,10 @@ class Clients:
 
 
 def check_process(url: str) -> None:
-    """To be called before each call of obstore.
+    """Refuse a call of obstore in a forked process; call this before each call of obstore.
 
-    obstore's threads do not survive a fork, and what waits for connections is shared with the process that has them:
-    a call in the other one would hang, and make all that come later in the first one hang too.
+    obstore's threads do not survive a fork, but the sockets that they wait for are shared with the parent: a call in
+    the child would hang, and so would all later calls in the parent.
 
     Raises:
         StoreError: this process was forked from one that had called obstore.
@@ -158,10 +162,10 @@ def check_process(url: str) -> None:
         )
 
 
-def clients_of(place: StoreLocation, options: StoreOptions) -> Clients:
+def make_clients(location: StoreLocation, options: StoreOptions) -> Clients:
     """Clients for ``s3``, ``gs``, ``az`` and ``memory``; raises UsageError."""
-    build = {"s3": _s3, "gs": _gs, "az": _az, "memory": _in_memory}[place.scheme]
-    return Clients(place.url, lambda client, retry: build(place, options, client, retry), options)
+    build = {"s3": _s3, "gs": _gs, "az": _az, "memory": _in_memory}[location.scheme]
+    return Clients(location.url, lambda client, retry: build(location, options, client, retry), options)
 
 
 def http_clients(url: str, options: StoreOptions) -> Clients:
@@ -175,58 +179,58 @@ def http_clients(url: str, options: StoreOptions) -> Clients:
     return Clients(url, build, options)
 
 
-def _s3(place: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+def _s3(location: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
     from obstore.store import S3Store
 
     bundle = os.environ.get("AWS_CA_BUNDLE")
     if bundle:
         client = {**client, "root_certificate": Path(bundle).read_bytes()}
     return S3Store(
-        place.authority,
+        location.authority,
         # Not every S3-compatible store can delete several objects at once, and nothing here needs it.
-        config={"disable_bulk_delete": True, **_endpoint(place.scheme, options)},
-        client_options={**client, **_plain_http(place.scheme, options)},
+        config={"disable_bulk_delete": True, **_endpoint(location.scheme, options)},
+        client_options={**client, **_plain_http(location.scheme, options)},
         retry_config=retry,
         credential_provider=_aws_credentials(os.environ),
     )
 
 
-def _gs(place: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+def _gs(location: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
     from obstore.store import GCSStore
 
     return GCSStore(
-        place.authority,
-        config=_endpoint(place.scheme, options),
-        client_options={**client, **_plain_http(place.scheme, options)},
+        location.authority,
+        config=_endpoint(location.scheme, options),
+        client_options={**client, **_plain_http(location.scheme, options)},
         retry_config=retry,
     )
 
 
-def _az(place: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+def _az(location: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
     from obstore.store import AzureStore
 
     return AzureStore(
-        place.authority,
-        config=_endpoint(place.scheme, options),
-        client_options={**client, **_plain_http(place.scheme, options)},
+        location.authority,
+        config=_endpoint(location.scheme, options),
+        client_options={**client, **_plain_http(location.scheme, options)},
         retry_config=retry,
     )
 
 
-def _in_memory(place: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+def _in_memory(location: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
     from obstore.store import MemoryStore
 
     with _memory_lock:
-        return _memory.setdefault(place.authority, MemoryStore())
+        return _memory.setdefault(location.authority, MemoryStore())
 
 
 def _endpoint(scheme: str, options: StoreOptions) -> dict[str, str]:
-    # Every name that the store knows it by, or one in the environment would come first.
+    # Set every name of this option, or another name in the environment would take precedence.
     return {} if options.store_endpoint is None else dict.fromkeys(_OPTION_OF_ENDPOINT[scheme], options.store_endpoint)
 
 
 def _plain_http(scheme: str, options: StoreOptions) -> dict[str, bool]:
-    """Let a request go out without TLS if the endpoint that was given says so."""
+    """Allow requests without TLS if the configured endpoint is http://."""
     given = options.store_endpoint or next(
         (os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), ""
     )
@@ -234,13 +238,13 @@ def _plain_http(scheme: str, options: StoreOptions) -> dict[str, bool]:
 
 
 def _aws_credentials(environment: Mapping[str, str]) -> Callable[[], Any] | None:
-    """Who is asked for credentials that obstore does not find: boto3 for profiles. None: obstore itself.
+    """Return a provider of credentials that obstore does not find itself: boto3 for profiles. None: use obstore's own.
 
-    As boto3 has it, keys in the environment come before profiles.
+    Keys in the environment take precedence over profiles, as in boto3.
 
     Raises:
-        UsageError: it takes boto3, which is not installed.
-        ValueError: boto3 finds nothing in a profile.
+        UsageError: boto3 is required and not installed.
+        ValueError: boto3 finds no credentials in a profile.
     """
     if any(environment.get(name) for name in _KEYS_OF_AWS):
         return None
@@ -252,7 +256,7 @@ def _aws_credentials(environment: Mapping[str, str]) -> Callable[[], Any] | None
             "AWS_PROFILE is set" if profile else f"{_CONTAINER} is set without AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"
         )
         raise UsageError(
-            f"{name}, which takes boto3, and that is not installed; pip install boto3, or set AWS_ACCESS_KEY_ID and "
+            f"{name}, which requires boto3, and that is not installed; pip install boto3, or set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY instead"
         )
     if boto3 and (profile or bare_role or (_has_profiles(environment) and not role)):
@@ -285,4 +289,4 @@ def _has_profiles(environment: Mapping[str, str]) -> bool:
 
 
 def _none_found() -> Any:
-    raise LookupError("there are none in the environment, and the metadata of this machine are not to be asked")
+    raise LookupError("the environment has no credentials, and the metadata service of this machine is disabled")

@@ -1,7 +1,8 @@
-"""Who is told, within a call, of bytes that move between a store and this process: progress, counters, limits.
+"""``TransferObserver``: is notified, during a call, of the bytes that move between a store and this process.
 
-A store calls ``moved`` in its loops and knows nothing of who listens; a wrapper watches for the time of one call. Both
-go through a context variable, so that threads which serve one call together take it with them (``here``).
+Stores call ``report_bytes`` in their loops and do not know the observers. Middleware installs observers (progress,
+metrics, limits) for one call with ``observed_by``. Both use a context variable; other threads of the same call inherit
+the observers through ``with_observers``.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,45 +15,45 @@ _Result = TypeVar("_Result")
 
 
 class TransferObserver:
-    """Told of one call's bytes, from any of its threads."""
+    """Observes one call. Its methods are called from any thread of the call."""
 
-    def moved(self, count: int) -> None:
-        """``count`` bytes have come or gone; negative: taken back, because the try that moved them has failed.
+    def on_bytes(self, count: int) -> None:
+        """``count`` bytes were transferred; negative: the bytes of a failed try are subtracted again.
 
-        May wait: that is how a limit slows a transfer down. May raise: that ends the call.
+        May wait, in order to slow the transfer down. May raise, in order to end the call.
         """
 
-    def waited(self, seconds: float) -> None:
-        """The call stood still for so long because a limit wants it so."""
+    def on_wait(self, seconds: float) -> None:
+        """A limit made the call wait for ``seconds``."""
 
 
-_watchers: ContextVar[tuple[TransferObserver, ...]] = ContextVar("delta_sync_watchers", default=())
+_observers: ContextVar[tuple[TransferObserver, ...]] = ContextVar("delta_sync_observers", default=())
 
 
-def moved(count: int) -> None:
-    """Tell everybody who watches that ``count`` bytes have moved."""
-    for watcher in _watchers.get():
-        watcher.moved(count)
+def report_bytes(count: int) -> None:
+    """Notify all observers that ``count`` bytes were transferred."""
+    for observer in _observers.get():
+        observer.on_bytes(count)
 
 
-def waited(seconds: float) -> None:
-    """Tell everybody who watches that a limit made the call wait."""
-    for watcher in _watchers.get():
-        watcher.waited(seconds)
+def report_wait(seconds: float) -> None:
+    """Notify all observers that a limit made the call wait."""
+    for observer in _observers.get():
+        observer.on_wait(seconds)
 
 
 @contextmanager
-def watched(watcher: TransferObserver) -> Iterator[None]:
-    """Calls within are told to ``watcher`` too."""
-    token = _watchers.set((*_watchers.get(), watcher))
+def observed_by(observer: TransferObserver) -> Iterator[None]:
+    """Notify ``observer`` too of the calls in the block."""
+    token = _observers.set((*_observers.get(), observer))
     try:
         yield
     finally:
-        _watchers.reset(token)
+        _observers.reset(token)
 
 
-def here(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """``call``, for one other thread, watched by whoever watches this one now."""
+def with_observers(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return ``call`` bound to this thread's observers, to be run in one other thread."""
     context = copy_context()
 
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -1,6 +1,6 @@
-"""A directory that the processes of one node share, so that each object is downloaded once.
+"""The object cache: a directory shared by the processes of one node, so that each object is downloaded once.
 
-May import ``bucket`` and what is below. Begin with ``object_cache``.
+Start with ``object_cache``. May import ``bucket`` and what is below.
 """
 
 from vllm_delta_sync.cache.object_cache import ObjectCache

@@ -1,8 +1,8 @@
-"""The files of a cache: locks among processes, room, and what is left by those that died.
+"""``CacheFolder``: the files of a cache: locks between processes, eviction, and cleanup after dead processes.
 
-Per digest there are up to four: ``<sha256>`` is the object, ``<sha256>.part`` the object while it comes in,
-``<sha256>.pieces`` tells which pieces of that are there, ``<sha256>.lock`` is locked by the process that downloads it.
-Locks are the kernel's: they end with their holder.
+Each digest has up to four files: ``<sha256>``, the object; ``<sha256>.part``, the object during its download;
+``<sha256>.pieces``, the journal of the downloaded pieces; ``<sha256>.lock``, which the downloading process locks. The
+kernel releases a lock when its process ends.
 """
 
 import errno
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STALE_SECONDS = 24 * 3600.0
-"""What is left of a download that nobody has gone on with for so long is removed."""
+"""An unfinished download of this age is removed."""
 
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -28,56 +28,56 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, slots=True)
 class _CacheEntry:
-    """An object that is there, or as much of it as has come (``whole`` False), with the room that it takes."""
+    """A cached object, or an unfinished download (``complete`` False), and its size on disk."""
 
     digest: str
-    whole: bool
+    complete: bool
     bytes: int
     used_ns: int
 
 
 class CacheFolder:
-    """Every method raises OSError where the directory cannot be used."""
+    """The directory of a cache. Every method raises OSError if the directory cannot be used."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self.path = path
         self.limit_bytes = limit_bytes
 
     def prepare(self) -> None:
-        """Make the directory. Raises PermissionError too if it is another user's."""
+        """Create the directory. Raises PermissionError if it belongs to another user."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = self.path.stat().st_uid
         if owner != os.geteuid():
-            raise PermissionError(errno.EPERM, f"it belongs to user {owner}, this process is user {os.geteuid()}")
+            raise PermissionError(errno.EPERM, f"it belongs to user {owner}, this process runs as user {os.geteuid()}")
 
-    def object(self, digest: str) -> Path:
-        """Where an object lies."""
+    def object_path(self, digest: str) -> Path:
+        """Return the path of an object."""
         return self.path / digest
 
-    def part(self, digest: str) -> Path:
-        """Where it lies until it is whole."""
+    def part_path(self, digest: str) -> Path:
+        """Return the path of an object during its download."""
         return self.path / f"{digest}.part"
 
-    def pieces(self, digest: str) -> Path:
-        """The journal of its download."""
+    def journal_path(self, digest: str) -> Path:
+        """Return the path of the journal of a download."""
         return self.path / f"{digest}.pieces"
 
     def progress(self, digest: str) -> int:
-        """Something that changes while an object comes in."""
+        """Return a number that changes while an object is downloaded."""
         try:
-            return os.stat(self.part(digest), follow_symlinks=False).st_mtime_ns
+            return os.stat(self.part_path(digest), follow_symlinks=False).st_mtime_ns
         except FileNotFoundError:
             return 0
 
     # Locks
 
     def try_lock(self, digest: str, stack: ExitStack) -> bool:
-        """Whether the digest's lock was free; it is then held until the stack unwinds."""
+        """Try to lock a digest; if that succeeds, the lock is held until the stack unwinds."""
         path = self.path / f"{digest}.lock"
         lock = os.open(path, _LOCK, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it before removed the file, and a lock on a file without a name keeps nobody out.
+            # The former holder may have removed the file, and a lock on a nameless file excludes nobody.
             current = os.path.samestat(os.fstat(lock), os.stat(path, follow_symlinks=False))
         except (BlockingIOError, FileNotFoundError):
             current = False
@@ -93,39 +93,39 @@ class CacheFolder:
     # For the holder of a digest's lock
 
     def reserve(self, digest: str, size: int, *, resume: bool) -> OSError | None:
-        """Make ``part`` with ``size`` bytes on disk, so that a full disk is known before all wait for a download.
+        """Allocate ``size`` bytes for a download, so that a full disk is noticed before others wait for it.
 
         Args:
-            resume: whether what an earlier download has left is kept.
+            resume: whether to keep what an earlier download left.
 
         Returns:
-            what the disk said, if it was full and room had to be made.
+            the error of the disk, if it was full and objects were evicted.
         """
-        # Nobody comes here for what is whole.
-        self.object(digest).unlink(missing_ok=True)
-        begun = resume and self._has_begun(digest, size)
-        if not begun:
+        # The caller has found the object missing or damaged.
+        self.object_path(digest).unlink(missing_ok=True)
+        resumed = resume and self._can_resume(digest, size)
+        if not resumed:
             self.discard(digest)
         self.make_room(digest, size)
-        part, full = os.open(self.part(digest), _CONTINUE if begun else _CREATE, 0o600), None
+        part, disk_full = os.open(self.part_path(digest), _CONTINUE if resumed else _CREATE, 0o600), None
         try:
             _allocate(part, size)
         except OSError as error:
             if error.errno not in _FULL:
                 self.discard(digest)
                 raise
-            full = error
+            disk_full = error
         finally:
             os.close(part)
-        if full is not None:
+        if disk_full is not None:
             self._reserve_on_full(digest, size)
-        return full
+        return disk_full
 
     def _reserve_on_full(self, digest: str, size: int) -> None:
-        """The disk holds less than the limit: else a cache once full would stay as it is for ever."""
+        """Evict objects when the disk is full below the limit; otherwise a full cache would never change again."""
         try:
             self._evict(digest, size)
-            part = os.open(self.part(digest), _CONTINUE)
+            part = os.open(self.part_path(digest), _CONTINUE)
             try:
                 _allocate(part, size)
             finally:
@@ -134,32 +134,32 @@ class CacheFolder:
             self.discard(digest)
             raise
 
-    def keep(self, digest: str, data: bytes) -> None:
-        """Write the object into ``part``, and make it the object."""
-        with open(os.open(self.part(digest), _CONTINUE), "wb", buffering=0) as part:
+    def write_object(self, digest: str, data: bytes) -> None:
+        """Write an object's bytes into its reserved file and finish it."""
+        with open(os.open(self.part_path(digest), _CONTINUE), "wb", buffering=0) as part:
             rest = memoryview(data)
             while rest:
                 rest = rest[part.write(rest) or 0 :]
         self.finish(digest, len(data))
 
     def finish(self, digest: str, size: int) -> None:
-        """``part`` is the object now."""
-        touch(self.part(digest))
-        # Not synced: what a power failure leaves behind is found damaged and fetched again.
-        os.replace(self.part(digest), self.object(digest))
-        self.pieces(digest).unlink(missing_ok=True)
-        # Once more, because others may have written meanwhile.
+        """Make a complete download the object."""
+        touch(self.part_path(digest))
+        # Not synced: an object damaged by a power failure is detected and fetched again.
+        os.replace(self.part_path(digest), self.object_path(digest))
+        self.journal_path(digest).unlink(missing_ok=True)
+        # Again, because other processes may have written meanwhile.
         self.make_room(digest, size)
 
     def discard(self, digest: str) -> None:
-        """Remove what there is of a download."""
-        self.pieces(digest).unlink(missing_ok=True)
-        self.part(digest).unlink(missing_ok=True)
+        """Remove an unfinished download."""
+        self.journal_path(digest).unlink(missing_ok=True)
+        self.part_path(digest).unlink(missing_ok=True)
 
-    def _has_begun(self, digest: str, size: int) -> bool:
+    def _can_resume(self, digest: str, size: int) -> bool:
         try:
-            part = os.stat(self.part(digest), follow_symlinks=False)
-            pieces = os.stat(self.pieces(digest), follow_symlinks=False)
+            part = os.stat(self.part_path(digest), follow_symlinks=False)
+            pieces = os.stat(self.journal_path(digest), follow_symlinks=False)
         except FileNotFoundError:
             return False
         return stat.S_ISREG(part.st_mode) and stat.S_ISREG(pieces.st_mode) and part.st_size == size
@@ -167,7 +167,7 @@ class CacheFolder:
     # Room
 
     def make_room(self, digest: str, size: int) -> None:
-        """Remove what was used least recently, until the rest and ``size`` bytes of this object fit into the limit."""
+        """Evict least recently used objects until the others and ``size`` bytes of this one fit into the limit."""
         self._evict(digest, sum(entry.bytes for entry in self._others(digest)) + size - self.limit_bytes)
 
     def _evict(self, digest: str, excess: int) -> None:
@@ -178,14 +178,14 @@ class CacheFolder:
                 excess -= entry.bytes
 
     def _remove(self, entry: _CacheEntry) -> bool:
-        """Whether it could be removed: what comes in just now cannot."""
-        if entry.whole:
-            self.object(entry.digest).unlink(missing_ok=True)
+        """Remove an entry; return False if it is being downloaded."""
+        if entry.complete:
+            self.object_path(entry.digest).unlink(missing_ok=True)
             return True
         return self._sweep(entry.digest)
 
     def _sweep(self, digest: str) -> bool:
-        """Remove what is left of a download, and of its lock, unless it goes on."""
+        """Remove an unfinished download and its lock file; return False if a process is downloading it."""
         with ExitStack() as stack:
             if not self.try_lock(digest, stack):
                 return False
@@ -193,7 +193,7 @@ class CacheFolder:
         return True
 
     def _others(self, digest: str) -> Iterator[_CacheEntry]:
-        """All that takes room but this object's. What nobody will go on with is removed."""
+        """Yield all entries except this object's; removes downloads that cannot or will not be resumed."""
         found: dict[str, dict[str, os.stat_result]] = {}
         for name in os.listdir(self.path):
             match = _NAME.fullmatch(name)
@@ -205,29 +205,29 @@ class CacheFolder:
                 continue  # removed by another process meanwhile
             found.setdefault(match[1], {})[match[2] or ""] = info
         for other, files in found.items():
-            whole, part = files.pop("", None), files.get(".part")
-            if whole is not None and stat.S_ISREG(whole.st_mode):
-                yield _CacheEntry(other, True, whole.st_size, whole.st_mtime_ns)
-            if files and not _may_go_on(files) and self._sweep(other):
+            complete, part = files.pop("", None), files.get(".part")
+            if complete is not None and stat.S_ISREG(complete.st_mode):
+                yield _CacheEntry(other, True, complete.st_size, complete.st_mtime_ns)
+            if files and not _is_resumable(files) and self._sweep(other):
                 continue
             if part is not None and stat.S_ISREG(part.st_mode):
                 yield _CacheEntry(other, False, part.st_size, part.st_mtime_ns)
 
 
-def _may_go_on(files: dict[str, os.stat_result]) -> bool:
-    """Whether a download is left that somebody may want to go on with."""
+def _is_resumable(files: dict[str, os.stat_result]) -> bool:
+    """Return whether an unfinished download may still be resumed."""
     if not {".part", ".pieces"} <= files.keys():
         return False
     return max(info.st_mtime for info in files.values()) > time.time() - STALE_SECONDS
 
 
 def touch(file: int | Path) -> None:
-    """Note the use of an object. By mtime, because many mounts keep no atime, and in full resolution."""
+    """Record the use of an object in its mtime, because many mounts do not update atime."""
     now = time.time_ns()
     try:
         os.utime(file, ns=(now, now))
     except OSError:
-        pass  # a file that can be read but not touched is merely evicted earlier
+        pass  # a readable file that cannot be touched is evicted earlier
 
 
 def _allocate(file: int, size: int) -> None:
@@ -243,11 +243,11 @@ def _unlock(lock: int, path: Path) -> None:
     try:
         path.unlink()
     except OSError:
-        pass  # the next sweep gets it
+        pass  # the next sweep removes it
     try:
-        # Closing alone would leave the lock with a child that was forked meanwhile.
+        # Closing alone would leave the lock with a child process that was forked meanwhile.
         fcntl.flock(lock, fcntl.LOCK_UN)
     except OSError:
-        pass  # a mount that went away has no lock to give back
+        pass  # the mount has gone, and the lock with it
     finally:
         os.close(lock)

@@ -1,4 +1,4 @@
-"""Objects through the cache: who downloads, who waits, and that nothing of the cache's own stops anybody."""
+"""``ObjectCache``: objects as files on this node; one process downloads an object while the others wait for it."""
 
 import errno
 import hashlib
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.hash_timing import hashing
-from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object
+from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, time_hashing
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.format.manifest import ObjectRef
@@ -22,14 +21,14 @@ from vllm_delta_sync.format.manifest import ObjectRef
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 1024 * 1024
-"""What is smaller is fetched in one piece and written down afterwards."""
+"""A smaller object is fetched in one request and written to the cache afterwards."""
 STALL_SECONDS = 600.0
-"""Nobody waits longer than this for another process's download in which nothing moves."""
+"""A process waits at most this long for a stalled download of another process."""
 POLL_SECONDS = 0.02
 
-# Without O_NONBLOCK somebody's named pipe would hold a reader for ever.
+# Without O_NONBLOCK, opening a named pipe would block for ever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_MENDS = {
+_REMEDIES = {
     errno.ENOSPC: "free some space there or lower cache_bytes",
     errno.EDQUOT: "free some space there, raise the quota or lower cache_bytes",
     errno.EFBIG: "raise the file size limit (ulimit -f)",
@@ -43,13 +42,12 @@ _Read = TypeVar("_Read")
 
 
 class ObjectCache:
-    """Objects as files in ``directory``, least recently used ones removed beyond ``limit_bytes``.
+    """Objects as files in ``directory``; beyond ``limit_bytes`` the least recently used ones are evicted.
 
-    The directory is made with mode 700 when first needed; one of another user is not used. The limit is on objects and
-    on what has come, or was begun, of others; what comes in just now is never removed. Large objects are downloaded by
-    ranges, and a download that broke off, even with its process, is gone on with by whoever wants the object next.
-    Whatever goes wrong with the cache costs a download, never the object: it is logged once per kind of problem. Safe
-    among threads and processes.
+    The directory is created with mode 700 when first needed; another user's directory is not used. The limit covers
+    objects and unfinished downloads; a running download is never evicted. Large objects are downloaded by ranges.
+    Interrupted downloads resume, even in another process. A failure of the cache costs a download but never makes a
+    read fail; each kind of problem is logged once. Safe for threads and processes.
     """
 
     def __init__(self, directory: Path, limit_bytes: int, *, stall_seconds: float = STALL_SECONDS) -> None:
@@ -58,14 +56,15 @@ class ObjectCache:
         self._warned: set[int | str] = set()
 
     def get(self, ref: ObjectRef, bucket: Bucket) -> bytes:
-        """The object's bytes, checked by size and SHA-256.
+        """Return the object's bytes, verified by size and SHA-256.
 
         Args:
-            bucket: where it is, if not here. One process of the node at a time asks for it, unless nothing moves for
-                ``stall_seconds``.
+            bucket: read if the object is not in the cache. One process of the node downloads it at a time; the others
+                wait, unless nothing moves for ``stall_seconds``.
 
         Raises:
-            NotFoundError: it is gone. DigestError: it is not what is listed. StoreError; nothing of the cache's own.
+            NotFoundError: no such object. DigestError: its bytes differ from the manifest. StoreError: the store
+            failed. Errors of the cache itself are only logged.
         """
         with ExitStack() as stack:
             found = self._find_or_claim(ref, _bytes, stack)
@@ -76,13 +75,13 @@ class ObjectCache:
                     return self._fetch(ref, bucket)
             elif found and (data := self._download(ref, bucket, _bytes)) is not None:
                 return data
-        # The lock is given back: others shall not wait for what will not be kept.
+        # The lock is released by now: others must not wait for an object that will not be cached.
         return fetch_object(bucket, ref)
 
     def open(self, ref: ObjectRef, bucket: Bucket) -> BufferedReader | None:
-        """The object as a file, to be read or mapped, checked as in ``get``; None: do without the cache.
+        """Return the object as a verified file, to be read or mapped; None if the cache cannot hold it.
 
-        The file stays what it is while it is open or mapped, whatever becomes of the cache.
+        The file's content does not change while it is open or mapped, even if it is evicted.
 
         Raises:
             As ``get``.
@@ -96,36 +95,36 @@ class ObjectCache:
     def _find_or_claim(
         self, ref: ObjectRef, read: Callable[[ObjectRef, BufferedReader], _Read | None], stack: ExitStack
     ) -> _Read | bool:
-        """What is read of the object, or True with the duty to fetch it, or False: do without the cache."""
+        """Return what ``read`` returns, or True if the caller must fetch the object, or False to bypass the cache."""
         if ref.bytes > self._folder.limit_bytes:
             return False
         try:
             self._folder.prepare()
-            moved, deadline = 0, time.monotonic() + self._stall_seconds
-            while (found := self._look(ref, read)) is None:
+            last_progress, deadline = 0, time.monotonic() + self._stall_seconds
+            while (found := self._try_read(ref, read)) is None:
                 if self._folder.try_lock(ref.sha256, stack):
-                    # Read again: the holder before may have finished between reading and locking.
-                    found = self._look(ref, read)
+                    # Read again: the former holder may have finished between our read and our lock.
+                    found = self._try_read(ref, read)
                     return True if found is None else found
                 now = time.monotonic()
-                if (progress := self._folder.progress(ref.sha256)) != moved:
-                    moved, deadline = progress, now + self._stall_seconds
+                if (progress := self._folder.progress(ref.sha256)) != last_progress:
+                    last_progress, deadline = progress, now + self._stall_seconds
                 if now >= deadline:
                     seconds = f"{self._stall_seconds:g} s"
-                    waited = f"another process has been fetching {ref.key}, of which nothing came for {seconds}"
-                    self._warn("stall", waited, "see what holds it up")
+                    problem = f"another process is fetching {ref.key}, and nothing has arrived for {seconds}"
+                    self._warn("stall", problem, "check why it is stalled")
                     return False
                 time.sleep(POLL_SECONDS)
             return found
         except OSError as error:
             stack.close()
-            self._warn_of(error)
+            self._warn_os_error(error)
             return False
 
-    def _look(self, ref: ObjectRef, read: Callable[[ObjectRef, BufferedReader], _Read | None]) -> _Read | None:
-        """What is read of the object if it is there and whole."""
+    def _try_read(self, ref: ObjectRef, read: Callable[[ObjectRef, BufferedReader], _Read | None]) -> _Read | None:
+        """Return what ``read`` returns, or None if the object is missing or damaged."""
         try:
-            found = _read(self._folder.object(ref.sha256), ref, read)
+            found = _read(self._folder.object_path(ref.sha256), ref, read)
         except FileNotFoundError:
             return None
         if found is None:
@@ -136,46 +135,46 @@ class ObjectCache:
 
     def _reserve(self, ref: ObjectRef, *, resume: bool) -> bool:
         try:
-            full = self._folder.reserve(ref.sha256, ref.bytes, resume=resume)
+            disk_full = self._folder.reserve(ref.sha256, ref.bytes, resume=resume)
         except OSError as error:
-            self._warn_of(error)
+            self._warn_os_error(error)
             return False
-        if full is not None:
-            self._warn_of(full)
+        if disk_full is not None:
+            self._warn_os_error(disk_full)
         return True
 
     def _fetch(self, ref: ObjectRef, bucket: Bucket) -> bytes:
-        kept = False
+        written = False
         try:
             data = fetch_object(bucket, ref)
-            self._folder.keep(ref.sha256, data)
-            kept = True
+            self._folder.write_object(ref.sha256, data)
+            written = True
         except OSError as error:
-            self._warn_of(error)
+            self._warn_os_error(error)
         finally:
-            if not kept:
+            if not written:
                 self._discard(ref)
         return data
 
     def _download(
         self, ref: ObjectRef, bucket: Bucket, read: Callable[[ObjectRef, BufferedReader], _Read | None]
     ) -> _Read | None:
-        """None: the cache cannot hold it."""
-        # Before room is made for a size that may be a lie.
+        """Download an object into the cache; None if the cache cannot hold it."""
+        # Check before evicting others: the listed size may be wrong.
         check_stored_size(bucket, ref)
         if not self._reserve(ref, resume=True):
             return None
-        part, pieces = self._folder.part(ref.sha256), self._folder.pieces(ref.sha256)
+        part, pieces = self._folder.part_path(ref.sha256), self._folder.journal_path(ref.sha256)
         try:
             found = download_object(bucket, ref, part, lambda: _read(part, ref, read), pieces)
         except OSError as error:
-            self._warn_of(error)
+            self._warn_os_error(error)
             self._discard(ref)
             return None
         try:
             self._folder.finish(ref.sha256, ref.bytes)
         except OSError as error:
-            self._warn_of(error)
+            self._warn_os_error(error)
             self._discard(ref)
         return found
 
@@ -183,34 +182,33 @@ class ObjectCache:
         try:
             self._folder.discard(ref.sha256)
         except OSError:
-            pass  # the next sweep gets it
+            pass  # the next sweep removes it
 
     # Problems
 
-    def _warn_of(self, error: OSError) -> None:
-        mend = _MENDS.get(error.errno or 0, "check the disk or mount it is on")
-        self._warn(error.errno or 0, error.strerror or str(error), mend)
+    def _warn_os_error(self, error: OSError) -> None:
+        remedy = _REMEDIES.get(error.errno or 0, "check the disk or mount it is on")
+        self._warn(error.errno or 0, error.strerror or str(error), remedy)
 
-    def _warn(self, kind: int | str, problem: str, mend: str) -> None:
+    def _warn(self, kind: int | str, problem: str, remedy: str) -> None:
         if kind in self._warned:
             return
         self._warned.add(kind)
         logger.warning(
-            "cache_dir %r: %s; %s. Objects are fetched all the same, if need be by each rank for itself; "
-            "this is logged once",
+            "cache_dir %r: %s; %s. Objects are still fetched, possibly by each rank separately; this is logged once",
             str(self._folder.path),
             problem,
-            mend,
+            remedy,
         )
 
 
 def _read(path: Path, ref: ObjectRef, read: Callable[[ObjectRef, BufferedReader], _Read | None]) -> _Read | None:
-    """What ``read`` makes of a file; None if it is not the object."""
+    """Return what ``read`` returns for a file; None if it is not the object."""
     opened = os.open(path, _READ)
     with ExitStack() as stack:
         stack.callback(os.close, opened)
         info = os.fstat(opened)
-        # By the size that is there: a read allocates all that it is asked for, and what is listed may be a lie.
+        # Compare the actual size first: a read allocates as much as is requested, and the listed size may be wrong.
         if not stat.S_ISREG(info.st_mode) or info.st_size != ref.bytes:
             return None
         with open(opened, "rb", closefd=False) as file:
@@ -230,8 +228,8 @@ def _bytes(ref: ObjectRef, file: BufferedReader) -> bytes | None:
 
 
 def _file(ref: ObjectRef, file: BufferedReader) -> BufferedReader | None:
-    """A file of its own."""
-    with hashing():
+    """Return a file object of its own, independent of ``file``; None if the digest differs."""
+    with time_hashing():
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != ref.sha256:
         return None

@@ -100,7 +100,7 @@ def _watch(run: "Run", options: argparse.Namespace) -> None:
             print_fleet(document)
             print("" if sys.stdout.isatty() else "\n", end="", flush=True)
         time.sleep(options.watch)
-        fleet.look()
+        fleet.poll()
 
 
 def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:

@@ -62,9 +62,9 @@ class ProgressBar:
 
     def __init__(self, total: int, unit: str) -> None:
         # Bars as those of the store's transfers, which make room for each other.
-        from vllm_delta_sync.bucket.middleware.progress import bar_class, window
+        from vllm_delta_sync.bucket.middleware.progress import bar_class, terminal_size
 
-        columns, rows = window()
+        columns, rows = terminal_size()
         size = {"unit": "B", "unit_scale": True} if unit == "bytes" else {"unit": f" {unit}"}
         shown = sys.stderr.isatty()
         self._bar = bar_class()(

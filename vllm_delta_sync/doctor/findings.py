@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, Literal, TypeVar
 
-from vllm_delta_sync.bucket.transfer_observers import here
+from vllm_delta_sync.bucket.transfer_observers import with_observers
 from vllm_delta_sync.errors import DeadlineError, DeltaSyncError, StoreError
 
 DEFAULT_BYTES = 32_000_000
@@ -152,7 +152,7 @@ def begun(call: Callable[[], _Result], outcome: Future[_Result]) -> Thread:
         except BaseException as error:  # noqa: BLE001  handed to whoever waits, through the future
             outcome.set_exception(error)
 
-    thread = Thread(target=here(run), name="delta-sync-doctor", daemon=True)
+    thread = Thread(target=with_observers(run), name="delta-sync-doctor", daemon=True)
     thread.start()
     return thread
 

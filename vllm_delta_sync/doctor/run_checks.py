@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.parallel import has_object, in_parallel
-from vllm_delta_sync.bucket.verified import check_object
+from vllm_delta_sync.bucket.threads import in_parallel
+from vllm_delta_sync.bucket.verified import check_object, has_object
 from vllm_delta_sync.doctor.findings import CheckResult, Failure
 from vllm_delta_sync.errors import (
     ChainError,

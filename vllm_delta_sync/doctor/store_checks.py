@@ -16,8 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket, StoreOptions
-from vllm_delta_sync.bucket.parallel import in_parallel
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, here, watched
+from vllm_delta_sync.bucket.threads import in_parallel
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by, with_observers
 from vllm_delta_sync.doctor.findings import CheckResult, Failure, Progress, milliseconds
 from vllm_delta_sync.errors import AccessError, ConflictError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
@@ -133,14 +133,14 @@ class StoreProbe:
                 raise outcome
         won = [number for number, outcome in enumerate(outcomes) if outcome is None]
         kept = self._bucket.get(self._stem + "race")
-        figures = {"writers": WRITERS, "winners": len(won), "exclusive": self._bucket.exclusive}
-        if self._bucket.exclusive and ([_payload(number) for number in won] != [kept]):
+        figures = {"writers": WRITERS, "winners": len(won), "exclusive": self._bucket.supports_conditional_put}
+        if self._bucket.supports_conditional_put and ([_payload(number) for number in won] != [kept]):
             said = f"of {WRITERS} writers that create one key at once {len(won)} are told that they were first"
             raise Failure(
                 StoreError(said), figures, "Use a store that heeds If-None-Match, or " + _lowered(SINGLE_WRITER)
             )
         said = f"of {WRITERS} writers at once {len(won)} won"
-        if self._bucket.exclusive:
+        if self._bucket.supports_conditional_put:
             return CheckResult("race", "ok", said, figures)
         mend = SINGLE_WRITER + (HUB_GATEWAY if self._bucket.url.startswith("hf://") else "")
         return CheckResult("race", "warning", f"{said}; the store does not promise that it is one", figures, mend)
@@ -158,7 +158,9 @@ class StoreProbe:
             except DeltaSyncError as error:
                 outcomes[number] = error
 
-        threads = [threading.Thread(target=here(write), args=(number,), daemon=True) for number in range(WRITERS)]
+        threads = [
+            threading.Thread(target=with_observers(write), args=(number,), daemon=True) for number in range(WRITERS)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -247,7 +249,7 @@ class StoreProbe:
         return self._speeds(size, {"down": down})
 
     def _moved(self, way: str, size: int, move: Callable[[], object]) -> float:
-        with watched(_Told(lambda done: self._progress(way, done, size))):
+        with observed_by(_Told(lambda done: self._progress(way, done, size))):
             return _timed(move)
 
     def _speeds(self, size: int, took: dict[str, float]) -> CheckResult:
@@ -326,7 +328,7 @@ class _Told(TransferObserver):
         self._lock = threading.Lock()
         self._done = 0
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         with self._lock:
             self._done += count
             self._tell(self._done)

@@ -1,4 +1,4 @@
-"""The receivers of a run: their heartbeats, and how many may pause at once.
+"""The receivers of a run: their heartbeats, and the slots that limit how many pause at once.
 
-May import ``run`` and what is below. Begin with ``fleet``.
+Start with ``fleet``. May import ``run`` and what is below.
 """

@@ -1,8 +1,8 @@
-"""The receivers of a run, as their leases tell of them: who serves what, who is gone, and waiting for a version.
+"""``Fleet``: the receivers of a run, from their heartbeats: what each serves, which have ended, and ``wait``.
 
-Nobody coordinates them, and nothing here is more than what each has said of itself. Who is gone is told without a clock
-that agrees with the store's: by what else the store has put since, or by a lease that does not change for as long as it
-was to hold.
+There is no coordinator process, and heartbeats are unverified. A receiver counts as ended when its heartbeat expires.
+This needs no clock that agrees with the store's: later timestamps of the store show it, or a heartbeat that has not
+changed for as long as it was valid.
 """
 
 import time
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
-from vllm_delta_sync.fleet.heartbeats import LEFT, HeldLease, read_leases
+from vllm_delta_sync.fleet.heartbeats import LEFT, StoredHeartbeat, read_heartbeats
 from vllm_delta_sync.fleet.store_clock import StoreClock
 from vllm_delta_sync.format.documents import Lease
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.run.documents import RunDocuments
 
-SHORTEST_LOOK_SECONDS = 0.1
-LONGEST_LOOK_SECONDS = 1.0
+SHORTEST_POLL_SECONDS = 0.1
+LONGEST_POLL_SECONDS = 1.0
 SETTLED_SECONDS = 2.0
-"""A lease put so long ago cannot be put again with the same time, which is in whole seconds."""
-NAMED = 8
-"""How many receivers a message names."""
+"""Age from which a heartbeat cannot be rewritten with the same time, as times are in whole seconds."""
+MAX_NAMED = 8
+"""Maximum number of receivers that a message names."""
 
 
 class FleetLateError(DeltaSyncError):
-    """Not all receivers served a version in the time that they were given."""
+    """Not all receivers served a version before the timeout."""
 
     kind = "fleet_late"
 
@@ -36,8 +36,8 @@ class Replica:
     """One receiver.
 
     Attributes:
-        lease: what it said last. live: whether that still holds. age: seconds since it said so, at most.
-        expires: when the lease ends, by the store's clock.
+        lease: its last heartbeat. live: whether that is still valid. age: of the heartbeat in seconds, at most.
+        expires: when the heartbeat expires, by the store's clock.
     """
 
     lease: Lease
@@ -51,23 +51,23 @@ class Replica:
 
     @property
     def left(self) -> bool:
-        """Whether it has ended and said so."""
+        """Whether it has shut down in an orderly way."""
         return self.lease.state == LEFT
 
     def serves(self, version: int) -> bool:
-        """Whether it serves that version or a newer one."""
+        """Return whether it serves that version or a newer one."""
         return self.lease.served is not None and self.lease.served >= version
 
 
 class Fleet:
-    """The receivers of one run that write leases. Not for several threads at once.
+    """The receivers of one run that write heartbeats. Use it in one thread at a time.
 
     Attributes:
-        replicas: as of the last look, by name. ignored: leases that were not believed, and why.
+        replicas: as of the last poll, by name. ignored: why heartbeats were ignored, one text each.
 
     Args:
-        clock: this machine's, in seconds since the epoch; ``look`` takes it for the store's if that is not known to be
-            later, ``wait`` never does. monotonic, sleep: as in ``time``.
+        clock: this machine's, in seconds since the epoch. ``poll`` uses it as the store's clock unless that is known
+            to be ahead; ``wait`` never does. monotonic, sleep: as in ``time``.
     """
 
     def __init__(
@@ -81,117 +81,118 @@ class Fleet:
         self._clock, self._monotonic, self._sleep = clock, monotonic, sleep
         self._store = StoreClock(monotonic)
         self._seen: dict[str, tuple[ObjectInfo, float]] = {}
-        self._known: dict[ObjectInfo, HeldLease] = {}
+        self._known: dict[ObjectInfo, StoredHeartbeat] = {}
         self.replicas: list[Replica] = []
         self.ignored: list[str] = []
 
     @property
     def live(self) -> list[Replica]:
-        """Those whose word holds."""
+        """Replicas whose heartbeat is valid."""
         return [replica for replica in self.replicas if replica.live]
 
     @property
     def ended(self) -> list[Replica]:
-        """Those that have left, or have said nothing for too long. Retention removes their leases after some days."""
+        """Replicas that have shut down or whose heartbeat has expired. Garbage collection deletes old heartbeats."""
         return [replica for replica in self.replicas if not replica.live]
 
-    def look(self) -> list[Replica]:
-        """Read the leases again.
+    def poll(self) -> list[Replica]:
+        """Read the heartbeats again.
 
         Raises:
             StoreError: the store failed.
         """
-        return self._look(self._clock())
+        return self._poll(self._clock())
 
-    def _look(self, hint: float) -> list[Replica]:
+    def _poll(self, local_time: float) -> list[Replica]:
         settled = self._store.earliest - SETTLED_SECONDS
-        found = read_leases(self._run, self._known)
-        for held in found.held:
-            self._store.saw(held.modified)
-        now = max(hint, self._store.earliest)
-        self._known = {held.info: held for held in found.held if held.modified <= settled}
+        found = read_heartbeats(self._run, self._known)
+        for stored in found.stored:
+            self._store.observe(stored.modified)
+        now = max(local_time, self._store.earliest)
+        self._known = {stored.info: stored for stored in found.stored if stored.modified <= settled}
         seen, self._seen = self._seen, {}
-        for held in found.held:
-            before = seen.get(held.info.key)
-            same = before is not None and before[0] == held.info
-            self._seen[held.info.key] = before if before is not None and same else (held.info, self._monotonic())
-        self.replicas = sorted((self._replica(held, now) for held in found.held), key=lambda item: item.receiver)
+        for stored in found.stored:
+            before = seen.get(stored.info.key)
+            if before is None or before[0] != stored.info:
+                before = stored.info, self._monotonic()
+            self._seen[stored.info.key] = before
+        self.replicas = sorted((self._replica(stored, now) for stored in found.stored), key=lambda item: item.receiver)
         self.ignored = found.ignored
         return self.replicas
 
-    def _replica(self, held: HeldLease, now: float) -> Replica:
-        watched = self._monotonic() - self._seen[held.info.key][1]
-        # The store's times are cut to whole seconds.
-        over = now >= held.expires + 1 or watched >= held.expires - held.modified + 1
-        live = not over and held.lease.state != LEFT
-        return Replica(held.lease, live, max(0.0, watched, now - held.modified), held.expires)
+    def _replica(self, stored: StoredHeartbeat, now: float) -> Replica:
+        unchanged_seconds = self._monotonic() - self._seen[stored.info.key][1]
+        # The store truncates times to whole seconds.
+        expired = now >= stored.expires + 1 or unchanged_seconds >= stored.expires - stored.modified + 1
+        live = not expired and stored.lease.state != LEFT
+        return Replica(stored.lease, live, max(0.0, unchanged_seconds, now - stored.modified), stored.expires)
 
     def wait(self, version: int, replicas: int = 1, timeout: float = 60.0) -> list[Replica]:
         """Wait until a version is served everywhere.
 
-        That is so once every live replica serves it or a newer one, and those, with the ones that have left or gone
-        silent since it was published, are at least ``replicas``. So one that dies holds the others up for no longer
-        than its lease, and one that is held at an older version until the time is over.
+        This is the case once every live replica serves that version or a newer one, and the live replicas and those
+        that ended after its publication are together at least ``replicas``. So a replica that dies delays the others
+        until its heartbeat expires, and one that is held at an older version until the timeout.
 
         Args:
-            replicas: how many there are in all. timeout: seconds.
+            replicas: expected number of replicas. timeout: seconds.
 
         Returns:
-            all replicas, as they were then.
+            all replicas, as of the last poll.
 
         Raises:
-            UsageError: a number makes no sense. FleetLateError: time is over; the message names who lags.
-            StoreError: the store failed.
+            UsageError: a number is out of range. FleetLateError: the timeout passed; the message names the replicas
+            that lag. StoreError: the store failed.
         """
         _check_numbers(version, replicas, timeout)
         deadline = self._monotonic() + timeout
-        pace = SHORTEST_LOOK_SECONDS
+        interval = SHORTEST_POLL_SECONDS
         while True:
             published = self._published(version)
-            found = self._look(float("-inf"))
-            if published is not None and self._arrived(version, replicas, published):
+            found = self._poll(float("-inf"))
+            if published is not None and self._is_served(version, replicas, published):
                 return found
             left = deadline - self._monotonic()
             if left <= 0:
-                raise FleetLateError(self._late(version, replicas, timeout, published))
-            self._sleep(min(pace, left))
-            pace = min(2 * pace, LONGEST_LOOK_SECONDS)
+                raise FleetLateError(self._late_message(version, replicas, timeout, published))
+            self._sleep(min(interval, left))
+            interval = min(2 * interval, LONGEST_POLL_SECONDS)
 
     def _published(self, version: int) -> float | None:
-        """When a version was published, by the store's clock; None if it is not."""
+        """Return when a version was published, by the store's clock; None if it is not."""
         try:
             modified = self._run.bucket.stat(version_key(version)).modified
         except NotFoundError:
             return None
-        self._store.saw(modified)
+        self._store.observe(modified)
         return modified
 
-    def _gone_since(self, published: float) -> int:
+    def _ended_since(self, published: float) -> int:
         return sum(replica.expires > published for replica in self.ended)
 
-    def _arrived(self, version: int, replicas: int, published: float) -> bool:
-        there = [replica for replica in self.live if replica.serves(version)]
-        return len(there) == len(self.live) and len(there) + self._gone_since(published) >= replicas
+    def _is_served(self, version: int, replicas: int, published: float) -> bool:
+        serving = [replica for replica in self.live if replica.serves(version)]
+        return len(serving) == len(self.live) and len(serving) + self._ended_since(published) >= replicas
 
-    def _late(self, version: int, replicas: int, timeout: float, published: float | None) -> str:
+    def _late_message(self, version: int, replicas: int, timeout: float, published: float | None) -> str:
         if published is None:
             return f"version {version} is not published after {timeout:g} s"
         lagging = [replica for replica in self.live if not replica.serves(version)]
-        there, gone = len(self.live) - len(lagging), self._gone_since(published)
-        named = "; ".join(_where(replica) for replica in lagging[:NAMED])
-        more = f"; and {len(lagging) - NAMED} more" if len(lagging) > NAMED else ""
-        short = replicas - there - gone - len(lagging)
-        missing = f"; {short} of {replicas} replicas have no lease (setting receiver_id)" if short > 0 else ""
+        serving, ended = len(self.live) - len(lagging), self._ended_since(published)
+        named = "; ".join(_describe(replica) for replica in lagging[:MAX_NAMED])
+        more = f"; and {len(lagging) - MAX_NAMED} more" if len(lagging) > MAX_NAMED else ""
+        absent = replicas - serving - ended - len(lagging)
+        missing = f"; {absent} of {replicas} replicas have no heartbeat (setting receiver_id)" if absent > 0 else ""
         return (
-            f"version {version} is served by {there} of {len(self.live)} live replicas after {timeout:g} s, "
-            f"{gone} ended since it was published{': ' if named else ''}{named}{more}{missing}"
+            f"version {version} is served by {serving} of {len(self.live)} live replicas after {timeout:g} s, "
+            f"{ended} ended since it was published{': ' if named else ''}{named}{more}{missing}"
         )
 
 
-def _where(replica: Replica) -> str:
+def _describe(replica: Replica) -> str:
     lease = replica.lease
     serves = "nothing yet" if lease.served is None else f"version {lease.served}"
-    notes = [lease.state or "", "waiting for its turn" if lease.waiting else ""]
+    notes = [lease.state or "", "waiting for a pause slot" if lease.waiting else ""]
     notes += [f"{lease.error.kind}: {lease.error.message[:120]}"] if lease.error is not None else []
     text = ", ".join(note for note in notes if note)
     return f"{lease.receiver!r} serves {serves}" + (f" ({text})" if text else "")

@@ -1,13 +1,13 @@
-"""Turns: at most so many servers of a run pause at once, and nobody coordinates them.
+"""``PauseSlots``: lets at most m servers of a run pause at once, without a coordinator process.
 
-There are m slots. Claims on slot s are objects ``turns/<s>/<n>.json``, made create-if-absent, n ascending: who made the
-newest one holds the slot. The next one may be made only once that is over: when ``turns/<s>/<n>.end`` is there, or the
-time that the claim gives itself has passed. That time is told by what else the store has put since, or by having seen
-the claim for so long: no two clocks have to agree. A holder counts from before it asked for the claim, so it knows of
-the end no later than anybody else.
+There are m slots. A claim on slot s is an object ``turns/<s>/<n>.json``, created if absent, with ascending n: the
+writer of the newest claim holds the slot. The next claim may be created only after that one has ended: either
+``turns/<s>/<n>.end`` exists, or the claim's time has passed. Others measure that time by the store's later timestamps,
+or by how long they have seen the claim themselves, so clocks need not agree. The holder measures from before it
+requested the claim, so it never believes in its claim longer than others do.
 
-Claims of long ago are removed by later holders, and the last few are kept. Who was so slow that it makes one of those
-again finds newer ones when it looks once more, and does not hold the slot.
+Later holders remove old claims and keep the last few. A writer so slow that it creates a removed claim again finds
+newer ones when it lists the claims once more, and does not hold the slot.
 """
 
 import contextlib
@@ -41,35 +41,40 @@ from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.run.documents import RunDocuments
 
 MARGIN_SECONDS = 15
-"""What a claim holds on top of the longest pause: for making sure of it, and for beginning to pause."""
-KEPT = 4
-"""Claims of a slot that are kept."""
-SHORTEST_LOOK_SECONDS = 0.05
-LONGEST_LOOK_SECONDS = 1.0
-ASK_SECONDS = 0.05
-"""How often is looked whether somebody asks for something while a turn is waited for."""
+"""Time of a claim beyond the longest pause: for confirming the claim and starting the pause."""
+CLAIMS_KEPT = 4
+"""Number of a slot's latest claims that are kept."""
+SHORTEST_POLL_SECONDS = 0.05
+LONGEST_POLL_SECONDS = 1.0
+CHECK_SECONDS = 0.05
+"""Interval at which ``acquire`` calls ``give_up`` while it waits."""
 PATIENCE_SECONDS = 30.0
-"""How long a store may fail before a turn is given up."""
+"""How long the store may fail before ``acquire`` raises its error."""
 
 
 @dataclass(frozen=True)
-class HeldSlot:
-    """A turn that was taken.
+class PauseSlot:
+    """A slot that this receiver holds.
 
     Attributes:
-        slot, number: of the claim. until: when it ends at the latest, by the monotonic clock.
-        old: keys of claims that nobody needs any more.
+        slot, number: of the claim. deadline: when it ends at the latest, by the monotonic clock.
+        obsolete: keys of old claims, to be removed.
     """
 
     slot: int
     number: int
-    until: float
-    old: list[str] = field(default_factory=list)
+    deadline: float
+    obsolete: list[str] = field(default_factory=list)
 
 
 @dataclass
-class _Slot:
-    """What lies under turns/<s>/. ``number``: of the newest claim, 0 for none; ``info``: of it, None if it is gone."""
+class _SlotClaims:
+    """The objects under turns/<s>/.
+
+    Attributes:
+        number: of the newest claim, 0 if there is none. info: its object, None if it was removed. ended: whether it
+        was released. keys: number and key of all objects.
+    """
 
     number: int = 0
     info: ObjectInfo | None = None
@@ -78,12 +83,12 @@ class _Slot:
 
 
 class PauseSlots:
-    """Takes turns for one receiver.
+    """Acquires pause slots for one receiver.
 
     Args:
-        run: whose servers take turns. receiver: the name of this one. slots: how many may pause at once.
+        run: the run whose servers share the slots. receiver: the name of this one. slots: how many may pause at once.
         pause_seconds: the longest pause.
-        monotonic, sleep, pick: clock, waiting and choosing, for tests.
+        monotonic, sleep, pick: clock, sleep function and random choice, for tests.
     """
 
     def __init__(
@@ -103,81 +108,81 @@ class PauseSlots:
         self._clock = StoreClock(monotonic)
         self._holder = secrets.token_hex(16)
         self._claims: dict[str, tuple[Turn | None, float]] = {}
-        self._asked_at: dict[str, float] = {}
+        self._requested_at: dict[str, float] = {}
 
-    def take(self, version: int, until: Callable[[], bool] = lambda: False) -> HeldSlot | None:
-        """Wait for a turn, for as long as others have theirs.
+    def acquire(self, version: int, give_up: Callable[[], bool] = lambda: False) -> PauseSlot | None:
+        """Wait until a slot is free and acquire it.
 
         Args:
-            version: what it is for. until: asked now and then; if True, the turn is not waited for any longer.
+            version: the version to commit in the pause. give_up: called every CHECK_SECONDS; stops waiting if True.
 
         Returns:
-            the turn, which ends by itself if ``end`` is not called; None if ``until`` said so.
+            the slot, which expires by itself if ``release`` is not called; None if ``give_up`` returned True.
 
         Raises:
-            AccessError: the store lets nobody write here. DeltaSyncError: it fails for longer than PATIENCE_SECONDS.
+            AccessError: the store refuses writes. DeltaSyncError: it fails for longer than PATIENCE_SECONDS.
         """
-        pace = SHORTEST_LOOK_SECONDS
+        interval = SHORTEST_POLL_SECONDS
         failing: float | None = None
         while True:
             began = self._monotonic()
             try:
-                held = self.attempt(version)
+                slot = self.try_acquire(version)
                 failing = None
-                if held is not None:
-                    return held
+                if slot is not None:
+                    return slot
             except AccessError:
                 raise
             except DeltaSyncError:
                 failing = began if failing is None else failing
                 if self._monotonic() - failing >= PATIENCE_SECONDS:
                     raise
-            if self._waits_long(pace * self._pick.uniform(0.5, 1.0), until):
+            if self._wait(interval * self._pick.uniform(0.5, 1.0), give_up):
                 return None
-            pace = min(2 * pace, LONGEST_LOOK_SECONDS)
+            interval = min(2 * interval, LONGEST_POLL_SECONDS)
 
-    def _waits_long(self, seconds: float, until: Callable[[], bool]) -> bool:
-        """Wait; True if ``until`` says that it is enough."""
+    def _wait(self, seconds: float, give_up: Callable[[], bool]) -> bool:
+        """Wait; return True if ``give_up`` returned True meanwhile."""
         end = self._monotonic() + seconds
-        while not until():
+        while not give_up():
             left = end - self._monotonic()
             if left <= 0:
                 return False
-            self._sleep(min(left, ASK_SECONDS))
+            self._sleep(min(left, CHECK_SECONDS))
         return True
 
-    def attempt(self, version: int) -> HeldSlot | None:
-        """Take a turn if one is to be had now. Raises StoreError, LimitError."""
-        found = self._look()
+    def try_acquire(self, version: int) -> PauseSlot | None:
+        """Acquire a slot if one is free now; None if not. Raises StoreError, LimitError."""
+        found = self._list_claims()
         free = []
         for slot in range(self._slots):
-            there = found.get(slot, _Slot())
-            if self._is_over(slot, there):
-                free.append((slot, there.number))
-            elif there.info is not None and self._is_mine(there.info.key):
-                # Made by an attempt whose answer was lost.
-                return self._confirmed(slot, there.number)
+            newest = found.get(slot, _SlotClaims())
+            if self._has_ended(slot, newest):
+                free.append((slot, newest.number))
+            elif newest.info is not None and self._is_mine(newest.info.key):
+                # Created by an earlier call whose answer was lost.
+                return self._confirm(slot, newest.number)
         if not free:
             return None
         slot, last = self._pick.choice(free)
         return self._claim(slot, last + 1, version)
 
-    def end(self, held: HeldSlot) -> None:
-        """Let the next one have the slot. Raises StoreError; then it is free when its time is over."""
+    def release(self, claimed: PauseSlot) -> None:
+        """Free the slot for others. Raises StoreError; then it becomes free when the claim expires."""
         bucket = self._run.bucket
-        bucket.put(turn_end_key(held.slot, held.number), TURN_END)
-        for key in held.old:
+        bucket.put(turn_end_key(claimed.slot, claimed.number), TURN_END)
+        for key in claimed.obsolete:
             bucket.delete(key)
 
-    def _look(self) -> dict[int, _Slot]:
-        found: dict[int, _Slot] = {}
+    def _list_claims(self) -> dict[int, _SlotClaims]:
+        found: dict[int, _SlotClaims] = {}
         for info in self._run.bucket.list(TURNS_PREFIX):
-            where = turn_of_key(info.key)
-            if where is None:
+            parsed = turn_of_key(info.key)
+            if parsed is None:
                 continue
-            self._clock.saw(info.modified)
-            number, is_end = where[1:]
-            slot = found.setdefault(where[0], _Slot())
+            self._clock.observe(info.modified)
+            number, is_end = parsed[1:]
+            slot = found.setdefault(parsed[0], _SlotClaims())
             slot.keys.append((number, info.key))
             if number > slot.number:
                 slot.number, slot.info, slot.ended = number, None, False
@@ -186,29 +191,29 @@ class PauseSlots:
                 slot.info = slot.info if is_end else info
         return found
 
-    def _is_over(self, slot: int, there: _Slot) -> bool:
-        """Whether the newest claim on a slot holds no more."""
-        if there.number == 0 or there.ended:
+    def _has_ended(self, slot: int, newest: _SlotClaims) -> bool:
+        """Return whether the newest claim on a slot has ended."""
+        if newest.number == 0 or newest.ended:
             return True
-        if there.info is None:
+        if newest.info is None:
             return False
-        claim, first = self._claimed(there.info.key)
-        # What cannot be read has given itself no time: it gets that of one of ours.
+        claim, first = self._read_claim(newest.info.key)
+        # An unreadable claim states no duration; assume ours.
         seconds = self._seconds if claim is None else min(claim.seconds, limits.MAX_TURN_SECONDS)
         if self._monotonic() - first >= seconds + 1:
             return True
-        self._ask_time()
-        # The store's times are cut to whole seconds.
-        return self._clock.earliest >= there.info.modified + seconds + 1
+        self._observe_own_heartbeat()
+        # The store truncates times to whole seconds.
+        return self._clock.earliest >= newest.info.modified + seconds + 1
 
-    def _claimed(self, key: str) -> tuple[Turn | None, float]:
-        """A claim, and when it was first seen."""
+    def _read_claim(self, key: str) -> tuple[Turn | None, float]:
+        """Return a claim, None if it is unreadable or gone, and when it was first seen."""
         if key not in self._claims:
             first = self._monotonic()
             try:
                 claim: Turn | None = Turn.from_bytes(self._run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), key)
             except NotFoundError:
-                return None, first  # removed meanwhile, so there are newer ones
+                return None, first  # removed meanwhile, so there are newer claims
             except StoreError:
                 raise
             except DeltaSyncError:
@@ -216,20 +221,20 @@ class PauseSlots:
             self._claims[key] = claim, first
         return self._claims[key]
 
-    def _ask_time(self) -> None:
-        """The lease of this receiver is written again and again: as good a clock as any."""
+    def _observe_own_heartbeat(self) -> None:
+        """Advance the store clock by this receiver's own heartbeat, which is rewritten regularly."""
         with contextlib.suppress(NotFoundError):
-            self._clock.saw(self._run.bucket.stat(lease_key(self._receiver)).modified)
+            self._clock.observe(self._run.bucket.stat(lease_key(self._receiver)).modified)
 
     def _is_mine(self, key: str) -> bool:
-        claim = self._claimed(key)[0]
-        return key in self._asked_at and claim is not None and claim.holder == self._holder
+        claim = self._read_claim(key)[0]
+        return key in self._requested_at and claim is not None and claim.holder == self._holder
 
-    def _claim(self, slot: int, number: int, version: int) -> HeldSlot | None:
+    def _claim(self, slot: int, number: int, version: int) -> PauseSlot | None:
         if number > limits.MAX_VERSION:
-            raise LimitError(f"{TURNS_PREFIX}{slot:02d}/ has no numbers left; remove what lies there")
+            raise LimitError(f"{TURNS_PREFIX}{slot:02d}/ has no numbers left; remove the objects there")
         key = turn_key(slot, number)
-        turn = Turn(
+        claim = Turn(
             run=self._run.info.run,
             slot=slot,
             number=number,
@@ -239,25 +244,25 @@ class PauseSlots:
             seconds=min(self._seconds, limits.MAX_TURN_SECONDS),
             created_at=timestamp(),
         )
-        self._asked_at.setdefault(key, self._monotonic())
+        self._requested_at.setdefault(key, self._monotonic())
         try:
-            self._run.bucket.put(key, turn.to_bytes(), if_absent=True)
+            self._run.bucket.put(key, claim.to_bytes(), if_absent=True)
         except ConflictError:
             if not self._is_mine(key):
                 return None
-        return self._confirmed(slot, number)
+        return self._confirm(slot, number)
 
-    def _confirmed(self, slot: int, number: int) -> HeldSlot | None:
-        """A claim that this receiver has made, if it counts: it is the newest, and there is time left to pause in."""
+    def _confirm(self, slot: int, number: int) -> PauseSlot | None:
+        """Return the slot of our claim if the claim is the newest and leaves enough time for a pause."""
         key = turn_key(slot, number)
-        there = self._look().get(slot, _Slot())
-        if there.number > number:
+        newest = self._list_claims().get(slot, _SlotClaims())
+        if newest.number > number:
             self._run.bucket.delete(key)
             return None
-        old = [other for other_number, other in there.keys if other_number <= number - KEPT]
-        since = self._asked_at[key]
-        held = HeldSlot(slot, number, since + self._seconds, old)
+        obsolete = [other for other_number, other in newest.keys if other_number <= number - CLAIMS_KEPT]
+        since = self._requested_at[key]
+        claimed = PauseSlot(slot, number, since + self._seconds, obsolete)
         if self._monotonic() - since >= MARGIN_SECONDS:
-            self.end(held)
+            self.release(claimed)
             return None
-        return held
+        return claimed

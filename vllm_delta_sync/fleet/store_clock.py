@@ -1,31 +1,32 @@
-"""What time it is at a store, without a clock that agrees with it."""
+"""``StoreClock``: a lower bound of the time by a store's clock, without synchronized clocks."""
 
 import time
 from collections.abc import Callable
 
 
 class StoreClock:
-    """A bound on a store's clock: it has put everything before now that it says it has put.
+    """A lower bound of the time by a store's clock, from the times at which objects were put.
 
-    Exact where something has just been put, and late by the time since then otherwise; never early, however wrong
-    this machine's clock is. Seconds since the epoch; the store's times are whole seconds, so it may be one more.
+    The bound is exact if an object was observed right after its put, and otherwise too low by the time in between. It
+    is never too high, however wrong this machine's clock is. Times are seconds since the epoch; the store truncates
+    them to whole seconds, so the actual time may be one second later.
 
     Args:
-        monotonic: seconds that this machine's clock counts.
+        monotonic: clock of this machine, as ``time.monotonic``.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._bound: tuple[float, float] | None = None
 
-    def saw(self, modified: float) -> None:
-        """The store has put something at that time."""
+    def observe(self, modified: float) -> None:
+        """Note that the store put an object at that time."""
         if modified > self.earliest:
             self._bound = modified, self._monotonic()
 
     @property
     def earliest(self) -> float:
-        """It is at least so late; -inf before anything was seen."""
+        """The lower bound; -inf before any object was observed."""
         if self._bound is None:
             return float("-inf")
         modified, at = self._bound

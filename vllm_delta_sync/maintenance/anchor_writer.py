@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vllm_delta_sync.bucket.parallel import has_object
+from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, StoreError, UnsupportedError
 from vllm_delta_sync.format.anchor_file import shard_tables, write_anchor
 from vllm_delta_sync.format.documents import Anchor, anchor_key

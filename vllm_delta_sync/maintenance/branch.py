@@ -8,7 +8,7 @@ import secrets
 from contextlib import ExitStack
 
 from vllm_delta_sync.bucket import Bucket, open_beside
-from vllm_delta_sync.bucket.conditional_put import reads, settled
+from vllm_delta_sync.bucket.conditional_put import confirm_created, has_content
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
@@ -176,10 +176,10 @@ def _create(bucket: Bucket, documents: dict[str, bytes], files: dict[str, bytes]
     for key, data in files.items():
         bucket.put(key, data)  # named by its content, so what may lie there is the same, or damaged
     info = documents[RUN_KEY]
-    if not (settled(bucket, RUN_KEY, info) and reads(bucket, RUN_KEY, info)):
+    if not (confirm_created(bucket, RUN_KEY, info) and has_content(bucket, RUN_KEY, info)):
         raise _taken(bucket, RUN_KEY)
     _put(bucket, version_key(0), first.to_bytes())
-    if not settled(bucket, version_key(0), first.to_bytes()):
+    if not confirm_created(bucket, version_key(0), first.to_bytes()):
         raise _taken(bucket, version_key(0))
 
 
@@ -187,7 +187,7 @@ def _put(bucket: Bucket, key: str, data: bytes) -> None:
     try:
         bucket.put(key, data, if_absent=True)
     except ConflictError as error:
-        if not reads(bucket, key, data):
+        if not has_content(bucket, key, data):
             raise _taken(bucket, key) from error
 
 
@@ -198,9 +198,9 @@ def _taken(bucket: Bucket, key: str) -> ConflictError:
 def _take_back(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
     """Remove what a branch that failed has written; whether it is certain that no branch stands."""
     try:
-        if not reads(bucket, RUN_KEY, info.to_bytes()):
+        if not has_content(bucket, RUN_KEY, info.to_bytes()):
             return True
-        if reads(bucket, version_key(0), first.to_bytes()):
+        if has_content(bucket, version_key(0), first.to_bytes()):
             bucket.delete(version_key(0))
         for item in info.files:
             bucket.delete(item.key)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import DeltaSyncError, SignatureError, StoreError
 from vllm_delta_sync.format.documents import anchor_key, fold_key
 from vllm_delta_sync.run.documents import RunDocuments

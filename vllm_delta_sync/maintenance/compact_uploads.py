@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.parallel import has_object
+from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.format.manifest import ObjectRef
 
 OBJECT_BYTES = 1024**3

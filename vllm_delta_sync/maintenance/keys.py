@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,

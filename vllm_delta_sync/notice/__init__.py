@@ -1,7 +1,7 @@
-"""Notices: "version n is there, poll now". A hint over ZeroMQ; losing one costs latency and nothing else.
+"""Notices: ZeroMQ messages that announce a new version. A lost notice costs latency and nothing else.
 
-May import ``trust`` and what is below. Begin with ``publisher`` and ``subscriber``; ``broker`` sits between them where
-they cannot reach each other.
+Start with ``publisher`` and ``subscriber``; ``broker`` connects them where they cannot reach each other. May import
+``trust`` and what is below.
 """
 
 from vllm_delta_sync.notice.broker import Broker

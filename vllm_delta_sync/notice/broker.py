@@ -1,7 +1,7 @@
-"""A meeting point for publishers and receivers that cannot reach each other: both connect to it.
+"""``Broker``: forwards notices between publishers and receivers that cannot reach each other; both connect to it.
 
-It believes nothing and knows nothing of runs: a topic and a short message go in on one side and out on the other. What
-came last on a topic is kept, and given to whoever subscribes.
+The broker verifies no signatures and knows no runs: it forwards short messages by topic. It keeps the last message of
+each topic and sends it to new subscribers.
 """
 
 from pathlib import Path
@@ -10,8 +10,7 @@ import zmq
 
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.last import LastValues, wait_ms
-from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES
+from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES, LastValues
 from vllm_delta_sync.notice.sockets import (
     LINGER_MS,
     MAX_FRAME_BYTES,
@@ -23,28 +22,29 @@ from vllm_delta_sync.notice.sockets import (
     Socket,
     bind,
     check_port,
+    error_text,
     open_socket,
-    reason,
+    wait_ms,
 )
 from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
 
 MAX_TOPICS = 1024
-MAX_TURN = 256
-"""Messages of one side that are looked at before the other side's turn."""
+MAX_BATCH = 256
+"""Messages of one side that are handled before those of the other side."""
 PUBLISHERS_QUEUE = 256
 REPEAT_SECONDS = 2.0
-"""Later than publishers repeat: only what a publisher that is gone has left behind."""
+"""Longer than the interval of publishers, so that only the messages of absent publishers are repeated."""
 
 
 class Broker:
-    """Passes notices from one port to another. One thread opens, runs and closes it; ``stop`` is for any.
+    """Forwards notices from one port to another. One thread opens, runs and closes it; any thread may call ``stop``.
 
     Attributes:
         publishers, subscribers: the addresses as bound.
-        passed: messages passed on. dropped: messages that were no notices by their form.
-        wakeup: file descriptor for ``signal.set_wakeup_fd``, so that no signal waits for ``run``'s poll.
+        passed: number of forwarded messages. dropped: number of malformed messages.
+        wakeup: file descriptor for ``signal.set_wakeup_fd``, so that a signal interrupts the poll of ``run``.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Broker:
 
         Args:
             publishers, subscribers: ``tcp://*:5556``, ``tcp://127.0.0.1:*`` for any free port, ``ipc:///path``.
-            key: file with the own secret CURVE certificate; needs the other two.
+            key: file with the broker's secret CURVE certificate; requires the other two.
             allowed_publishers, allowed_subscribers: public certificates, each as a directory or one file.
 
         Raises:
@@ -68,54 +68,55 @@ class Broker:
         check_port(publishers)
         check_port(subscribers)
         self.passed = self.dropped = 0
-        self._quiet = LogThrottle(logger)
+        self._log = LogThrottle(logger)
         self._last = LastValues(MAX_TOPICS, REPEAT_SECONDS)
         self._stopped = False
-        lists = _keys(key, allowed_publishers, allowed_subscribers, self._quiet)
+        lists = _keys(key, allowed_publishers, allowed_subscribers, self._log)
         self._context = zmq.Context()
         self._wake = PollWaker()
         self.wakeup = self._wake.sender
-        self._gate: curve.CurveAuthenticator | None = None
-        self._watches: list[HandshakeMonitor] = []
-        self._sources = open_socket(self._context, zmq.XSUB, MAX_FRAME_BYTES)
-        self._sources.setsockopt(zmq.RCVHWM, PUBLISHERS_QUEUE)
-        self._sinks = open_socket(self._context, zmq.XPUB, MAX_REQUEST_BYTES)
-        self._sinks.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._authenticator: curve.CurveAuthenticator | None = None
+        self._monitors: list[HandshakeMonitor] = []
+        self._publisher_socket = open_socket(self._context, zmq.XSUB, MAX_FRAME_BYTES)
+        self._publisher_socket.setsockopt(zmq.RCVHWM, PUBLISHERS_QUEUE)
+        self._subscriber_socket = open_socket(self._context, zmq.XPUB, MAX_REQUEST_BYTES)
+        self._subscriber_socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         try:
             if lists is not None:
                 own, sources, sinks = lists
-                self._gate = curve.CurveAuthenticator(self._context, own, self._quiet)
-                # Two domains: whoever may listen may not announce.
-                self._gate.guard(self._sources, "publishers", sources)
-                self._gate.guard(self._sinks, "subscribers", sinks)
-            self.publishers = self._open(self._sources, publishers)
-            self.subscribers = self._open(self._sinks, subscribers)
-            self._sources.send(b"\x01")
+                self._authenticator = curve.CurveAuthenticator(self._context, own, self._log)
+                # Two domains, because subscribers must not announce versions.
+                self._authenticator.require_keys(self._publisher_socket, "publishers", sources)
+                self._authenticator.require_keys(self._subscriber_socket, "subscribers", sinks)
+            self.publishers = self._open(self._publisher_socket, publishers)
+            self.subscribers = self._open(self._subscriber_socket, subscribers)
+            self._publisher_socket.send(b"\x01")
         except BaseException:
             self.close()
             raise
 
     def run(self) -> None:
-        """Pass notices on until ``stop``.
+        """Forward notices until ``stop``.
 
         Raises:
-            NoticeError: a socket broke.
+            NoticeError: a socket failed.
         """
         poller = zmq.Poller()
-        for each in (self._sources, self._sinks, self._wake.fd, *(watch.socket for watch in self._watches)):
+        sockets = (self._publisher_socket, self._subscriber_socket, *(monitor.socket for monitor in self._monitors))
+        for each in (*sockets, self._wake.fd):
             poller.register(each, zmq.POLLIN)
-        if self._gate is not None:
-            poller.register(self._gate.socket, zmq.POLLIN)
+        if self._authenticator is not None:
+            poller.register(self._authenticator.socket, zmq.POLLIN)
         try:
             while True:
-                # In this order: whoever wakes us has said before what for.
+                # Clear first: ``stop`` sets the flag before it wakes this thread.
                 self._wake.clear()
                 if self._stopped:
                     return
-                busy = self._turn()
+                busy = self._run_once()
                 poller.poll(0 if busy else wait_ms(self._last.next_at()))
         except zmq.ZMQError as error:
-            raise NoticeError(f"the broker's sockets failed: {reason(error)}; start it again") from error
+            raise NoticeError(f"the broker's sockets failed: {error_text(error)}; start it again") from error
 
     def stop(self) -> None:
         """End ``run``; from any thread, and from signal handlers."""
@@ -123,53 +124,53 @@ class Broker:
         self._wake.set()
 
     def close(self) -> None:
-        """Free both addresses."""
-        for watch in self._watches:
-            watch.close()
-        self._sources.close(linger=0)
-        self._sinks.close(linger=LINGER_MS)
-        if self._gate is not None:
-            self._gate.close()
+        """Close the sockets and free both addresses."""
+        for monitor in self._monitors:
+            monitor.close()
+        self._publisher_socket.close(linger=0)
+        self._subscriber_socket.close(linger=LINGER_MS)
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
         self._wake.close()
 
     def _open(self, socket: Socket, address: str) -> str:
-        watch = HandshakeMonitor(socket, self._quiet, address, SERVER_FAILURES)
-        self._watches.append(watch)
-        watch.address = bind(socket, address)
-        return watch.address
+        monitor = HandshakeMonitor(socket, self._log, address, SERVER_FAILURES)
+        self._monitors.append(monitor)
+        monitor.address = bind(socket, address)
+        return monitor.address
 
-    def _turn(self) -> bool:
-        """Do whatever can be done without waiting; whether there is more."""
-        if self._gate is not None:
-            self._gate.serve()
-        for watch in self._watches:
-            watch.read()
-        requests = _read(self._sinks)
+    def _run_once(self) -> bool:
+        """Do all work that needs no waiting; return whether messages may be left."""
+        if self._authenticator is not None:
+            self._authenticator.serve()
+        for monitor in self._monitors:
+            monitor.read()
+        requests = _read(self._subscriber_socket)
         for frames in requests:
-            # The rest of what a subscriber might send is nobody's business.
+            # Only subscriptions matter; ignore everything else from subscribers.
             if frames[0][:1] == b"\x01":
-                self._last.wanted(frames[0][1:])
-        messages = _read(self._sources)
+                self._last.resend_soon(frames[0][1:])
+        messages = _read(self._publisher_socket)
         for frames in messages:
             self._pass_on(frames)
         for frames in self._last.due():
-            self._sinks.send_multipart(frames, zmq.DONTWAIT)
-        return len(requests) == MAX_TURN or len(messages) == MAX_TURN
+            self._subscriber_socket.send_multipart(frames, zmq.DONTWAIT)
+        return len(requests) == MAX_BATCH or len(messages) == MAX_BATCH
 
     def _pass_on(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not 0 < len(frames[0]) <= MAX_TOPIC_BYTES or len(frames[1]) > MAX_NOTICE_BYTES:
             self.dropped += 1
-            self._quiet.warn("a publisher sends what is no notice by its form; it is dropped")
+            self._log.warn("a publisher sends malformed notices; they are dropped")
             return
         self.passed += 1
         self._last.put(frames)
-        self._sinks.send_multipart(frames, zmq.DONTWAIT)
+        self._subscriber_socket.send_multipart(frames, zmq.DONTWAIT)
 
 
 def _read(socket: Socket) -> list[list[bytes]]:
     found: list[list[bytes]] = []
-    for _ in range(MAX_TURN):
+    for _ in range(MAX_BATCH):
         try:
             found.append(socket.recv_multipart(zmq.DONTWAIT))
         except zmq.Again:
@@ -178,7 +179,7 @@ def _read(socket: Socket) -> list[list[bytes]]:
 
 
 def _keys(
-    key: Path | None, publishers: Path | None, subscribers: Path | None, quiet: LogThrottle
+    key: Path | None, publishers: Path | None, subscribers: Path | None, log: LogThrottle
 ) -> tuple[curve.KeyPair, curve.AllowList, curve.AllowList] | None:
     given = {"--key": key, "--allowed-publishers": publishers, "--allowed-subscribers": subscribers}
     if all(value is None for value in given.values()):
@@ -187,10 +188,10 @@ def _keys(
         missing = next(name for name, value in given.items() if value is None)
         raise SettingsError(
             f"{missing} is missing: a broker with CURVE needs its own secret certificate, and the public certificates "
-            "of those who may announce and of those who may listen"
+            "of all publishers and of all subscribers"
         )
     return (
         curve.load_secret(key, "--key"),
-        curve.AllowList(publishers, "--allowed-publishers", quiet),
-        curve.AllowList(subscribers, "--allowed-subscribers", quiet),
+        curve.AllowList(publishers, "--allowed-publishers", log),
+        curve.AllowList(subscribers, "--allowed-subscribers", log),
     )

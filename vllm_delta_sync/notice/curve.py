@@ -1,6 +1,7 @@
-"""CURVE keys for notices: who may listen, who may announce, and that nobody reads along.
+"""CURVE keys, which encrypt notices and authenticate publishers and subscribers.
 
-Key pairs lie in pyzmq's certificate files. An allow-list is a directory of public certificates, or one file.
+``generate``, ``load_secret`` and ``load_public`` write and read pyzmq's certificate files. ``AllowList`` is a directory
+of public certificates, or one file; ``CurveAuthenticator`` admits the clients on it.
 """
 
 import asyncio
@@ -17,15 +18,15 @@ from vllm_delta_sync.notice.sockets import Context, LogThrottle, Socket
 from vllm_delta_sync.trust.key_files import PUBLIC_SUFFIX, check_private, write_pair
 
 SUFFIXES = (PUBLIC_SUFFIX, ".key")
-"""What a public certificate's name in a directory ends with: ours and pyzmq's."""
+"""Suffixes of public certificates in a directory: ours and pyzmq's."""
 MAX_CERTIFICATE_BYTES = 16 * 1024
-MAX_QUESTIONS = 64
+MAX_REQUESTS = 64
 KEYGEN = "make one with delta-sync keygen PATH --notice"
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """Own key, in Z85. ``path``: where it came from."""
+    """A key pair in Z85. ``path``: the file it was read from."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -39,7 +40,7 @@ def generate(path: Path) -> str:
         The public key, 40 characters of Z85.
 
     Raises:
-        ConflictError: one of the files is there already; neither is touched. StoreError: they cannot be written.
+        ConflictError: one of the files exists; neither is changed. StoreError: they cannot be written.
         SettingsError: ZeroMQ was built without CURVE.
     """
     _check_curve()
@@ -52,10 +53,10 @@ def generate(path: Path) -> str:
 
 
 def load_secret(path: Path, what: str = "notice_key") -> KeyPair:
-    """Read an own key pair.
+    """Read a key pair from a secret certificate.
 
     Raises:
-        SettingsError: the file cannot be read, is no secret certificate, or can be read by others.
+        SettingsError: the file cannot be read, is not a secret certificate, or is readable by others.
     """
     _check_curve()
     public, secret = _load(path, what)
@@ -68,22 +69,22 @@ def load_secret(path: Path, what: str = "notice_key") -> KeyPair:
 
 
 def load_public(path: Path, what: str = "notice_server_key") -> bytes:
-    """Read somebody's public key: 40 bytes of Z85.
+    """Read a public key, 40 bytes of Z85, from a public certificate.
 
     Raises:
-        SettingsError: the file cannot be read, is no certificate, or a secret one.
+        SettingsError: the file cannot be read, is not a certificate, or is a secret one.
     """
     public, secret = _load(path, what)
     if secret is not None:
         raise SettingsError(
             f"{what} {str(path)!r} is a secret certificate; give the public one ({path.name}{PUBLIC_SUFFIX}), and keep "
-            "the secret one where it was made"
+            "the secret one on the machine where it was generated"
         )
     return public
 
 
 def client_keys(key: Path | None, server_key: Path | None) -> tuple[KeyPair, bytes] | None:
-    """Own key pair and the server's public key, for who connects; None if neither is given.
+    """Load a client's key pair and the server's public key; None if neither is given.
 
     Raises:
         SettingsError: only one of them is given, or as ``load_secret`` and ``load_public``.
@@ -93,46 +94,46 @@ def client_keys(key: Path | None, server_key: Path | None) -> tuple[KeyPair, byt
     if key is None or server_key is None:
         missing = "notice_key" if key is None else "notice_server_key"
         raise SettingsError(
-            f"{missing} is missing: encrypted notices need notice_key, the own secret certificate, and "
+            f"{missing} is missing: encrypted notices need notice_key, the secret certificate of this side, and "
             "notice_server_key, the public certificate of the publisher or broker"
         )
     return load_secret(key), load_public(server_key)
 
 
-def as_client(socket: Socket, own: KeyPair, server: bytes) -> None:
-    """Show a key when connecting, and accept none but that server."""
-    socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
+def set_client_keys(socket: Socket, key_pair: KeyPair, server: bytes) -> None:
+    """Make a socket present ``key_pair`` when it connects, and accept only that server."""
+    socket.curve_publickey, socket.curve_secretkey = key_pair.public, key_pair.secret
     socket.curve_serverkey = server
 
 
 class AllowList:
-    """Public keys in a directory, or in one file; read again whenever something changed there.
+    """Public keys in a directory, or in one file; read again when something changes there.
 
     Raises:
-        SettingsError: at first, if it cannot be read. Later nobody is allowed while it cannot be read.
+        SettingsError: it cannot be read. Only the constructor raises; later, no key is allowed while it is unreadable.
     """
 
-    def __init__(self, path: Path, what: str, quiet: LogThrottle) -> None:
+    def __init__(self, path: Path, what: str, log: LogThrottle) -> None:
         self._path = path
         self._what = what
-        self._quiet = quiet
+        self._log = log
         self._seen: list[tuple[Path, int, int, int]] = []
         self._keys: frozenset[bytes] = frozenset()
-        self._seen = self._survey()
+        self._seen = self._scan()
         self._keys = frozenset(load_public(file, what) for file, *_ in self._seen)
         if not self._keys:
-            quiet.warn(f"{what} {str(path)!r} has no public certificates, so nobody is let in until there are some")
+            log.warn(f"{what} {str(path)!r} has no public certificates, so all clients are refused until it has some")
 
     def __str__(self) -> str:
         return str(self._path)
 
     @property
     def keys(self) -> frozenset[bytes]:
-        """Keys that are allowed now."""
+        """The keys that are allowed now."""
         try:
-            seen = self._survey()
+            seen = self._scan()
         except SettingsError as error:
-            self._quiet.warn(f"nobody new is let in: {error.message}")
+            self._log.warn(f"new clients are refused: {error.message}")
             return frozenset()
         if seen != self._seen:
             keys = set()
@@ -140,12 +141,12 @@ class AllowList:
                 try:
                     keys.add(load_public(file, self._what))
                 except SettingsError as error:
-                    self._quiet.warn(f"a key is left out: {error.message}")
+                    self._log.warn(f"a key is ignored: {error.message}")
             self._seen, self._keys = seen, frozenset(keys)
         return self._keys
 
-    def _survey(self) -> list[tuple[Path, int, int, int]]:
-        """The files, and what shows that they changed."""
+    def _scan(self) -> list[tuple[Path, int, int, int]]:
+        """Return each file with its mtime, size and inode, which show a change."""
         try:
             files = [self._path]
             if self._path.is_dir():
@@ -157,64 +158,66 @@ class AllowList:
 
 
 class CurveAuthenticator:
-    """Answers ZeroMQ, for sockets of one context, whether a key may come in (ZAP, RFC 27).
+    """Tells ZeroMQ which keys are admitted to the sockets of one context (ZAP, RFC 27).
 
-    To be served by the thread that has the sockets: when ``socket`` is readable, ``serve``.
+    The thread that owns the sockets must call ``serve`` when ``socket`` is readable.
     """
 
-    def __init__(self, context: Context, own: KeyPair, quiet: LogThrottle) -> None:
-        self._own = own
-        self._quiet = quiet
+    def __init__(self, context: Context, key_pair: KeyPair, log: LogThrottle) -> None:
+        self._key_pair = key_pair
+        self._log = log
         self._loop = asyncio.new_event_loop()
         self._authenticator = Authenticator(context)
-        # Before any socket binds: without an answer ZeroMQ would let everybody in.
+        # Start before any socket binds: without a ZAP handler ZeroMQ admits everybody.
         self._authenticator.start()
         self.socket: Socket = self._authenticator.zap_socket
 
-    def guard(self, socket: Socket, domain: str, allowed: AllowList) -> None:
-        """Let nobody in at a socket that is yet to bind, but with a key on the list."""
+    def require_keys(self, socket: Socket, domain: str, allowed: AllowList) -> None:
+        """Admit only clients with an allowed key to a socket; call this before it binds."""
         socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = self._own.public, self._own.secret
+        socket.curve_publickey, socket.curve_secretkey = self._key_pair.public, self._key_pair.secret
         socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
-        self._authenticator.configure_curve_callback(domain, _Provider(allowed, self._quiet))
+        self._authenticator.configure_curve_callback(domain, _KeyCallback(allowed, self._log))
 
     def serve(self) -> None:
-        """Answer what is asked."""
-        for _ in range(MAX_QUESTIONS):
+        """Answer ZeroMQ's pending requests."""
+        for _ in range(MAX_REQUESTS):
             try:
-                question = self.socket.recv_multipart(zmq.DONTWAIT)
+                request = self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._loop.run_until_complete(self._authenticator.handle_zap_message(question))
+            self._loop.run_until_complete(self._authenticator.handle_zap_message(request))
 
     def close(self) -> None:
         self._authenticator.stop()
         self._loop.close()
 
 
-class _Provider:
-    """What ``zmq.auth`` asks."""
+class _KeyCallback:
+    """The callback object of ``zmq.auth``."""
 
-    def __init__(self, allowed: AllowList, quiet: LogThrottle) -> None:
+    def __init__(self, allowed: AllowList, log: LogThrottle) -> None:
         self._allowed = allowed
-        self._quiet = quiet
+        self._log = log
 
     def callback(self, domain: str, key: bytes) -> bool:
         if key in self._allowed.keys:
             return True
-        self._quiet.warn(f"refused key {key.decode()} among {domain}: it is not in {self._allowed}")
+        self._log.warn(f"refused key {key.decode()} of {domain}: it is not in {self._allowed}")
         return False
 
 
 def _load(path: Path, what: str) -> tuple[bytes, bytes | None]:
     try:
         if path.stat().st_size > MAX_CERTIFICATE_BYTES:
-            raise SettingsError(f"{what} {str(path)!r} is longer than {MAX_CERTIFICATE_BYTES} bytes; no certificate is")
+            raise SettingsError(
+                f"{what} {str(path)!r} has more than {MAX_CERTIFICATE_BYTES} bytes: it is not a certificate; {KEYGEN}"
+            )
         public, secret = load_certificate(path)
     except OSError as error:
         raise SettingsError(f"{what} {str(path)!r} cannot be read: {error.strerror or error}") from error
     except (ValueError, IndexError) as error:
-        raise SettingsError(f"{what} {str(path)!r} is no CURVE certificate; {KEYGEN}") from error
+        raise SettingsError(f"{what} {str(path)!r} is not a CURVE certificate; {KEYGEN}") from error
     for key in (public, secret):
         if key is not None and not _is_key(key):
             raise SettingsError(f"{what} {str(path)!r} has a key that is not 40 characters of Z85; {KEYGEN}")

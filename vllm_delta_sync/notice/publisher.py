@@ -1,4 +1,4 @@
-"""The trainer's end of notices."""
+"""``NoticePublisher``: announces versions from the trainer."""
 
 import threading
 import time
@@ -9,8 +9,7 @@ import zmq
 
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.last import REPEAT_SECONDS, LastValues, wait_ms
-from vllm_delta_sync.notice.messages import Notice, encode
+from vllm_delta_sync.notice.messages import REPEAT_SECONDS, LastValues, Notice, encode
 from vllm_delta_sync.notice.sockets import (
     LINGER_MS,
     MAX_REQUEST_BYTES,
@@ -22,8 +21,9 @@ from vllm_delta_sync.notice.sockets import (
     ReconnectingSocket,
     bind,
     check_port,
+    error_text,
     open_socket,
-    reason,
+    wait_ms,
 )
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring
@@ -33,21 +33,22 @@ logger = guarded_logger(__name__)
 CONNECT_PREFIX = "connect:"
 DOMAIN = "subscribers"
 RUNS = 16
-"""Runs whose last notice is repeated."""
+"""Number of runs whose last notice is repeated."""
 MAX_REQUESTS = 256
 STORM_SECONDS = 0.01
 CLOSE_SECONDS = 5.0
 
 
 class NoticePublisher:
-    """Announces versions from a thread of its own; whoever calls ``send`` never waits for it, nor for subscribers.
+    """Announces versions from a background thread, so that ``send`` never waits for subscribers.
 
-    Each subscriber has a queue of 16 notices; one that does not keep up loses notices. The last notice of a run is
-    sent again to whoever subscribes, and about every second. Any thread may call any method. Not to be used across
+    Each subscriber has a queue of 16 notices; a slow subscriber loses notices. The last notice of a run is sent again
+    to each new subscriber, and about every second to all. Any thread may call any method. Do not use it across
     ``os.fork``.
 
     Attributes:
-        address: as bound: the real port in place of ``*``, ``0.0.0.0`` for all interfaces; as given when connecting.
+        address: when bound, with the actual port in place of ``*`` and ``0.0.0.0`` for all interfaces; when connecting,
+            as given.
     """
 
     def __init__(
@@ -62,75 +63,72 @@ class NoticePublisher:
 
         Args:
             address: to bind: ``tcp://*:5555``, ``tcp://127.0.0.1:*`` for any free port, ``ipc:///path``. To connect:
-                ``connect:tcp://broker:5556``; nobody need be there yet.
-            key: file with the own secret CURVE certificate; needs ``allowed``.
-            allowed: public certificates, as a directory or one file: of the subscribers that may come, or when
-                connecting the broker's own.
+                ``connect:tcp://broker:5556``; the broker may start later.
+            key: file with the publisher's secret CURVE certificate; requires ``allowed``.
+            allowed: public certificates, as a directory or one file: those of all subscribers, or when connecting, the
+                broker's.
             keyring: signs each notice, if it has a signing key.
 
         Raises:
-            NoticeError: the address is taken, not one of this machine's, or no address at all.
-            SettingsError: only one of ``key`` and ``allowed`` is given, or they cannot be used.
+            NoticeError: the address is in use, not one of this machine's, or malformed.
+            SettingsError: only one of ``key`` and ``allowed`` is given, or a certificate is invalid.
         """
-        dials = address.startswith(CONNECT_PREFIX)
+        connects = address.startswith(CONNECT_PREFIX)
         check_port(address.removeprefix(CONNECT_PREFIX))
         self._keyring = keyring
-        self._quiet = LogThrottle(logger)
+        self._log = LogThrottle(logger)
         self._lock = threading.Lock()
-        self._waiting: deque[list[bytes]] = deque(maxlen=QUEUE_MESSAGES)
+        self._outbox: deque[list[bytes]] = deque(maxlen=QUEUE_MESSAGES)
         self._last = LastValues(RUNS, repeat_seconds)
-        self._end: str | None = None
-        own, others = _keys(key, allowed, self._quiet)
+        self._end_reason: str | None = None
+        own, others = _keys(key, allowed, self._log)
         self._context = zmq.Context()
         self._wake = PollWaker()
-        self._gate: curve.CurveAuthenticator | None = None
-        self._link: ReconnectingSocket | None = None
-        self._watch: HandshakeMonitor | None = None
+        self._authenticator: curve.CurveAuthenticator | None = None
+        self._connection: ReconnectingSocket | None = None
+        self._monitor: HandshakeMonitor | None = None
         self._socket = open_socket(self._context, zmq.XPUB, MAX_REQUEST_BYTES)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         try:
-            if dials:
+            if connects:
                 if own is not None and others is not None:
-                    curve.as_client(self._socket, own, _only(others))
-                self._link = ReconnectingSocket(self._socket, address.removeprefix(CONNECT_PREFIX), self._quiet)
-                self._watch = self._link.watch
+                    curve.set_client_keys(self._socket, own, _single_key(others))
+                self._connection = ReconnectingSocket(self._socket, address.removeprefix(CONNECT_PREFIX), self._log)
+                self._monitor = self._connection.monitor
                 self.address = address
             else:
                 if own is not None and others is not None:
-                    self._gate = curve.CurveAuthenticator(self._context, own, self._quiet)
-                    self._gate.guard(self._socket, DOMAIN, others)
-                self._watch = HandshakeMonitor(self._socket, self._quiet, address, SERVER_FAILURES)
-                self.address = self._watch.address = bind(self._socket, address)
+                    self._authenticator = curve.CurveAuthenticator(self._context, own, self._log)
+                    self._authenticator.require_keys(self._socket, DOMAIN, others)
+                self._monitor = HandshakeMonitor(self._socket, self._log, address, SERVER_FAILURES)
+                self.address = self._monitor.address = bind(self._socket, address)
         except BaseException:
-            self._shut()
+            self._close_sockets()
             raise
         self._thread = threading.Thread(target=self._run, name="delta-sync-notices", daemon=True)
         self._thread.start()
 
     def send(self, notice: Notice) -> None:
-        """Have it sent to whoever is subscribed; returns at once.
+        """Send a notice to all subscribers, in the background.
 
         Raises:
-            NoticeError: the publisher is closed, or the socket broke.
+            NoticeError: the publisher is closed, or the socket failed.
         """
         frames = encode(notice, self._keyring)
         with self._lock:
-            if self._end is not None:
+            if self._end_reason is not None:
                 raise NoticeError(
-                    f"cannot send notice of version {notice.version} on {self.address}: {self._end}; "
+                    f"cannot send notice of version {notice.version} on {self.address}: {self._end_reason}; "
                     "receivers find it by polling"
                 )
-            self._waiting.append(frames)
+            self._outbox.append(frames)
             self._wake.set()
 
     def close(self) -> None:
-        """Send what waits, to those who take it within a tenth of a second, and free the address.
-
-        May be called twice.
-        """
+        """Send queued notices for up to a tenth of a second, then free the address. May be called twice."""
         with self._lock:
-            if self._end is None:
-                self._end = "the publisher is closed"
+            if self._end_reason is None:
+                self._end_reason = "the publisher is closed"
                 self._wake.set()
         self._thread.join(CLOSE_SECONDS)
 
@@ -138,68 +136,70 @@ class NoticePublisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for each in (self._socket, self._wake.fd, self._watch and self._watch.socket, self._gate and self._gate.socket):
+        monitor = self._monitor and self._monitor.socket
+        authenticator = self._authenticator and self._authenticator.socket
+        for each in (self._socket, self._wake.fd, monitor, authenticator):
             if each is not None:
                 poller.register(each, zmq.POLLIN)
         try:
             while True:
-                # In this order: whoever wakes us has said before what for.
+                # Clear first: callers set ``_end_reason`` or fill ``_outbox`` before they wake this thread.
                 self._wake.clear()
-                ended = self._end is not None
-                self._turn()
+                ended = self._end_reason is not None
+                self._run_once()
                 if ended:
                     break
-                until = min(self._last.next_at(), float("inf") if self._link is None else self._link.due())
+                until = min(self._last.next_at(), float("inf") if self._connection is None else self._connection.due())
                 poller.poll(wait_ms(until))
         except zmq.ZMQError as error:
-            text = reason(error)
-            self._quiet.warn(f"no more notices on {self.address}, receivers poll: {text}")
+            text = error_text(error)
+            self._log.warn(f"no more notices on {self.address}, receivers poll: {text}")
             with self._lock:
-                self._end = self._end or text
+                self._end_reason = self._end_reason or text
         finally:
             with self._lock:
-                self._end = self._end or "its thread has ended"
-                self._shut()
+                self._end_reason = self._end_reason or "its thread has ended"
+                self._close_sockets()
 
-    def _turn(self) -> None:
-        """Do whatever can be done without waiting."""
-        if self._gate is not None:
-            self._gate.serve()
-        if self._watch is not None:
-            self._watch.read()
-        if self._link is not None:
-            self._link.tend()
+    def _run_once(self) -> None:
+        """Do all work that needs no waiting."""
+        if self._authenticator is not None:
+            self._authenticator.serve()
+        if self._monitor is not None:
+            self._monitor.read()
+        if self._connection is not None:
+            self._connection.reconnect_if_due()
         for _ in range(MAX_REQUESTS):
             try:
                 request = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 break
             if request[:1] == b"\x01":
-                self._last.wanted(request[1:])
+                self._last.resend_soon(request[1:])
         else:
-            # A storm of subscriptions: the trainer needs this interpreter more than strangers do.
+            # In a storm of subscriptions, leave the interpreter to the trainer.
             time.sleep(STORM_SECONDS)
-        while self._waiting:
-            frames = self._waiting.popleft()
+        while self._outbox:
+            frames = self._outbox.popleft()
             self._last.put(frames)
             self._socket.send_multipart(frames, zmq.DONTWAIT)
         for frames in self._last.due():
             self._socket.send_multipart(frames, zmq.DONTWAIT)
 
-    def _shut(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+    def _close_sockets(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
         self._socket.close(linger=LINGER_MS)
-        if self._gate is not None:
-            self._gate.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
         self._wake.close()
 
 
-def try_announcing(
+def open_notices(
     address: str, key: str | Path | None = None, allowed: str | Path | None = None, keyring: Keyring | None = None
 ) -> NoticePublisher | None:
-    """A publisher; None, and a warning, if the address cannot be used: nobody depends on notices.
+    """Return a publisher, or log a warning and return None if the address cannot be used: notices are optional.
 
     Raises:
         SettingsError: as ``NoticePublisher``.
@@ -212,20 +212,20 @@ def try_announcing(
 
 
 def _keys(
-    key: str | Path | None, allowed: str | Path | None, quiet: LogThrottle
+    key: str | Path | None, allowed: str | Path | None, log: LogThrottle
 ) -> tuple[curve.KeyPair | None, curve.AllowList | None]:
     if key is None and allowed is None:
         return None, None
     if key is None or allowed is None:
         missing = "notice_key" if key is None else "notice_allowed"
         raise SettingsError(
-            f"{missing} is missing: encrypted notices need notice_key, the own secret certificate, and "
-            "notice_allowed, the public certificates of those who may listen"
+            f"{missing} is missing: encrypted notices need notice_key, the publisher's secret certificate, and "
+            "notice_allowed, the public certificates of the subscribers"
         )
-    return curve.load_secret(Path(key)), curve.AllowList(Path(allowed), "notice_allowed", quiet)
+    return curve.load_secret(Path(key)), curve.AllowList(Path(allowed), "notice_allowed", log)
 
 
-def _only(others: curve.AllowList) -> bytes:
+def _single_key(others: curve.AllowList) -> bytes:
     keys = others.keys
     if len(keys) != 1:
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""The receiver's end of notices."""
+"""``NoticeSubscriber``: receives notices in a receiver."""
 
 import logging
 import threading
@@ -15,21 +15,23 @@ from vllm_delta_sync.notice.sockets import (
     LogThrottle,
     ReconnectingSocket,
     check_port,
+    error_text,
     open_socket,
-    reason,
 )
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring
 
 MAX_DRAIN = 1000
-"""Messages looked at in one go, so that a flood cannot hold a receiver."""
+"""Messages handled per batch, so that a flood cannot block a receiver."""
 
 
 class NoticeSubscriber:
-    """Connects in the background, and reconnects while somebody calls ``receive``.
+    """Receives the notices of one run. Connects in the background, and reconnects during calls of ``receive``.
 
-    Any thread may call any method; calls take turns on a lock, so ``close`` waits for a ``receive`` under
-    way. ``malformed`` counts messages on this run's topic that were ignored.
+    Any thread may call any method; a lock serializes the calls, so ``close`` waits for a running ``receive``.
+
+    Attributes:
+        malformed: number of malformed messages of this run, which are ignored.
     """
 
     def __init__(
@@ -41,30 +43,30 @@ class NoticeSubscriber:
         allowed: Callable[[], frozenset[str]] | None = None,
         log: logging.Logger | None = None,
     ) -> None:
-        """Connect to ``address``, such as ``tcp://trainer:5555``. Nobody need be there yet.
+        """Connect to ``address``, such as ``tcp://trainer:5555``. The publisher may start later.
 
         Args:
             keys: see ``curve.client_keys``.
-            keyring: with trusted keys, notices that are not signed by one of them are ignored.
-            allowed: public signing keys that are in use now; None: the trusted keys.
-            log: where to say that a server cannot be talked to.
+            keyring: if it has trusted keys, notices not signed by one of them are ignored.
+            allowed: returns the public signing keys that are in use now; None: the trusted keys.
+            log: logger for failed handshakes.
 
         Raises:
-            NoticeError: ``address`` cannot be connected to by its form.
+            NoticeError: ``address`` is malformed.
         """
         check_port(address)
         self.address = address
         self.malformed = 0
         self._run = run
         self._lock = threading.Lock()
-        self._believer = NoticeVerifier(keyring, allowed)
+        self._verifier = NoticeVerifier(keyring, allowed)
         self._context = zmq.Context()
         self._socket = open_socket(self._context, zmq.SUB, MAX_FRAME_BYTES)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, run)
         try:
             if keys is not None:
-                curve.as_client(self._socket, *keys)
-            self._link = ReconnectingSocket(self._socket, address, LogThrottle(log or guarded_logger(__name__)))
+                curve.set_client_keys(self._socket, *keys)
+            self._connection = ReconnectingSocket(self._socket, address, LogThrottle(log or guarded_logger(__name__)))
         except BaseException:
             self._socket.close(linger=0)
             self._context.term()
@@ -72,16 +74,16 @@ class NoticeSubscriber:
 
     @property
     def rejected(self) -> int:
-        """Notices that were ignored because nobody trusted vouches for them."""
-        return self._believer.rejected
+        """Number of notices that were ignored because no trusted key signed them."""
+        return self._verifier.rejected
 
     def receive(self, timeout_s: float) -> Notice | None:
-        """Return the notice of the newest version that is waiting, or None after ``timeout_s`` seconds.
+        """Return the queued notice of the newest version; None if none arrives within ``timeout_s`` seconds.
 
-        The same notice comes again and again.
+        Publishers repeat the last notice, so the same one is returned many times.
 
         Raises:
-            NoticeError: the subscriber is closed, or the socket broke.
+            NoticeError: the subscriber is closed, or the socket failed.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -94,29 +96,29 @@ class NoticeSubscriber:
                         return newest
             except zmq.ZMQError as error:
                 raise NoticeError(
-                    f"cannot receive notices from {self.address}: {reason(error)}; new versions are found by polling"
+                    f"cannot receive notices from {self.address}: {error_text(error)}; the receiver polls instead"
                 ) from error
 
     def close(self) -> None:
         """Disconnect. May be called twice."""
         with self._lock:
             if not self._socket.closed:
-                self._link.watch.close()
+                self._connection.monitor.close()
                 self._socket.close(linger=0)
             self._context.term()
 
     def _wait(self, deadline: float) -> Notice | None:
-        """Wait for something to happen, until ``deadline`` at most, and return what notice came of it."""
-        watch = self._link.watch
-        until = min(deadline, self._link.due())
+        """Wait for one event, until ``deadline`` at most, and return the newest notice it brought, if any."""
+        monitor = self._connection.monitor
+        until = min(deadline, self._connection.due())
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(watch.socket, zmq.POLLIN)
+        poller.register(monitor.socket, zmq.POLLIN)
         ready = dict(poller.poll(max(0, round((until - time.monotonic()) * 1000))))
-        newest = self._believer.newest(self._drain()) if self._socket in ready else None
-        if watch.socket in ready:
-            watch.read()
-        self._link.tend()
+        newest = self._verifier.newest(self._drain()) if self._socket in ready else None
+        if monitor.socket in ready:
+            monitor.read()
+        self._connection.reconnect_if_due()
         return newest
 
     def _drain(self) -> list[Message]:
@@ -126,7 +128,7 @@ class NoticeSubscriber:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            # Topics match by their beginning: run "a" hears run "ab" too, which is no fault.
+            # Subscriptions match by prefix: run "a" receives notices of run "ab" too.
             if frames[0] != self._run.encode():
                 continue
             try:

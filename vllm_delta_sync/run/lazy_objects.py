@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.hash_timing import hashing
-from vllm_delta_sync.bucket.verified import check_stored_size, damaged
+from vllm_delta_sync.bucket.verified import check_stored_size, damaged_object_error, time_hashing
 from vllm_delta_sync.codec.delta_reader import LazyDelta
 from vllm_delta_sync.errors import FormatError, LimitError, StoreError
 from vllm_delta_sync.format.limits import check_limit
@@ -118,13 +117,13 @@ def fetch_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) -> Path
     bucket.get_file(ref.key, path)
     digest = file_digest(path)
     if digest != ref.sha256 or path.stat().st_size != ref.bytes:
-        raise damaged(ref, digest)
+        raise damaged_object_error(ref, digest)
     return path
 
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, hex."""
-    with path.open("rb") as file, hashing():
+    with path.open("rb") as file, time_hashing():
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket, scheme_of
 from vllm_delta_sync.bucket.base import check_size
-from vllm_delta_sync.bucket.parallel import begun, ended, in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel, start_call, wait_for_call
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
 
@@ -57,7 +57,7 @@ class Prefetcher:
             wanted: by key, how many bytes it may have.
         """
         if self._far:
-            self._begun = {key: begun(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
+            self._begun = {key: start_call(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
         try:
             yield
         finally:
@@ -116,7 +116,7 @@ class _Kept:
             else:
                 self._documents.move_to_end(key)
         if known is not None:
-            ended(known)
+            wait_for_call(known)
             # The other one may have failed for a reason of its own.
             return known.result() if known.exception() is None else fetch()
         try:

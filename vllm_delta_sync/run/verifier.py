@@ -5,7 +5,7 @@ from collections.abc import Callable
 from hashlib import sha256
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, ForkError, NotFoundError, SignatureError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import KEYS_KEY, KeyFile

@@ -196,7 +196,7 @@ def test_a_key_that_is_a_folder_too_is_refused_or_held(bucket: Bucket, kind: Kin
 
 
 def test_it_says_whether_creation_is_exclusive(bucket: Bucket, kind: Kind) -> None:
-    assert bucket.exclusive == kind.exclusive
+    assert bucket.supports_conditional_put == kind.exclusive
 
 
 def test_get_file_replaces_or_leaves_the_target(bucket: Bucket, tmp_path: Path) -> None:

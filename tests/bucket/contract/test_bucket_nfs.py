@@ -11,7 +11,7 @@ import pytest
 
 from vllm_delta_sync.bucket import local as local_module
 from vllm_delta_sync.bucket.local import STAGING, LocalBucket
-from vllm_delta_sync.bucket.nfs import STALE_TRIES
+from vllm_delta_sync.bucket.local_fs import STALE_TRIES
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UsageError
 
 

@@ -41,7 +41,7 @@ def bucket(url: str, request: pytest.FixtureRequest) -> Iterator[Bucket]:
 
 
 def test_wrappers_are_what_they_wrap(bucket: Bucket, url: str) -> None:
-    assert (bucket.url, bucket.exclusive) == (url, True)
+    assert (bucket.url, bucket.supports_conditional_put) == (url, True)
     bucket.put("key", b"x")
     bucket.close()
     bucket.close()

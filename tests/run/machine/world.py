@@ -32,7 +32,7 @@ from trainer_side import Publisher
 from trainer_side.maintenance import BackgroundMaintenance
 from vllm_delta_sync import bucket as buckets
 from vllm_delta_sync.bucket import Bucket, StoreOptions
-from vllm_delta_sync.bucket import parallel as bucket_calls
+from vllm_delta_sync.bucket import threads as bucket_calls
 from vllm_delta_sync.engine.follow import rank_group
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import DeltaSyncError

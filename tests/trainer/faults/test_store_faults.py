@@ -247,7 +247,7 @@ class Flipping(BucketMiddleware):
 
     def __init__(self, inner: Bucket, exclusive: bool) -> None:
         super().__init__(inner)
-        self.exclusive = exclusive
+        self.supports_conditional_put = exclusive
         self.at = -1
         self.reads = 0
 

@@ -1,4 +1,5 @@
 """Buckets of the Hugging Face Hub: ``hf://buckets/NAMESPACE/BUCKET/run``.
 
-Imported only when such a URL is opened. Begin with ``bucket``; ``api`` holds the Hub's requests, ``xet`` its transfers.
+Start with ``bucket``; ``api`` sends the Hub's requests, ``xet`` transfers content. Imported only when such a URL is
+opened.
 """

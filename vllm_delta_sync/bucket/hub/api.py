@@ -1,7 +1,7 @@
-"""The Hub's own requests for a bucket: look up, list, change, open, and the way to its content store.
+"""``HubApi``: HTTP requests for a bucket of the Hub: look up, list, change and open files, find the content store.
 
-They go out directly through ``huggingface_hub``'s client, one try each: ``HfApi`` repeats them up to five times, for
-minutes if a rate limit says so, and cannot be told not to.
+Each request is sent once, through ``huggingface_hub``'s HTTP client. ``HfApi`` is not used, because it always retries
+up to five times, for minutes under a rate limit.
 """
 
 import json
@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-# Before the libraries themselves: it says which are missing.
+# Before the libraries themselves, because its message says which of them are missing.
 from vllm_delta_sync.bucket.hub.errors import NO_FILE, UnexpectedAnswerError, RefusedError  # isort: skip
 
 from huggingface_hub import constants
@@ -25,14 +25,18 @@ from vllm_delta_sync.settings import StoreOptions
 
 READ, WRITE = "read", "write"
 _SPARE_SECONDS = 60
-"""A token that runs out so soon is not used any more."""
+"""A token is renewed when it expires within this time."""
 _ERROR_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a bucket. ``hash``: of its content, by which the content store knows it. ``modified``: Unix seconds."""
+    """A file of a bucket.
+
+    Attributes:
+        hash: of the content, its name in the content store. modified: seconds since the epoch.
+    """
 
     path: str
     bytes: int
@@ -42,7 +46,11 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How the content store is reached for one bucket. ``headers`` get a new token at ``refresh``."""
+    """Address of the content store and access token for one bucket.
+
+    Attributes:
+        refresh: URL that returns a new token for a request with ``headers``. expires: seconds since the epoch.
+    """
 
     endpoint: str
     expires: int
@@ -52,7 +60,7 @@ class Connection:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As hf_xet takes them."""
+        """The keyword arguments of hf_xet."""
         plain = {name: value for name, value in self.headers.items() if name.lower() != "authorization"}
         return {
             "endpoint": self.endpoint,
@@ -66,8 +74,11 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class HubContent:
-    """A file's content, as it comes. ``size``: of the whole file, None if the Hub does not say. ``start``: where
-    ``blocks`` begin."""
+    """A file's content as a stream.
+
+    Attributes:
+        size: of the whole file; None if the Hub does not report it. start: offset of the first block.
+    """
 
     size: int | None
     start: int
@@ -75,16 +86,16 @@ class HubContent:
 
 
 class HubApi:
-    """Requests for one bucket, each answered or failed after one try. Threads and forked processes may share it.
+    """Requests for one bucket, one try each. Threads and forked processes may share an instance.
 
-    Every method raises RefusedError for a refusal, NonsenseError for an answer that cannot be read, and whatever the
-    client raises; see ``hub_errors.mapped``.
+    Every method raises RefusedError for a refusal, UnexpectedAnswerError for an answer that cannot be parsed, and the
+    HTTP client's exceptions; ``errors.translate_hub_error`` translates all of them.
 
     Args:
         id: ``namespace/name``.
 
     Attributes:
-        endpoint: of the Hub, without a slash at its end.
+        endpoint: of the Hub, without a trailing slash.
     """
 
     def __init__(self, id: str, options: StoreOptions) -> None:
@@ -97,39 +108,39 @@ class HubApi:
         self._connections: dict[str, Connection] = {}
 
     def info(self, path: str) -> HubFile | None:
-        """A file, or None if there is none."""
+        """Return a file, or None if there is none."""
         found = self._send("POST", f"{self._bucket}/paths-info", json={"paths": [path]})
         if not isinstance(found, list):
             raise UnexpectedAnswerError(f"it answers a look-up with {str(found)[:80]!r}")
         return next((file for file in map(_file, found) if file is not None and file.path == path), None)
 
     def tree(self, folder: str) -> Iterator[HubFile]:
-        """All files below a folder, in no order; also such whose path begins with its name but lies beside it."""
+        """Yield all files below a folder, in no order, and also files outside it whose path starts with its name."""
         address = f"{self._bucket}/tree" + (f"/{quote(folder, safe='')}" if folder else "")
         url: str | None = f"{address}?recursive=true"
         while url is not None:
-            response = self._answered("GET", url)
+            response = self._request("GET", url)
             found = _json(response)
             if not isinstance(found, list):
                 raise UnexpectedAnswerError(f"it answers a listing with {str(found)[:80]!r}")
             yield from (file for file in map(_file, found) if file is not None)
             following = response.links.get("next", {}).get("url")
-            following = None if following is None else self._ours(following)
+            following = None if following is None else self._at_endpoint(following)
             if following == url:
-                raise UnexpectedAnswerError("it lists the same page again and again")
+                raise UnexpectedAnswerError("its next page is the same page again")
             url = following
 
     def add(self, path: str, hash: str) -> None:
-        """Give an uploaded content a name; when this returns everybody sees it."""
+        """Name an uploaded content; when this returns, the file is visible to all readers."""
         self._change({"type": "addFile", "path": path, "xetHash": hash, "mtime": int(time.time() * 1000)})
 
     def remove(self, path: str) -> None:
-        """Remove a file; RefusedError also if there is none, as the Hub does not tell the two apart."""
+        """Remove a file; raises RefusedError too if there is none, as the Hub does not distinguish the two."""
         self._change({"type": "deleteFile", "path": path})
 
     @contextmanager
-    def opened(self, path: str, start: int = 0, length: int | None = None) -> Iterator[HubContent]:
-        """Open a file, or ``length`` bytes of it from ``start`` on, which must lie within; RefusedError 416 if not."""
+    def open_file(self, path: str, start: int = 0, length: int | None = None) -> Iterator[HubContent]:
+        """Open a file, or ``length`` bytes from ``start``; RefusedError 416 if ``start`` is past the end."""
         headers = {**self._headers(), "Accept-Encoding": "identity"}
         if length is not None:
             headers["Range"] = f"bytes={start}-{start + length - 1}"
@@ -151,14 +162,14 @@ class HubApi:
             linked = [
                 answer.headers["x-linked-size"] for answer in response.history if "x-linked-size" in answer.headers
             ]
-            said = linked[-1] if linked else response.headers.get("content-length") if length is None else None
-            size = int(said) if said is not None and said.isdigit() else None
+            text = linked[-1] if linked else response.headers.get("content-length") if length is None else None
+            size = int(text) if text is not None and text.isdigit() else None
             yield HubContent(size, first, response.iter_bytes(_BLOCK_BYTES))
 
     def connection(self, right: str) -> tuple[Connection, bool]:
-        """How to reach the content store, and whether that was asked for just now.
+        """Return a connection to the content store, and whether it was requested just now.
 
-        What was learned before may be of a bucket that is gone since; ``forget`` it then.
+        A cached connection may belong to a bucket that was deleted since; then call ``forget``.
         """
         headers = self._headers()
         with self._lock:
@@ -166,49 +177,49 @@ class HubApi:
         if known is not None and known.headers == headers and known.expires > time.time() + _SPARE_SECONDS:
             return known, False
         refresh = f"{self._bucket}/xet-{right}-token"
-        told = self._send("GET", refresh)
+        answer = self._send("GET", refresh)
         try:
-            fresh = Connection(str(told["casUrl"]), int(told["exp"]), refresh, str(told["accessToken"]), headers)
+            fresh = Connection(str(answer["casUrl"]), int(answer["exp"]), refresh, str(answer["accessToken"]), headers)
         except (KeyError, TypeError, ValueError) as error:
-            raise UnexpectedAnswerError("it does not tell how its content store is reached") from error
+            raise UnexpectedAnswerError("it does not tell the address of its content store") from error
         with self._lock:
             self._connections[right] = fresh
         return fresh, True
 
     def forget(self) -> None:
-        """Ask anew how the content store is reached."""
+        """Drop the cached connections to the content store."""
         with self._lock:
             self._connections.clear()
 
     def _change(self, operation: dict[str, Any]) -> None:
         content = json.dumps(operation).encode() + b"\n"
-        told = self._send(
-            "POST", f"{self._bucket}/batch", content=content, kind="application/x-ndjson", also_read=(422,)
+        answer = self._send(
+            "POST", f"{self._bucket}/batch", content=content, kind="application/x-ndjson", accepted=(422,)
         )
-        failed = told.get("failed") if isinstance(told, dict) else None
-        if not isinstance(told, dict) or not isinstance(failed, list | None):
-            raise UnexpectedAnswerError(f"it answers a change with {str(told)[:80]!r}")
-        if failed or told.get("success") is False:
-            first = failed[0] if failed else told
+        failed = answer.get("failed") if isinstance(answer, dict) else None
+        if not isinstance(answer, dict) or not isinstance(failed, list | None):
+            raise UnexpectedAnswerError(f"it answers a change with {str(answer)[:80]!r}")
+        if failed or answer.get("success") is False:
+            first = failed[0] if failed else answer
             text = first.get("error") if isinstance(first, dict) else None
             raise RefusedError(422, None, str(text or "no reason is given"), True)
 
     def _send(self, method: str, url: str, **request: Any) -> Any:
-        return _json(self._answered(method, url, **request))
+        return _json(self._request(method, url, **request))
 
-    def _answered(
-        self, method: str, url: str, *, kind: str | None = None, also_read: Sequence[int] = (), **request: Any
+    def _request(
+        self, method: str, url: str, *, kind: str | None = None, accepted: Sequence[int] = (), **request: Any
     ) -> Any:
         headers = self._headers() | ({"Content-Type": kind} if kind else {})
         response = get_session().request(
             method, url, headers=headers, timeout=self._options.store_deadline, follow_redirects=True, **request
         )
-        if response.status_code not in also_read:
+        if response.status_code not in accepted:
             self._check(response, headers)
         return response
 
     def _check(self, response: Any, headers: dict[str, str]) -> None:
-        """Raise RefusedError unless the request was granted."""
+        """Raise RefusedError unless the request succeeded."""
         if response.is_success:
             return
         body = b""
@@ -216,18 +227,23 @@ class HubApi:
             body += block
             if len(body) >= _ERROR_BYTES:
                 break
-        text = response.headers.get("x-error-message") or _said(body)
-        beyond = not str(response.url).startswith(self.endpoint)
+        text = response.headers.get("x-error-message") or _error_text(body)
+        from_content_store = not str(response.url).startswith(self.endpoint)
         with_token = any(name.lower() == "authorization" for name in headers)
-        raise RefusedError(response.status_code, response.headers.get("x-error-code"), text, with_token, beyond)
+        raise RefusedError(
+            response.status_code, response.headers.get("x-error-code"), text, with_token, from_content_store
+        )
 
     def _headers(self) -> dict[str, str]:
-        """Headers of a request; the token is looked up each time, as it may have been renewed meanwhile."""
+        """Return the headers of a request; looks up the token each time, because it may have been renewed."""
         headers: dict[str, str] = build_hf_headers(library_name="vllm-delta-sync")
         return headers
 
-    def _ours(self, url: str) -> str:
-        """A page's address at the endpoint that is used, whatever name the Hub itself goes by; the token goes there."""
+    def _at_endpoint(self, url: str) -> str:
+        """Return a page's URL at our endpoint, because the token must go nowhere else.
+
+        The Hub may give itself another host name in its answers.
+        """
         parts = urlsplit(url)
         if url.startswith(f"{self.endpoint}/"):
             return url
@@ -241,29 +257,31 @@ def _json(response: Any) -> Any:
         raise UnexpectedAnswerError(f"it answers with {response.text[:80]!r}, which is not JSON") from error
 
 
-def _said(body: bytes) -> str:
-    """What an answer says went wrong."""
+def _error_text(body: bytes) -> str:
+    """Return the error message of an answer."""
     text = body.decode(errors="replace").strip()
     try:
-        told = json.loads(text)
+        answer = json.loads(text)
     except ValueError:
         return "" if text.startswith("<") else text[:300]
-    found = told.get("error") or told.get("message") if isinstance(told, dict) else None
+    found = answer.get("error") or answer.get("message") if isinstance(answer, dict) else None
     return str(found or text)[:300]
 
 
-def _file(told: Any) -> HubFile | None:
-    """A file as the Hub describes it; None for a folder."""
+def _file(answer: Any) -> HubFile | None:
+    """Parse the Hub's description of a file; None for a folder."""
     try:
-        if told["type"] != "file":
+        if answer["type"] != "file":
             return None
-        return HubFile(str(told["path"]), int(told["size"]), str(told["xetHash"]), _moment(told))
+        return HubFile(str(answer["path"]), int(answer["size"]), str(answer["xetHash"]), _modified(answer))
     except (KeyError, TypeError, ValueError) as error:
-        raise UnexpectedAnswerError(f"it describes a file as {str(told)[:200]!r}") from error
+        raise UnexpectedAnswerError(f"it describes a file as {str(answer)[:200]!r}") from error
 
 
-def _moment(told: dict[str, Any]) -> float:
-    """When a file was put, by the Hub's clock; by the uploader's if the Hub does not say, else just now: what removes
-    old files must not take one whose age nobody knows."""
-    said = told.get("uploadedAt") or told.get("mtime")
-    return datetime.fromisoformat(said).timestamp() if isinstance(said, str) else time.time()
+def _modified(answer: dict[str, Any]) -> float:
+    """Return when a file was put: by the Hub's clock, or else by the uploader's.
+
+    If both are missing, return the current time, so that a file of unknown age is never removed as old.
+    """
+    text = answer.get("uploadedAt") or answer.get("mtime")
+    return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else time.time()

@@ -1,4 +1,4 @@
-"""Storage buckets of the Hugging Face Hub: ``hf://buckets/NAMESPACE/BUCKET/run``."""
+"""``HubBucket``: a storage bucket of the Hugging Face Hub, ``hf://buckets/NAMESPACE/BUCKET/run``."""
 
 import os
 import secrets
@@ -17,44 +17,44 @@ from vllm_delta_sync.bucket.base import (
 )
 from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
-from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, mapped
+from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, translate_hub_error
 from vllm_delta_sync.bucket.hub.s3_gateway import MAX_BYTES, open_gateway
 from vllm_delta_sync.bucket.hub.xet import Transfers
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 
 _BLOCK_BYTES = 1 << 20
-_LOOKED_UP_FIRST_BYTES = 1 << 23
-"""What is larger is not uploaded before it is known that its key is free."""
+_CHECK_FIRST_BYTES = 1 << 23
+"""For a larger object, create-if-absent checks that the key is free before the upload too."""
 
 
 class HubBucket(Bucket):
-    """Objects as files of a bucket of the Hub, below a folder of it.
+    """Objects as files below a folder of a Hub bucket.
 
-    The token is what ``huggingface_hub.get_token`` finds, looked up for each request. The bucket has to exist.
-    An object is uploaded first and named then: nobody sees it before ``put`` has returned, or half of it ever.
+    The bucket must exist. The token is that of ``huggingface_hub.get_token``, looked up for each request. The content
+    is uploaded first and named afterwards, so readers see a whole object or none.
 
-    The Hub's own interface has no create-if-absent. With credentials of its S3 gateway (``hub_gateway``) that one is
-    asked for objects up to 64 MB, and ``exclusive`` is True. Without, and for larger ones, the key is looked up before
-    the write and after it: a writer that is overtaken gets ConflictError, but two whose requests cross within that time
-    may both return, and who was served last is the one whose object stays.
+    The Hub's API has no create-if-absent. With credentials of the Hub's S3 gateway (``s3_gateway``), objects up to
+    64 MB are created there, and ``supports_conditional_put`` is True. Without them, and for larger objects, the key is
+    looked up before the write and after it: a writer that was overtaken gets ConflictError, but two writers whose
+    requests overlap may both succeed, and the last one's object remains.
     """
 
-    exclusive = False
+    supports_conditional_put = False
 
-    def __init__(self, place: StoreLocation, options: StoreOptions) -> None:
+    def __init__(self, location: StoreLocation, options: StoreOptions) -> None:
         """Raises UsageError: the URL does not name a bucket."""
-        parts = place.prefix.split("/")
-        if place.authority != "buckets" or len(parts) < 2:
-            raise UsageError(f"bucket URL {place.url!r} names no bucket: write hf://buckets/NAMESPACE/BUCKET/run")
-        self.url = place.url
+        parts = location.prefix.split("/")
+        if location.authority != "buckets" or len(parts) < 2:
+            raise UsageError(f"bucket URL {location.url!r} names no bucket: write hf://buckets/NAMESPACE/BUCKET/run")
+        self.url = location.url
         self._root = "".join(f"{part}/" for part in parts[2:])
-        self._site = HubLocation(self.url, "/".join(parts[:2]))
-        self._api = HubApi(self._site.id, options)
+        self._location = HubLocation(self.url, "/".join(parts[:2]))
+        self._api = HubApi(self._location.id, options)
         self._transfers = Transfers(self._api, options)
-        self._gateway = open_gateway(self._site, self._root, self._api.endpoint, options)
-        self.exclusive = self._gateway is not None
+        self._gateway = open_gateway(self._location, self._root, self._api.endpoint, options)
+        self.supports_conditional_put = self._gateway is not None
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         path = self._path(key)
@@ -62,8 +62,8 @@ class HubBucket(Bucket):
         if if_absent and self._gateway is not None and size <= MAX_BYTES:
             self._gateway.create(key, data)
             return
-        with _blocks(key, data) as blocks, self._doing(f"write key {key!r}"):
-            if if_absent and size > _LOOKED_UP_FIRST_BYTES:
+        with _blocks(key, data) as blocks, self._translate_errors(f"write key {key!r}"):
+            if if_absent and size > _CHECK_FIRST_BYTES:
                 self._check_absent(key, path)
             hash = self._transfers.upload(blocks, size)
             if if_absent:
@@ -74,12 +74,12 @@ class HubBucket(Bucket):
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         path = self._path(key)
-        with self._doing(f"read key {key!r}", missing=key), self._api.opened(path) as opened:
+        with self._translate_errors(f"read key {key!r}", missing=key), self._api.open_file(path) as opened:
             if opened.size is not None:
                 check_size(key, opened.size, max_bytes)
-            data = b"".join(self._counted(key, opened, max_bytes))
+            data = b"".join(self._limited(key, opened, max_bytes))
             if opened.size is not None and len(data) != opened.size:
-                raise UnavailableError(f"{len(data)} of {opened.size} bytes came of key {key!r}; try again")
+                raise UnavailableError(f"received {len(data)} of {opened.size} bytes of key {key!r}; try again")
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -88,9 +88,9 @@ class HubBucket(Bucket):
         if not length:
             self.stat(key)
             return b""
-        with self._doing(f"read key {key!r}", missing=key):
+        with self._translate_errors(f"read key {key!r}", missing=key):
             try:
-                with self._api.opened(path, start, length) as opened:
+                with self._api.open_file(path, start, length) as opened:
                     return _cut(opened, start, length)
             except RefusedError as error:
                 if error.status != 416:
@@ -100,19 +100,19 @@ class HubBucket(Bucket):
     def get_file(self, key: str, path: Path) -> None:
         part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            # hf_xet by itself would write into ``path``, which would be lost with the first byte.
-            with open(part, "xb") as copy, self._doing(f"read key {key!r}", missing=key):
+            # hf_xet's own download to a file would overwrite ``path`` from the first byte.
+            with open(part, "xb") as copy, self._translate_errors(f"read key {key!r}", missing=key):
                 file = self._file(key)
                 if file.bytes:
                     self._copy(key, file, copy, path)
             os.replace(part, path)
         except OSError as error:
-            raise self._no_copy(key, path, error) from error
+            raise self._copy_error(key, path, error) from error
         finally:
             _unlink(part)
 
     def stat(self, key: str) -> ObjectInfo:
-        with self._doing(f"look up key {key!r}", missing=key):
+        with self._translate_errors(f"look up key {key!r}", missing=key):
             file = self._file(key)
         return ObjectInfo(key, file.bytes, file.modified)
 
@@ -122,7 +122,7 @@ class HubBucket(Bucket):
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with self._doing(f"delete key {key!r}"):
+        with self._translate_errors(f"delete key {key!r}"):
             try:
                 self._api.remove(path)
             except RefusedError as error:
@@ -132,9 +132,9 @@ class HubBucket(Bucket):
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         begin = self._root + prefix
-        with self._doing(f"list keys {prefix!r}"):
+        with self._translate_errors(f"list keys {prefix!r}"):
             try:
-                # In what order the Hub lists is nowhere promised.
+                # The Hub does not document the order of a listing.
                 files = sorted(self._api.tree(begin.rpartition("/")[0]), key=lambda file: file.path)
             except RefusedError as error:
                 if not error.no_bucket and not error.no_file:
@@ -160,7 +160,7 @@ class HubBucket(Bucket):
         try:
             self._api.add(path, hash)
         except RefusedError:
-            # Uploaded into a bucket of before, if it was made again just now.
+            # The bucket may have been deleted and created again since the upload.
             self._api.forget()
             raise
 
@@ -178,13 +178,13 @@ class HubBucket(Bucket):
 
     # Reading
 
-    def _counted(self, key: str, opened: HubContent, max_bytes: int | None) -> Iterator[bytes]:
-        """The blocks of an object whose size need not be known beforehand, up to ``max_bytes``."""
+    def _limited(self, key: str, opened: HubContent, max_bytes: int | None) -> Iterator[bytes]:
+        """Yield the blocks of an object; raises LimitError beyond ``max_bytes``, even if the Hub reported no size."""
         count = 0
         for block in opened.blocks:
             count += len(block)
             check_size(key, count, max_bytes)
-            moved(len(block))
+            report_bytes(len(block))
             yield block
 
     def _copy(self, key: str, file: HubFile, copy: IO[bytes], path: Path) -> None:
@@ -195,39 +195,39 @@ class HubBucket(Bucket):
                     try:
                         count = copy.write(view[start : start + _BLOCK_BYTES])
                     except OSError as error:
-                        raise self._no_copy(key, path, error) from error
-                    moved(count)
+                        raise self._copy_error(key, path, error) from error
+                    report_bytes(count)
 
-    def _no_copy(self, key: str, path: Path, error: OSError) -> StoreError:
+    def _copy_error(self, key: str, path: Path, error: OSError) -> StoreError:
         return StoreError(f"cannot copy key {key!r} of {self.url} to {path}: {error.strerror or error}; check the path")
 
     def _missing(self, key: str) -> NotFoundError:
         return NotFoundError(f"no object {key!r} in {self.url}")
 
     @contextmanager
-    def _doing(self, action: str, missing: str | None = None) -> Iterator[None]:
-        """Raise what goes wrong as errors of this project. ``missing``: the key that an answer of 404 is about."""
+    def _translate_errors(self, action: str, missing: str | None = None) -> Iterator[None]:
+        """Raise this project's errors; status 404 is NotFoundError if ``missing`` names a key."""
         try:
             yield
         except RefusedError as error:
             if missing is not None and error.no_bucket:
-                raise NotFoundError(mapped(error, action, self._site).message) from error
+                raise NotFoundError(translate_hub_error(error, action, self._location).message) from error
             if missing is not None and error.no_file:
                 raise self._missing(missing) from error
-            raise mapped(error, action, self._site) from error
-        except Exception as error:  # noqa: BLE001  of three libraries' classes and builtin ones: hub_errors knows them
-            found = mapped(error, action, self._site)
+            raise translate_hub_error(error, action, self._location) from error
+        except Exception as error:  # noqa: BLE001  three libraries raise theirs and builtins: all are translated
+            found = translate_hub_error(error, action, self._location)
             raise found from (None if found is error else error)
 
 
 @contextmanager
 def _blocks(key: str, data: bytes | Path) -> Iterator[Iterator[bytes]]:
-    """The content to put, piece by piece; raises UsageError where it cannot be read."""
+    """Yield the content to put in blocks; raises UsageError if it cannot be read."""
     if isinstance(data, bytes):
         yield (data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES))
         return
     try:
-        source = open(data, "rb")  # noqa: SIM115  closed below, where errors are those of the store
+        source = open(data, "rb")  # noqa: SIM115  closed below; here only errors of opening are UsageErrors
     except OSError as error:
         raise _unreadable(key, data, error) from error
 
@@ -259,10 +259,10 @@ def _size(key: str, data: bytes | Path) -> int:
 
 
 def _cut(opened: HubContent, start: int, length: int) -> bytes:
-    """The bytes that were asked for, whether or not the store has heeded the range."""
+    """Return the requested bytes, even if the store ignored the Range header."""
     skip, found, parts = start - opened.start, 0, []
     for block in opened.blocks:
-        moved(len(block))
+        report_bytes(len(block))
         if skip >= len(block):
             skip -= len(block)
             continue
@@ -286,4 +286,4 @@ def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        pass  # no such folder; the call says so
+        pass  # no such folder: the call itself reports that

@@ -1,7 +1,7 @@
-"""Bytes to and from the Hub's content store, through hf_xet, in bounded memory and with time-outs of ours.
+"""``Transfers``: uploads and downloads of the Hub's content store through hf_xet, with bounded memory and timeouts.
 
-hf_xet cuts what it is fed into chunks, keeps back those that the store has, and packs the others into blocks of 64 MB.
-It does not notice when a stored chunk is damaged: whoever reads an object checks its digest.
+hf_xet splits content into chunks, skips those that the store has, and packs the others into blocks of 64 MB. It does
+not detect a damaged chunk, so readers must check the digest of an object.
 """
 
 import os
@@ -14,12 +14,12 @@ import hf_xet  # type: ignore[import-untyped]
 
 from vllm_delta_sync.bucket.hub.api import READ, WRITE, Connection, HubApi, HubFile
 from vllm_delta_sync.bucket.hub.errors import StaleError, text_of
-from vllm_delta_sync.bucket.transfer_observers import moved
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import StoreOptions
 
 _UPLOADS = 4
-"""Blocks of 64 MB in flight. hf_xet by itself goes up to 64 of them, and holds each in memory."""
+"""Blocks of 64 MB in flight. The default of hf_xet is up to 64, each of them in memory."""
 _BUFFER_BYTES = 64_000_000
 _BLOCK_BYTES = 64 << 20
 _TRIES = 2
@@ -29,34 +29,34 @@ _SMALL_BYTES = 1 << 22
 
 _lock = threading.Lock()
 _sessions: dict[tuple[int, float, float], Any] = {}
-"""By process, as a session's threads do not survive a fork, and by what was configured."""
+"""By process id, because a session's threads do not survive a fork, and by timeouts."""
 
 
 class Transfers:
-    """Uploads and downloads for one bucket; raises what hf_xet raises, see ``hub_errors.mapped``."""
+    """Uploads and downloads for one bucket; raises hf_xet's exceptions, see ``errors.translate_hub_error``."""
 
     def __init__(self, api: HubApi, options: StoreOptions) -> None:
         self._api = api
         self._options = options
 
     def upload(self, blocks: Iterable[bytes], size: int) -> str:
-        """Store a content of about ``size`` bytes and return its hash. Nobody sees it before it has a name."""
+        """Store a content of about ``size`` bytes and return its hash; invisible until ``HubApi.add`` names it."""
         connection, fresh = self._api.connection(WRITE)
-        # The time-out for an answer runs while the request's body is still being sent.
+        # The timeout for the answer includes the time to send the request.
         wait = self._wait if size <= _SMALL_BYTES else self._options.allowance(_BLOCK_BYTES)
         try:
             return self._upload(connection, blocks, wait)
-        except Exception as error:  # of many classes; each may come from a connection that does not hold any more
-            raise self._judged(error, fresh) from error
+        except Exception as error:  # hf_xet raises many classes; any of them may come from a stale connection
+            raise self._check_stale(error, fresh) from error
 
     def download(self, file: HubFile) -> Generator[bytes, None, None]:
-        """Yield a file's content, in order, in blocks of up to 64 MB; close the iterator to stop it."""
+        """Yield a file's content in order, in blocks of up to 64 MB; close the iterator to cancel the download."""
         connection, fresh = self._api.connection(READ)
         left = file.bytes
         try:
             stream = self._group(connection).download_stream(hf_xet.XetFileInfo(file.hash, file.bytes))
-        except Exception as error:  # as in upload
-            raise self._judged(error, fresh) from error
+        except Exception as error:  # as in ``upload``
+            raise self._check_stale(error, fresh) from error
         try:
             while (block := self._next(stream, fresh)) is not None:
                 left -= len(block)
@@ -64,23 +64,23 @@ class Transfers:
         finally:
             stream.cancel()
         if left:
-            # hf_xet ends some failed downloads as if that were all.
-            raise ConnectionError(f"{file.bytes - left} of {file.bytes} bytes came")
+            # hf_xet ends some failed downloads without an error.
+            raise ConnectionError(f"received {file.bytes - left} of {file.bytes} bytes")
 
     def _next(self, stream: Any, fresh: bool) -> bytes | None:
         try:
             block: bytes | None = next(stream, None)
-        except Exception as error:  # as in upload
-            raise self._judged(error, fresh) from error
+        except Exception as error:  # as in ``upload``
+            raise self._check_stale(error, fresh) from error
         return block
 
     def _upload(self, connection: Connection, blocks: Iterable[bytes], wait: float) -> str:
         with _session(self._options.store_deadline, wait).new_upload_commit(**connection.arguments) as commit:
             stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
             for block in blocks:
-                # Waits while more than a few blocks are on their way.
+                # Blocks while _UPLOADS blocks are in flight.
                 stream.write(block)
-                moved(len(block))
+                report_bytes(len(block))
             stored = stream.finish().xet_info
         return str(stored.hash)
 
@@ -88,8 +88,8 @@ class Transfers:
         session = _session(self._options.store_deadline, self._wait)
         return session.new_download_stream_group(**connection.arguments)
 
-    def _judged(self, error: Exception, fresh: bool) -> Exception:
-        """Another error where the connection may be to blame: one to a bucket that was made again, or ran out."""
+    def _check_stale(self, error: Exception, fresh: bool) -> Exception:
+        """Return StaleError if the cached connection may have expired, or belongs to a bucket since created again."""
         if isinstance(error, DeltaSyncError):
             return error
         self._api.forget()
@@ -101,15 +101,15 @@ class Transfers:
 
 
 def _session(deadline: float, wait: float) -> Any:
-    """hf_xet's connections and threads, shared by all buckets of this process.
+    """Return hf_xet's session (connections and threads), shared by all buckets of this process.
 
     Args:
-        deadline: seconds for all tries of a request. wait: seconds for an answer.
+        deadline: seconds for all tries of a request. wait: seconds for one answer.
     """
     which = os.getpid(), deadline, wait
     with _lock:
         if which not in _sessions:
-            # Those of the process that this one was forked from are let go: their threads are not here.
+            # Drop the sessions of the parent process: their threads do not exist here.
             for known in [known for known in _sessions if known[0] != which[0]]:
                 del _sessions[known]
             _sessions[which] = hf_xet.XetSession(_config(deadline, wait))
@@ -117,7 +117,7 @@ def _session(deadline: float, wait: float) -> Any:
 
 
 def _config(deadline: float, wait: float) -> Any:
-    """Few tries, short waits, small buffers; what HF_XET_* variables say goes before."""
+    """Configure few tries, short timeouts and small buffers; HF_XET_* variables take precedence."""
     ours = {
         "client.retry_max_attempts": _TRIES - 1,
         "client.retry_base_delay": timedelta(seconds=0.2),
@@ -137,7 +137,7 @@ def _config(deadline: float, wait: float) -> Any:
 
 
 def _renew_lock() -> None:
-    """A thread of the parent may have held it at the moment of the fork."""
+    """Replace the lock in a forked child, because a thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
 

@@ -1,4 +1,5 @@
-"""What is put around a bucket: deadlines, retries, limits, metrics, progress, ranged downloads, a mirror.
+"""Middleware around a bucket: deadlines, retries, limits, metrics, progress, ranged downloads, a mirror, a dry run.
 
-Each passes on what it does not change. ``vllm_delta_sync.bucket.factory`` puts them in order. Begin with ``base``.
+Each module wraps a bucket and forwards every call that it does not change. ``vllm_delta_sync.bucket.factory`` puts them
+in order. Start with ``base``.
 """

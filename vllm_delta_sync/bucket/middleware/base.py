@@ -1,4 +1,4 @@
-"""What the wrappers of buckets have in common: everything goes through as it is."""
+"""``BucketMiddleware``: the base of all middleware; forwards every call unchanged."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
 
 
 class BucketMiddleware(Bucket):
-    """A bucket over another one, which it closes with itself."""
+    """A bucket that wraps another one and closes it with itself."""
 
     def __init__(self, inner: Bucket) -> None:
         self._inner = inner
         self.url = inner.url
-        self.exclusive = inner.exclusive
+        self.supports_conditional_put = inner.supports_conditional_put
         self.overwrite_seconds = inner.overwrite_seconds
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
@@ -47,7 +47,7 @@ class BucketMiddleware(Bucket):
 
 
 def size_of(data: bytes | Path) -> int:
-    """Bytes that a put moves; 0 for a file that cannot be looked at, which the put itself will complain about."""
+    """Return the size of a put's data; 0 for an unreadable file, which the put itself reports."""
     if isinstance(data, bytes):
         return len(data)
     try:

@@ -1,8 +1,8 @@
-"""An answer in time, whatever the client of a store does: calls run in threads that can be given up.
+"""``DeadlineBucket``: runs calls in threads and abandons a call that misses its deadline.
 
-Stores' clients have time-outs, and some of them do not work: a connection that nobody answers, a lock within the
-client, a resolver that hangs. Nothing can end a thread in such a call; here it is left behind, and cannot harm what
-comes later: what it still writes goes to nobody, and a late put does not undo a newer one.
+Timeouts of the stores' clients do not cover everything: an unanswered connection, a lock inside the client, a resolver
+that hangs. A thread in such a call cannot be ended, so it is abandoned. It can do no harm later: its result is dropped,
+and a newer write of the key waits for it, so that a late put cannot undo a newer one.
 """
 
 import os
@@ -16,37 +16,37 @@ from typing import Any, Generic, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
-from vllm_delta_sync.bucket.thread_pool import SLICE_SECONDS, DaemonPool, patiently
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, here, watched
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonPool, wait_interruptibly
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by, with_observers
 from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnavailableError
 from vllm_delta_sync.settings import StoreOptions
 
 PAGE = 1000
-"""Keys that are asked for at once in a listing."""
+"""Keys requested at once in a listing."""
 _DELETED = "nothing"
 _Result = TypeVar("_Result")
 
 
 class DeadlineBucket(BucketMiddleware):
-    """Gives a call up after ``options.allowance(size)`` seconds, with UnavailableError.
+    """Abandons a call after ``options.allowance(size)`` seconds and raises UnavailableError.
 
-    The size is that of a put, and what has come of whatever is read: neither a limit that a caller sets himself nor an
-    open range says how long it should take. Time in which limits held the call back does not count.
+    For a put, ``size`` is the size of the data; for a read, the bytes received so far, because the size of the object
+    is not known in advance. Time in which limits delayed the call does not count.
     """
 
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:
         super().__init__(inner)
         self._options = options
-        self._crew = DaemonPool()
-        self._late: dict[str, list[_ThreadCall[Any]]] = {}
+        self._pool = DaemonPool()
+        self._abandoned_writes: dict[str, list[_ThreadCall[Any]]] = {}
         self._lock = threading.Lock()
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         action, size = f"write key {key!r}", size_of(data)
         content = _content(data)
-        self._wait_for_late(key, action, content)
+        self._wait_for_abandoned(key, action, content)
         call = _ThreadCall(lambda: self._inner.put(key, data, if_absent=if_absent), self._options, size)
-        call.late = _Late(self._late, self._lock, key, content)
+        call.write = _WriteInProgress(self._abandoned_writes, self._lock, key, content)
         self._run(action, call)
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
@@ -58,7 +58,7 @@ class DeadlineBucket(BucketMiddleware):
     def get_file(self, key: str, path: Path) -> None:
         part = path.with_name(f".{secrets.token_hex(8)}.part")
         call = self._call(lambda: self._inner.get_file(key, part))
-        call.clean = lambda: _unlink(part)
+        call.cleanup = lambda: _unlink(part)
         try:
             self._run(f"read key {key!r}", call)
             os.replace(part, path)
@@ -78,17 +78,17 @@ class DeadlineBucket(BucketMiddleware):
 
     def delete(self, key: str) -> None:
         action = f"delete key {key!r}"
-        self._wait_for_late(key, action, _DELETED)
+        self._wait_for_abandoned(key, action, _DELETED)
         call = self._call(lambda: self._inner.delete(key))
-        call.late = _Late(self._late, self._lock, key, _DELETED)
+        call.write = _WriteInProgress(self._abandoned_writes, self._lock, key, _DELETED)
         self._run(action, call)
 
     def close(self) -> None:
         try:
             self._run("close", self._call(super().close))
         except UnavailableError:
-            pass  # there is nothing that anybody could do about it
-        self._crew.close()
+            pass  # nobody can act on it
+        self._pool.close()
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         pages = Pages(self._inner, prefix)
@@ -99,8 +99,8 @@ class DeadlineBucket(BucketMiddleware):
             pages.close()
 
     def _page(self, pages: "Pages", prefix: str) -> Sequence[ObjectInfo]:
-        call = self._call(pages.take)
-        call.clean = pages.close
+        call = self._call(pages.read_page)
+        call.cleanup = pages.close
         return self._run(f"list keys {prefix!r}", call)
 
     def _call(self, work: Callable[[], _Result]) -> "_ThreadCall[_Result]":
@@ -108,38 +108,40 @@ class DeadlineBucket(BucketMiddleware):
 
     def _run(self, action: str, call: "_ThreadCall[_Result]") -> _Result:
         try:
-            with watched(call):
-                run = here(call.run)
-            self._crew.hand(run, call.end)
-            while not call.over.acquire(timeout=max(0.0, min(call.left(), SLICE_SECONDS))):
-                if call.left() <= 0 and call.give_up():
-                    raise self._hung(f"cannot {action} of {self.url}: no answer within {call.allowance():.1f} s")
+            with observed_by(call):
+                run = with_observers(call.run)
+            self._pool.submit(run, call.end)
+            while not call.finished.acquire(timeout=max(0.0, min(call.seconds_left(), SLICE_SECONDS))):
+                if call.seconds_left() <= 0 and call.abandon():
+                    raise self._timeout_error(
+                        f"cannot {action} of {self.url}: no answer within {call.allowance():.1f} s"
+                    )
             return call.result()
-        except BaseException:  # an interrupt too leaves the call behind; one that has ended cannot be given up
-            call.give_up()
+        except BaseException:  # an interrupt abandons the call too; has no effect on a call that has ended
+            call.abandon()
             raise
 
-    def _wait_for_late(self, key: str, action: str, content: object) -> None:
-        """Calls that were given up may still write. What writes the same is in nobody's way."""
-        if not self._late:
+    def _wait_for_abandoned(self, key: str, action: str, content: object) -> None:
+        """Wait for abandoned writes of the key, which may still take effect, unless they write the same content."""
+        if not self._abandoned_writes:
             return
         with self._lock:
-            calls = list(self._late.get(key, ()))
+            calls = list(self._abandoned_writes.get(key, ()))
         for call in calls:
-            if call.late is None or call.late.content == content:
+            if call.write is None or call.write.content == content:
                 continue
             if not call.ends_within(self._options.allowance(call.size)):
-                raise self._hung(
-                    f"cannot {action} of {self.url}: an earlier write of it was given up and has not ended, so it "
-                    "could come last; start this process again if that does not end"
+                raise self._timeout_error(
+                    f"cannot {action} of {self.url}: an earlier write of it was abandoned and has not ended, so it "
+                    "could overwrite this one; restart this process if this error persists"
                 )
 
-    def _hung(self, what: str) -> UnavailableError:
+    def _timeout_error(self, what: str) -> UnavailableError:
         return UnavailableError(f"{what}; check the network, or raise store_deadline")
 
 
 class Pages:
-    """A listing, read some keys at a time; the error that ends it comes after the keys that came before it."""
+    """A listing that is read in pages; an error is raised after the keys that were read before it."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         self._bucket = bucket
@@ -148,8 +150,8 @@ class Pages:
         self._error: DeltaSyncError | None = None
         self._busy = threading.Lock()
 
-    def take(self) -> Sequence[ObjectInfo]:
-        """The next page; empty at the end."""
+    def read_page(self) -> Sequence[ObjectInfo]:
+        """Return the next page; empty at the end."""
         with self._busy:
             if self._error is not None:
                 raise self._error
@@ -165,7 +167,7 @@ class Pages:
             return page
 
     def close(self) -> None:
-        """Give back what the listing holds, unless a page is being read: whoever reads it closes it then."""
+        """Release the listing's connection, unless a page is being read: then the reading thread does so."""
         if self._busy.acquire(blocking=False):
             try:
                 close = getattr(self._items, "close", None)
@@ -175,8 +177,8 @@ class Pages:
                 self._busy.release()
 
 
-class _Late:
-    """Where a write that was given up stands until it has ended."""
+class _WriteInProgress:
+    """Registers an abandoned write of a key until it has ended."""
 
     def __init__(
         self, calls: "dict[str, list[_ThreadCall[Any]]]", lock: threading.Lock, key: str, content: object
@@ -186,11 +188,11 @@ class _Late:
         self._key = key
         self.content = content
 
-    def begin(self, call: "_ThreadCall[Any]") -> None:
+    def register(self, call: "_ThreadCall[Any]") -> None:
         with self._lock:
             self._calls.setdefault(self._key, []).append(call)
 
-    def end(self, call: "_ThreadCall[Any]") -> None:
+    def unregister(self, call: "_ThreadCall[Any]") -> None:
         with self._lock:
             self._calls[self._key].remove(call)
             if not self._calls[self._key]:
@@ -198,86 +200,86 @@ class _Late:
 
 
 class _ThreadCall(TransferObserver, Generic[_Result]):
-    """One call in another thread: how long it may take, how it ended, and what is left to do if nobody waits for it."""
+    """One call in another thread: its deadline, its result, and its cleanup if it is abandoned."""
 
     def __init__(self, work: Callable[[], _Result], options: StoreOptions, size: int) -> None:
         self._work: Callable[[], _Result] | None = work
         self._options = options
         self.size = size
-        self.late: _Late | None = None
-        self.clean: Callable[[], None] | None = None
-        self.over = threading.Lock()
-        """Held until the call has ended."""
-        self.over.acquire()
+        self.write: _WriteInProgress | None = None
+        self.cleanup: Callable[[], None] | None = None
+        self.finished = threading.Lock()
+        """Locked until the call has ended."""
+        self.finished.acquire()
         self._lock = threading.Lock()
         self._moved = 0
         self._waited = 0.0
-        self._running = self._ended = self._given_up = False
+        self._running = self._ended = self._abandoned = False
         self._result: _Result | None = None
         self._error: BaseException | None = None
         self._began = time.monotonic()
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         with self._lock:
             self._moved += count
-        if self._given_up:
-            # Nobody takes what this would bring: the sooner it ends, the better.
-            raise UnavailableError("given up meanwhile; try again")
+        if self._abandoned:
+            # The result would be dropped, so end the transfer.
+            raise UnavailableError("the call missed its deadline and was abandoned; try again")
 
-    def waited(self, seconds: float) -> None:
+    def on_wait(self, seconds: float) -> None:
         with self._lock:
             self._waited += seconds
 
     def allowance(self) -> float:
-        """Seconds that it may take, as far as is known now."""
+        """Return the seconds that the call may take, by the size that is known now."""
         return self._options.allowance(max(self.size, self._moved))
 
-    def left(self) -> float:
-        """Seconds until it is given up."""
+    def seconds_left(self) -> float:
+        """Return the seconds until the deadline."""
         return self.allowance() + self._waited - (time.monotonic() - self._began)
 
     def run(self) -> None:
         with self._lock:
-            if self._given_up:
+            if self._abandoned:
                 return
             self._running = True
         work, self._work = self._work, None
         try:
             if work is not None:
                 self._result = work()
-        except BaseException as error:  # noqa: BLE001  raised in the thread that waits for it
+        except BaseException as error:  # noqa: BLE001  raised in the waiting thread
             self._error = error
 
     def end(self) -> None:
-        """The last thing that its thread does."""
+        """Finish the call, as the last step of its thread."""
         with self._lock:
             self._ended = True
-            given_up = self._given_up and self._running
+            abandoned = self._abandoned and self._running
         try:
-            if given_up:
+            if abandoned:
                 self._result = self._error = None
-                if self.clean is not None:
-                    self.clean()
-                if self.late is not None:
-                    self.late.end(self)
+                if self.cleanup is not None:
+                    self.cleanup()
+                if self.write is not None:
+                    self.write.unregister(self)
         finally:
-            self.over.release()
+            self.finished.release()
 
-    def give_up(self) -> bool:
-        """Leave it to itself, unless it has ended."""
+    def abandon(self) -> bool:
+        """Abandon the call; return False if it has ended already."""
         with self._lock:
-            if self._ended or self._given_up:
-                return self._given_up
-            self._given_up = True
-            if self._running and self.late is not None:
-                self.late.begin(self)
+            if self._ended or self._abandoned:
+                return self._abandoned
+            self._abandoned = True
+            if self._running and self.write is not None:
+                self.write.register(self)
         return True
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end, beside whoever else does."""
-        if not patiently(lambda left: self.over.acquire(timeout=left), seconds):
+        """Wait for the call to end; several threads may wait."""
+        if not wait_interruptibly(lambda left: self.finished.acquire(timeout=left), seconds):
             return False
-        self.over.release()
+        self.finished.release()
         return True
 
     def result(self) -> _Result:
@@ -285,13 +287,13 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
             try:
                 raise self._error
             finally:
-                self._error = None  # it holds this frame, and this frame would hold it
+                self._error = None  # the error's traceback refers to this frame: avoid a reference cycle
         result, self._result = self._result, None
         return result  # type: ignore[return-value]  # None only where the work gave None
 
 
 def _content(data: bytes | Path) -> object:
-    """Equal only for what holds the same bytes; a file that was written again is another one."""
+    """Return a value that is equal only for equal data; a rewritten file is unequal to its former self."""
     if isinstance(data, bytes):
         return data
     try:
@@ -305,4 +307,4 @@ def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        pass  # no folder of that name, or not ours to write in: the call says so
+        pass  # no such folder, or not writable: the call itself reports that

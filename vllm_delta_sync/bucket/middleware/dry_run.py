@@ -1,4 +1,4 @@
-"""A bucket over another one, which is only read: what a dry run writes goes to a temporary directory."""
+"""``DryRunBucket``: reads another bucket and redirects all writes to a temporary directory."""
 
 import heapq
 import tempfile
@@ -11,42 +11,42 @@ from vllm_delta_sync.errors import ConflictError, NotFoundError
 
 
 class DryRunBucket(Bucket):
-    """Reads ``inner``, and keeps everything that is put or deleted to itself until it is closed. For one thread."""
+    """Reads ``inner`` and keeps puts and deletions in an overlay until it is closed. Use it in one thread."""
 
     def __init__(self, inner: Bucket) -> None:
         self._inner = inner
         self._folder = tempfile.TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True)
-        self._own = LocalBucket(self._folder.name)
+        self._overlay = LocalBucket(self._folder.name)
         self._deleted: set[str] = set()
         self.url = inner.url
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         if if_absent and self._exists(key):
             raise ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
-        self._own.put(key, data)
+        self._overlay.put(key, data)
         self._deleted.discard(key)
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        return self._of(key).get(key, max_bytes=max_bytes)
+        return self._bucket_of(key).get(key, max_bytes=max_bytes)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._of(key).get_range(key, start, length)
+        return self._bucket_of(key).get_range(key, start, length)
 
     def get_file(self, key: str, path: Path) -> None:
-        self._of(key).get_file(key, path)
+        self._bucket_of(key).get_file(key, path)
 
     def stat(self, key: str) -> ObjectInfo:
-        return self._of(key).stat(key)
+        return self._bucket_of(key).stat(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         last = ""
-        for item in heapq.merge(self._own.list(prefix), self._inner.list(prefix), key=lambda item: item.key):
+        for item in heapq.merge(self._overlay.list(prefix), self._inner.list(prefix), key=lambda item: item.key):
             if item.key != last and item.key not in self._deleted:
                 yield item
             last = item.key
 
     def delete(self, key: str) -> None:
-        self._own.delete(key)
+        self._overlay.delete(key)
         self._deleted.add(key)
 
     def close(self) -> None:
@@ -59,11 +59,11 @@ class DryRunBucket(Bucket):
             return False
         return True
 
-    def _of(self, key: str) -> Bucket:
+    def _bucket_of(self, key: str) -> Bucket:
         if key in self._deleted:
             raise NotFoundError(f"no object {key!r} in {self.url}")
         try:
-            self._own.stat(key)
+            self._overlay.stat(key)
         except NotFoundError:
             return self._inner
-        return self._own
+        return self._overlay

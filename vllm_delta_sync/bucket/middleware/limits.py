@@ -1,4 +1,4 @@
-"""Limits of what one process asks of a store: requests in flight, and bytes per second each way."""
+"""``LimitedBucket``: limits requests in flight and bandwidth in each direction."""
 
 import threading
 import time
@@ -10,21 +10,21 @@ from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
 from vllm_delta_sync.bucket.middleware.deadline import Pages
 from vllm_delta_sync.bucket.middleware.metrics import Tally
-from vllm_delta_sync.bucket.thread_pool import SLICE_SECONDS
-from vllm_delta_sync.bucket.transfer_observers import waited, watched
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS
+from vllm_delta_sync.bucket.transfer_observers import observed_by, report_wait
 from vllm_delta_sync.settings import StoreOptions
 
 BURST_SECONDS = 1.0
-"""After a time of silence so much goes through at full speed."""
+"""After an idle period, this many seconds' worth of bytes passes at full speed."""
 PIECE_SECONDS = 0.25
-"""A long wait is told to watchers in pieces, so that a deadline outside sees it while it lasts."""
+"""Long waits are reported in slices of this length, so that an outer deadline is extended while they last."""
 
 
 class LimitedBucket(BucketMiddleware):
-    """Keeps all calls of this instance together within the limits of its options.
+    """Keeps the calls of this instance within the limits of its options.
 
-    A call beyond ``store_connections`` waits for another one to end. A transfer that is too fast is held back as its
-    bytes move, or, where the store says nothing of them, after the call. ``close`` ends all waiting for bandwidth.
+    A call beyond ``store_connections`` waits until another one ends. A transfer that is too fast is slowed down as its
+    bytes move, or after the call if the store does not report them. ``close`` ends all waits for bandwidth.
     """
 
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:
@@ -38,27 +38,27 @@ class LimitedBucket(BucketMiddleware):
         with self._transfer(self._up) as throttle:
             self._inner.put(key, data, if_absent=if_absent)
         if throttle is not None and not throttle.bytes:
-            throttle.moved(size_of(data))
+            throttle.on_bytes(size_of(data))
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         with self._transfer(self._down) as throttle:
             data = self._inner.get(key, max_bytes=max_bytes)
         if throttle is not None and not throttle.bytes:
-            throttle.moved(len(data))
+            throttle.on_bytes(len(data))
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         with self._transfer(self._down) as throttle:
             data = self._inner.get_range(key, start, length)
         if throttle is not None and not throttle.bytes:
-            throttle.moved(len(data))
+            throttle.on_bytes(len(data))
         return data
 
     def get_file(self, key: str, path: Path) -> None:
         with self._transfer(self._down) as throttle:
             self._inner.get_file(key, path)
         if throttle is not None and not throttle.bytes:
-            throttle.moved(size_of(path))
+            throttle.on_bytes(size_of(path))
 
     def stat(self, key: str) -> ObjectInfo:
         with self._slot():
@@ -86,7 +86,7 @@ class LimitedBucket(BucketMiddleware):
 
     def _page(self, pages: Pages) -> Sequence[ObjectInfo]:
         with self._slot():
-            return pages.take()
+            return pages.read_page()
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
@@ -94,7 +94,7 @@ class LimitedBucket(BucketMiddleware):
             began = time.monotonic()
             while not self._slots.acquire(timeout=SLICE_SECONDS):
                 pass
-            waited(time.monotonic() - began)
+            report_wait(time.monotonic() - began)
         try:
             yield
         finally:
@@ -107,44 +107,44 @@ class LimitedBucket(BucketMiddleware):
                 yield None
                 return
             throttle = _Throttle(rate)
-            with watched(throttle):
+            with observed_by(throttle):
                 yield throttle
 
 
 class _Rate:
-    """Bytes per second, whoever moves them."""
+    """A limit of bytes per second, shared by all transfers."""
 
     def __init__(self, limit: int, closed: threading.Event) -> None:
         self._limit = limit
         self._closed = closed
         self._lock = threading.Lock()
-        self._paid = time.monotonic() - BURST_SECONDS
-        """The moment at which all that has moved would have moved at the limit."""
+        self._scheduled_until = time.monotonic() - BURST_SECONDS
+        """The time by which all bytes so far would have been transferred at exactly the limit."""
 
-    def take(self, count: int) -> None:
-        """Wait until ``count`` bytes more, which have moved already, are within the limit."""
+    def consume(self, count: int) -> None:
+        """Wait until the limit allows for ``count`` more bytes, which have been transferred already."""
         with self._lock:
-            self._paid = max(self._paid, time.monotonic() - BURST_SECONDS) + count / self._limit
-            until = self._paid
+            self._scheduled_until = max(self._scheduled_until, time.monotonic() - BURST_SECONDS) + count / self._limit
+            until = self._scheduled_until
         while not self._closed.is_set() and (left := until - time.monotonic()) > 0:
             piece = min(left, PIECE_SECONDS)
-            # Before it begins: a deadline that ends within the piece has to know of it.
-            waited(piece)
+            # Report before waiting: a deadline within this slice has to be extended in time.
+            report_wait(piece)
             began = time.monotonic()
             self._closed.wait(piece)
-            waited(max(0.0, time.monotonic() - began - piece))
+            report_wait(max(0.0, time.monotonic() - began - piece))
 
 
 class _Throttle(Tally):
-    """Holds one transfer back."""
+    """Slows one transfer down."""
 
     def __init__(self, rate: _Rate) -> None:
         super().__init__()
         self._rate = rate
 
-    def moved(self, count: int) -> None:
-        super().moved(count)
-        self._rate.take(count)
+    def on_bytes(self, count: int) -> None:
+        super().on_bytes(count)
+        self._rate.consume(count)
 
 
 def _rate(limit: int | None, closed: threading.Event) -> _Rate | None:

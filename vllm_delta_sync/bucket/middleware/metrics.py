@@ -1,4 +1,4 @@
-"""What a store is used for, in numbers: calls, failures, repetitions, bytes and seconds each way."""
+"""``MeteredBucket`` and ``Metrics``: count a store's calls, failures, retries, bytes and seconds in each direction."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, watched
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
 from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, UnavailableError
 
 FAILURE_KINDS = tuple(error.kind for error in (StoreError, AccessError, UnavailableError, DeadlineError))
@@ -18,20 +18,20 @@ _SECONDS = ("send_seconds", "receive_seconds", "waited_seconds")
 
 
 class Metrics:
-    """Sums over all calls of the buckets that share it, from any number of threads.
+    """Sums over all calls of the buckets that share this object. Any number of threads may use it.
 
-    ``calls``: requests to the store, a listing being one. ``failures``: those that ended in a StoreError, and by its
-    kind ``failures_store``, ``failures_access``, ``failures_unavailable``, ``failures_deadline``; that an object is
-    not there, or is there already, is an answer. ``retries``: tries after the first one. ``sent_bytes``,
-    ``received_bytes``, failed tries included. ``send_seconds``, ``receive_seconds``: spent in transfers, added up over
-    those that ran at once, without ``waited_seconds``, in which a limit of bandwidth held them back.
+    ``calls``: requests to the store; a listing counts once. ``failures``: calls that raised StoreError, and by its kind
+    ``failures_store``, ``failures_access``, ``failures_unavailable``, ``failures_deadline``; a missing or existing
+    object is not a failure. ``retries``: tries after the first one. ``sent_bytes``, ``received_bytes``: failed tries
+    included. ``send_seconds``, ``receive_seconds``: time spent in transfers, summed over parallel ones, without
+    ``waited_seconds``, the time in which a limit delayed them.
 
     Args:
-        whole: is told of everything too.
+        parent: metrics to which everything is added too.
     """
 
-    def __init__(self, whole: "Metrics | None" = None) -> None:
-        self._whole = whole
+    def __init__(self, parent: "Metrics | None" = None) -> None:
+        self._parent = parent
         self._lock = threading.Lock()
         self._values: dict[str, float | int] = dict.fromkeys((*_COUNTS, *_COUNTS_OF_BYTES), 0)
         self._values.update(dict.fromkeys(_SECONDS, 0.0))
@@ -41,62 +41,62 @@ class Metrics:
         with self._lock:
             for name, amount in amounts.items():
                 self._values[name] += amount
-        if self._whole is not None:
-            self._whole.add(**amounts)
+        if self._parent is not None:
+            self._parent.add(**amounts)
 
-    def failed(self, error: StoreError) -> None:
-        """Count a failure by its kind; one that is not known here counts as ``store``."""
+    def count_failure(self, error: StoreError) -> None:
+        """Count a failure by its kind; an unlisted kind counts as ``store``."""
         kind = error.kind if error.kind in FAILURE_KINDS else StoreError.kind
         self.add(failures=1, **{f"failures_{kind}": 1})
 
     def snapshot(self) -> dict[str, float | int]:
-        """All sums as they are now."""
+        """Return all sums."""
         with self._lock:
             return dict(self._values)
 
     def since(self, earlier: Mapping[str, float | int]) -> dict[str, float | int]:
-        """What has been added since ``earlier``, a snapshot."""
+        """Return what was added since the snapshot ``earlier``."""
         return {name: value - earlier.get(name, 0) for name, value in self.snapshot().items()}
 
 
 PROCESS = Metrics()
-"""Of all stores that this process uses, plain directories left out."""
+"""Metrics of all stores that this process uses, except plain directories."""
 
 
 class Tally(TransferObserver):
-    """Adds up what moves in one call, and the seconds in which limits held it back."""
+    """Sums the bytes of one call, and the seconds in which limits delayed it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.bytes = 0
-        self.waits = 0.0
+        self.wait_seconds = 0.0
 
-    def moved(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         with self._lock:
             self.bytes += count
 
-    def waited(self, seconds: float) -> None:
+    def on_wait(self, seconds: float) -> None:
         with self._lock:
-            self.waits += seconds
+            self.wait_seconds += seconds
 
 
 class _Meter(Tally):
-    def __init__(self, metrics: Metrics, sums: str) -> None:
+    def __init__(self, metrics: Metrics, byte_sum: str) -> None:
         super().__init__()
         self._metrics = metrics
-        self._sums = sums
+        self._byte_sum = byte_sum
 
-    def moved(self, count: int) -> None:
-        super().moved(count)
-        self._metrics.add(**{self._sums: count})
+    def on_bytes(self, count: int) -> None:
+        super().on_bytes(count)
+        self._metrics.add(**{self._byte_sum: count})
 
-    def waited(self, seconds: float) -> None:
-        super().waited(seconds)
+    def on_wait(self, seconds: float) -> None:
+        super().on_wait(seconds)
         self._metrics.add(waited_seconds=seconds)
 
 
 class MeteredBucket(BucketMiddleware):
-    """Counts what goes through it. Bytes are what the store says has moved, and the object's where it says nothing."""
+    """Counts the calls that pass through it. If the store reports no bytes, the object's size is counted."""
 
     def __init__(self, inner: Bucket, metrics: Metrics) -> None:
         super().__init__(inner)
@@ -106,27 +106,27 @@ class MeteredBucket(BucketMiddleware):
         with self._transfer("sent_bytes", "send_seconds") as meter:
             self._inner.put(key, data, if_absent=if_absent)
             if not meter.bytes:
-                meter.moved(size_of(data))
+                meter.on_bytes(size_of(data))
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         with self._transfer("received_bytes", "receive_seconds") as meter:
             data = self._inner.get(key, max_bytes=max_bytes)
             if not meter.bytes:
-                meter.moved(len(data))
+                meter.on_bytes(len(data))
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         with self._transfer("received_bytes", "receive_seconds") as meter:
             data = self._inner.get_range(key, start, length)
             if not meter.bytes:
-                meter.moved(len(data))
+                meter.on_bytes(len(data))
         return data
 
     def get_file(self, key: str, path: Path) -> None:
         with self._transfer("received_bytes", "receive_seconds") as meter:
             self._inner.get_file(key, path)
             if not meter.bytes:
-                meter.moved(size_of(path))
+                meter.on_bytes(size_of(path))
 
     def stat(self, key: str) -> ObjectInfo:
         with self._counted():
@@ -150,23 +150,23 @@ class MeteredBucket(BucketMiddleware):
         try:
             yield
         except StoreError as error:
-            self.metrics.failed(error)
+            self.metrics.count_failure(error)
             raise
 
     @contextmanager
-    def _transfer(self, sums: str, seconds: str) -> Iterator[_Meter]:
-        meter = _Meter(self.metrics, sums)
+    def _transfer(self, byte_sum: str, seconds: str) -> Iterator[_Meter]:
+        meter = _Meter(self.metrics, byte_sum)
         began = time.monotonic()
         try:
-            with self._counted(), watched(meter):
+            with self._counted(), observed_by(meter):
                 yield meter
         finally:
-            self.metrics.add(**{seconds: max(0.0, time.monotonic() - began - meter.waits)})
+            self.metrics.add(**{seconds: max(0.0, time.monotonic() - began - meter.wait_seconds)})
 
 
 @contextmanager
 def closing_items(items: Iterator[ObjectInfo]) -> Iterator[Iterator[ObjectInfo]]:
-    """A listing that is given up in the middle gives back its connection at once, if it is a generator."""
+    """Close the listing at the end of the block, so that an abandoned one releases its connection at once."""
     try:
         yield items
     finally:

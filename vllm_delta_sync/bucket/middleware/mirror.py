@@ -1,4 +1,4 @@
-"""A mirror in front of a bucket: objects that are named by their digest may come from anywhere, since it shows."""
+"""``MirrorBucket``: reads objects from a mirror, and verifies them by the digest in their key."""
 
 import logging
 import os
@@ -15,56 +15,56 @@ from typing import TypeVar
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, digest_of, download, no_copy, remove
+from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, copy_error, digest_of, download, remove_quietly
 from vllm_delta_sync.errors import DeltaSyncError, DigestError
 from vllm_delta_sync.settings import StoreOptions
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 5.0
-"""For one answer, and a second for each MB on top: a mirror is near, or it is none."""
+"""Deadline of a mirror's answer, plus a second per MB: a slow mirror is of no use."""
 FAILURES = 3
-"""After so many in a row a mirror is left out for ``PAUSE_SECONDS``, and then has one try."""
+"""After this many failures in a row a mirror is suspended for ``PAUSE_SECONDS``, and then gets one try."""
 PAUSE_SECONDS = 60.0
 
 _Result = TypeVar("_Result")
 
 
 class MirrorUse:
-    """Mirrors that ranges came from while a download went on.
+    """Records the mirrors that served ranges of a download.
 
     Attributes:
-        mirrors: those that gave any.
+        mirrors: those that served at least one range.
     """
 
     def __init__(self) -> None:
         self.mirrors: set[MirrorBucket] = set()
 
-    def turned_out(self, good: bool) -> None:
-        """The whole was verified."""
+    def report_verified(self, good: bool) -> None:
+        """Report to these mirrors whether the complete object was good."""
         for mirror in self.mirrors:
-            mirror.turned_out(good)
+            mirror.report_verified(good)
 
 
-_verifying: ContextVar[MirrorUse | None] = ContextVar("delta_sync_verifying", default=None)
+_mirror_use: ContextVar[MirrorUse | None] = ContextVar("delta_sync_mirror_use", default=None)
 
 
 @contextmanager
-def verifying() -> Iterator[MirrorUse]:
-    """``get_range`` within may be answered by a mirror: the caller verifies the whole, and says how it turned out."""
+def allow_mirrors() -> Iterator[MirrorUse]:
+    """Allow mirrors to answer ``get_range`` in the block: the caller verifies the object and reports the outcome."""
     used = MirrorUse()
-    token = _verifying.set(used)
+    token = _mirror_use.set(used)
     try:
         yield used
     finally:
-        _verifying.reset(token)
+        _mirror_use.reset(token)
 
 
 class MirrorBucket(BucketMiddleware):
-    """Reads objects that are named by their digest from ``mirror``, and everything else from ``origin``.
+    """Reads objects whose key holds their digest from ``mirror``, and everything else from ``origin``.
 
-    Whatever is wrong with the mirror is logged once per kind of problem and costs time, never the object and never
-    a wrong byte. Sizes and listings are the origin's, and so is all that is written.
+    A faulty mirror costs time, but never makes a read fail or return wrong bytes; each kind of problem is logged once.
+    Sizes, listings and writes use the origin.
     """
 
     def __init__(
@@ -82,25 +82,25 @@ class MirrorBucket(BucketMiddleware):
         self._now = now
         self._lock = threading.Lock()
         self._failed = 0
-        self._left_out_until = 0.0
+        self._suspended_until = 0.0
         self._warned: set[str] = set()
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         digest = digest_of(key)
-        if digest is not None and self._takes_part():
+        if digest is not None and self._may_use_mirror():
             limit = self._inner.stat(key).bytes if max_bytes is None else max_bytes
-            data = self._asked(lambda: self._mirror.get(key, max_bytes=limit))
+            data = self._ask_mirror(lambda: self._mirror.get(key, max_bytes=limit))
             if data is not None:
                 good = len(data) <= limit and sha256(data).hexdigest() == digest
-                self.turned_out(good)
+                self.report_verified(good)
                 if good:
                     return data
         return self._inner.get(key, max_bytes=max_bytes)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        used = _verifying.get()
-        if used is not None and digest_of(key) is not None and self._takes_part():
-            data = self._asked(lambda: self._whole_range(key, start, length))
+        used = _mirror_use.get()
+        if used is not None and digest_of(key) is not None and self._may_use_mirror():
+            data = self._ask_mirror(lambda: self._whole_range(key, start, length))
             if data is not None:
                 used.mirrors.add(self)
                 return data
@@ -108,27 +108,27 @@ class MirrorBucket(BucketMiddleware):
 
     def get_file(self, key: str, path: Path) -> None:
         digest = digest_of(key)
-        if digest is None or self._left_out():
+        if digest is None or self._is_suspended():
             self._inner.get_file(key, path)
             return
         size = self._inner.stat(key).bytes
         part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            with verifying() as used:
-                # By ranges, so that a mirror cannot fill the disk.
+            with allow_mirrors() as used:
+                # By ranges up to the known size, so that a mirror cannot fill the disk.
                 download(self, key, size, part, connections=self._connections)
             with part.open("rb") as file:
                 good = file_digest(file, "sha256").hexdigest() == digest
-            used.turned_out(good)
+            used.report_verified(good)
             if good:
                 os.replace(part, path)
                 return
         except DigestError:
-            pass  # The origin's was put there anew meanwhile.
+            pass  # the origin's object was replaced meanwhile
         except OSError as error:
-            raise no_copy(self, key, path, error) from error
+            raise copy_error(self, key, path, error) from error
         finally:
-            remove(part)
+            remove_quietly(part)
         self._inner.get_file(key, path)
 
     def close(self) -> None:
@@ -137,10 +137,10 @@ class MirrorBucket(BucketMiddleware):
         finally:
             self._inner.close()
 
-    def turned_out(self, good: bool) -> None:
-        """What the mirror gave of an object was verified."""
+    def report_verified(self, good: bool) -> None:
+        """Report whether the mirror's bytes of an object were good."""
         if not good:
-            self._failure("damaged", "what it gives of an object has another SHA-256; empty it")
+            self._record_failure("damaged", "it serves an object with another SHA-256; empty it")
             return
         with self._lock:
             self._failed = 0
@@ -148,36 +148,36 @@ class MirrorBucket(BucketMiddleware):
     def _whole_range(self, key: str, start: int, length: int) -> bytes:
         data = self._mirror.get_range(key, start, length)
         if len(data) != length:
-            raise DigestError(f"it gave {len(data)} bytes of {length} at {start} of {key}")
+            raise DigestError(f"it returned {len(data)} of {length} bytes at {start} of {key}")
         return data
 
-    def _asked(self, ask: Callable[[], _Result]) -> _Result | None:
-        """The mirror's answer; None if it has none."""
+    def _ask_mirror(self, call: Callable[[], _Result]) -> _Result | None:
+        """Return the mirror's answer, or None if it fails."""
         try:
-            answer = ask()
+            answer = call()
         except DeltaSyncError as error:
-            self._failure(error.kind, error.message)
+            self._record_failure(error.kind, error.message)
             return None
         with self._lock:
-            # Back in use, until something else is wrong: what it gave is not verified yet.
+            # End the suspension, but keep the count high: the bytes are not verified yet.
             self._failed = min(self._failed, FAILURES - 1)
         return answer
 
-    def _left_out(self) -> bool:
-        return self._failed >= FAILURES and self._now() < self._left_out_until
+    def _is_suspended(self) -> bool:
+        return self._failed >= FAILURES and self._now() < self._suspended_until
 
-    def _takes_part(self) -> bool:
+    def _may_use_mirror(self) -> bool:
         with self._lock:
-            if self._left_out():
+            if self._is_suspended():
                 return False
-            # Who comes first after a pause tries; the others wait for how that turns out.
-            self._left_out_until = self._now() + PAUSE_SECONDS
+            # After a suspension one call tries the mirror; until its outcome is known, others use the origin.
+            self._suspended_until = self._now() + PAUSE_SECONDS
             return True
 
-    def _failure(self, kind: str, problem: str) -> None:
+    def _record_failure(self, kind: str, problem: str) -> None:
         with self._lock:
             self._failed += 1
-            self._left_out_until = self._now() + PAUSE_SECONDS
+            self._suspended_until = self._now() + PAUSE_SECONDS
             first = kind not in self._warned
             self._warned.add(kind)
         if first:

@@ -1,4 +1,4 @@
-"""A large object by many ranges at once, into a file; what an earlier process has fetched of it stays fetched."""
+"""``download``: fetches a large object into a file by parallel ranges, and resumes a download of an earlier process."""
 
 import os
 import re
@@ -19,26 +19,26 @@ from vllm_delta_sync.settings import StoreOptions
 PIECE_BYTES = 8 * 1024 * 1024
 LONG_PIECE_BYTES = 4 * PIECE_BYTES
 LONG_BYTES = 512 * 1024 * 1024
-"""From here on pieces are long: stores count requests, and a checkpoint has many such objects."""
+"""From this size on pieces are long: stores limit requests, and a checkpoint has many large objects."""
 BUFFER_BYTES = 8 * LONG_PIECE_BYTES
-"""Memory of one download, however many connections there may be."""
+"""Maximum memory of one download, for any number of connections."""
 LARGE_BYTES = 32 * 1024 * 1024
-"""What is smaller comes as fast in one piece."""
+"""A smaller object is fetched in one request, which is as fast."""
 CONNECTIONS = 8
-"""Ranges asked for at once, of a bucket that does not say how many it wants."""
+"""Parallel ranges, for a bucket without ``options``."""
 
-# Without O_NONBLOCK somebody's named pipe would hold a reader for ever.
+# Without O_NONBLOCK, opening a named pipe would block for ever.
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"([0-9a-f]{64})\.safetensors")
 
 
 def piece_bytes(size: int) -> int:
-    """Bytes of each piece but the last of an object."""
+    """Return the size of an object's pieces, except the last."""
     return PIECE_BYTES if size < LONG_BYTES else LONG_PIECE_BYTES
 
 
 def digest_of(key: str) -> str | None:
-    """The SHA-256 that the key of an immutable object holds; None for all other keys."""
+    """Return the SHA-256 in the key of an immutable object; None for all other keys."""
     match = _OBJECT.fullmatch(key)
     return None if match is None else match[1]
 
@@ -46,39 +46,41 @@ def digest_of(key: str) -> str | None:
 def download(
     bucket: Bucket, key: str, size: int, path: Path, *, connections: int = CONNECTIONS, journal: Path | None = None
 ) -> bool:
-    """Fetch an object of ``size`` bytes into ``path``, in memory of ``connections`` pieces and ``BUFFER_BYTES``.
+    """Fetch an object of ``size`` bytes into ``path``.
 
-    Nothing is known of the bytes afterwards but their number: whoever calls verifies them, and starts once more without
-    the journal if pieces of an earlier call were wrong. Only an object that never changes comes out whole.
+    Needs memory for ``connections`` pieces, at most ``BUFFER_BYTES``. Only the number of bytes is checked: the caller
+    must verify them, and call again without the journal if pieces of an earlier call were wrong. Use it only for
+    objects that never change.
 
     Args:
         path: written in place; one call at a time.
-        journal: file in which the pieces that are there are noted. A later call with the same two paths, in whichever
-            process, fetches what is missing. It is left for the caller to remove.
+        journal: file that records the pieces fetched so far. A later call with the same two paths, in any process,
+            fetches the missing ones. The caller removes the file.
 
     Returns:
-        whether pieces of an earlier call were taken over.
+        whether pieces of an earlier call were reused.
 
     Raises:
-        DigestError: the object has fewer bytes. OSError: ``path`` or ``journal`` cannot be written. Else as
-            ``Bucket.get_range``. After any of them nothing is written any more, and what is there stays.
+        DigestError: the object has fewer bytes. OSError: ``path`` or ``journal`` cannot be written.
+        DeltaSyncError: as ``Bucket.get_range``.
+            After an error nothing more is written, and both files remain.
     """
     with ExitStack() as stack:
-        file = _opened(path, stack)
-        # A file of another size is none that the journal tells of.
+        file = _open_regular(path, stack)
+        # The journal is not about a file of another size.
         whole = os.fstat(file).st_size == size
-        noted = None if journal is None else Journal(_opened(journal, stack), key, size, whole)
+        record = None if journal is None else Journal(_open_regular(journal, stack), key, size, whole)
         os.ftruncate(file, size)
-        work = _Download(bucket, key, size, file, noted)
+        work = _Download(bucket, key, size, file, record)
         work.run(connections)
-        return noted is not None and noted.resumed
+        return record is not None and record.resumed
 
 
 class Journal:
-    """Which pieces of a file are there: a line for each, after one that says what they are pieces of.
+    """Records which pieces of a file are complete: a header line that names the object, then one line per piece.
 
     Attributes:
-        done: numbers of the pieces. resumed: whether there were any.
+        done: numbers of the complete pieces. resumed: whether there were any.
     """
 
     def __init__(self, file: int, key: str, size: int, usable: bool) -> None:
@@ -95,19 +97,19 @@ class Journal:
             _write(file, head, 0)
             self._end = len(head)
         else:
-            # What a process that was killed wrote of its last line is written over.
+            # Overwrite an incomplete last line of a killed process.
             self._end = text.rindex(b"\n") + 1
             os.ftruncate(file, self._end)
 
-    def note(self, number: int) -> None:
-        """A piece is in the file."""
+    def mark_done(self, number: int) -> None:
+        """Record that a piece is in the file."""
         line = b"%d\n" % number
         _write(self._file, line, self._end)
         self._end += len(line)
 
 
 def _numbers(text: bytes, count: int) -> set[int] | None:
-    """Of all lines that were ended; None if one is no piece's number."""
+    """Parse the complete lines; None if one is not the number of a piece."""
     lines = text.split(b"\n")[:-1]
     if not all(line.isdigit() and int(line) < count for line in lines):
         return None
@@ -121,8 +123,8 @@ class _Download:
         done: set[int] = set() if journal is None else journal.done
         self._piece = piece_bytes(size)
         self._missing = deque(number for number in range(-(-size // self._piece)) if number not in done)
-        # Held while a piece is written, so that nothing is once the download has stopped. Writes to one file take
-        # turns in the system anyway.
+        # Held while a piece is written, so that nothing is written after the download has stopped. This costs no time,
+        # because the kernel serializes writes to one file.
         self._lock = threading.Lock()
         self._stopped = False
         self._error: BaseException | None = None
@@ -131,9 +133,9 @@ class _Download:
         threads: list[threading.Thread] = []
         try:
             for _ in range(min(connections, len(self._missing), BUFFER_BYTES // self._piece)):
-                # Daemons, or an interrupted process would not end before the last range has come.
+                # Daemons, so that an interrupted process ends without waiting for the last range.
                 thread = threading.Thread(
-                    target=transfer_observers.here(self._work), name="delta-sync-download", daemon=True
+                    target=transfer_observers.with_observers(self._work), name="delta-sync-download", daemon=True
                 )
                 thread.start()
                 threads.append(thread)
@@ -151,8 +153,8 @@ class _Download:
             while (number := self._next()) is not None:
                 start = number * self._piece
                 length = min(self._piece, self._size - start)
-                self._keep(number, start, length, self._bucket.get_range(self._key, start, length))
-        except BaseException as error:  # noqa: BLE001  whatever it is, the thread that waits raises it
+                self._store(number, start, length, self._bucket.get_range(self._key, start, length))
+        except BaseException as error:  # noqa: BLE001  raised in the waiting thread
             with self._lock:
                 self._stopped = True
                 self._error = self._error or error
@@ -161,23 +163,23 @@ class _Download:
         with self._lock:
             return None if self._stopped or not self._missing else self._missing.popleft()
 
-    def _keep(self, number: int, start: int, length: int, data: bytes) -> None:
+    def _store(self, number: int, start: int, length: int, data: bytes) -> None:
         if len(data) != length:
             raise DigestError(
-                f"object {self._key} of {self._bucket.url} gave {len(data)} bytes at {start}, {length} of its "
-                f"{self._size} should be there: truncated or replaced"
+                f"object {self._key} of {self._bucket.url} returned {len(data)} bytes at {start} instead of {length} "
+                f"(of {self._size} in all): truncated or replaced"
             )
         with self._lock:
             if not self._stopped:
                 _write(self._file, data, start)
                 if self._journal is not None:
-                    self._journal.note(number)
+                    self._journal.mark_done(number)
 
 
 class RangedBucket(BucketMiddleware):
-    """Copies large objects to files by several ranges at once.
+    """Copies large objects to files by parallel ranges.
 
-    Only those that never change: two ranges of what was replaced in between do not fit together.
+    Only objects that never change: ranges of an object that was replaced in between do not fit together.
     """
 
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:
@@ -194,35 +196,35 @@ class RangedBucket(BucketMiddleware):
             download(self._inner, key, size, part, connections=self._connections)
             os.replace(part, path)
         except DigestError:
-            # It was put there anew, as a repair does.
+            # The object was put again meanwhile, as a repair does.
             self._inner.get_file(key, path)
         except OSError as error:
-            raise no_copy(self, key, path, error) from error
+            raise copy_error(self, key, path, error) from error
         finally:
-            remove(part)
+            remove_quietly(part)
 
 
-def no_copy(bucket: Bucket, key: str, path: Path, error: OSError) -> StoreError:
-    """What ``get_file`` raises where the copy cannot be written."""
+def copy_error(bucket: Bucket, key: str, path: Path, error: OSError) -> StoreError:
+    """Return the error of ``get_file`` for a copy that cannot be written."""
     return StoreError(
-        f"cannot copy key {key!r} of {bucket.url} to {path}: {error.strerror or error}; free space there, or name "
-        "another place"
+        f"cannot copy key {key!r} of {bucket.url} to {path}: {error.strerror or error}; free space there, or give "
+        "another path"
     )
 
 
-def remove(path: Path) -> None:
-    """Remove a file if that can be done."""
+def remove_quietly(path: Path) -> None:
+    """Remove a file and ignore errors."""
     try:
         path.unlink()
     except OSError:
-        pass  # renamed already, or whoever sweeps there gets it
+        pass  # renamed already, or the folder's own sweep removes it
 
 
-def _opened(path: Path, stack: ExitStack) -> int:
+def _open_regular(path: Path, stack: ExitStack) -> int:
     file = os.open(path, _OPEN, 0o666)
     stack.callback(os.close, file)
     if not stat.S_ISREG(os.fstat(file).st_mode):
-        raise FileExistsError(f"{path} is no regular file")
+        raise FileExistsError(f"{path} is not a regular file")
     return file
 
 

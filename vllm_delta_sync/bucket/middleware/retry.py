@@ -1,4 +1,4 @@
-"""Trying again where that helps: a store that did not answer, or broke off, is asked again for a while."""
+"""``RetryingBucket``: retries requests after transient failures."""
 
 import random
 import threading
@@ -10,8 +10,8 @@ from typing import TypeVar
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
 from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally, closing_items
-from vllm_delta_sync.bucket.thread_pool import patiently
-from vllm_delta_sync.bucket.transfer_observers import moved, watched
+from vllm_delta_sync.bucket.threads import wait_interruptibly
+from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.settings import StoreOptions
@@ -19,9 +19,10 @@ from vllm_delta_sync.settings import StoreOptions
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 LOG_SECONDS = 1.0
-"""So long after a line that says that something is tried again comes the next one; then twice as long, and so on."""
+"""First interval between two log lines about retries; each further interval is twice as long."""
 LONGEST_LOG_SECONDS = 60.0
-"""And no longer than this: a store that is gone for an hour fills no log. After twice that in peace it begins anew."""
+"""Longest interval between log lines, so that an outage does not fill the log. After twice this time without a retry,
+the interval starts at ``LOG_SECONDS`` again."""
 COMPARED_BYTES = 8 * 1024 * 1024
 _Result = TypeVar("_Result")
 
@@ -29,17 +30,17 @@ logger = guarded_logger("vllm_delta_sync.bucket")
 
 
 class RetryingBucket(BucketMiddleware):
-    """Repeats what ends in UnavailableError, and nothing else.
+    """Retries calls that raise UnavailableError, and no others.
 
-    Pauses grow from 0.1 to 5 s, each of random length, so that many clients do not come back together. No try begins
-    later than ``retry_seconds`` after the first. Not counted are the time in which limits held it back, and what the
-    longest try took beyond ``store_deadline``: else a large transfer that breaks off late would have no second try.
-    Then DeadlineError says what was tried, and what failed last.
+    Pauses between tries grow from 0.1 to 5 s, with random jitter so that clients do not return at the same moment. No
+    try begins later than ``retry_seconds`` after the first. Two times do not count: delays by limits, and what the
+    longest try took beyond ``store_deadline``; otherwise a large transfer that fails late would get no second try.
+    When time is up, DeadlineError reports the number of tries and the last failure.
 
-    A create-if-absent that finds the key taken after a try of its own whose outcome is unknown reads the object back:
-    with its own content it has succeeded. A listing that breaks off goes on behind the last key. A put from something
-    that can be read only once, such as a pipe, is not repeated. Bytes that a failed try moved are taken back: watchers
-    outside are told a negative number.
+    If a create-if-absent has a try of unknown outcome and then finds the key taken, it reads the object back: if the
+    content is its own, it has succeeded. An interrupted listing continues after the last key. A put from a source that
+    can be read only once, such as a pipe, is not retried. The bytes of a failed try are reported to outer observers as
+    a negative number.
     """
 
     def __init__(self, inner: Bucket, options: StoreOptions, metrics: Metrics) -> None:
@@ -48,25 +49,25 @@ class RetryingBucket(BucketMiddleware):
         self._metrics = metrics
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._logged = -2 * LONGEST_LOG_SECONDS
-        self._quiet = LOG_SECONDS
-        self._unlogged = 0
+        self._last_logged = -2 * LONGEST_LOG_SECONDS
+        self._log_interval = LOG_SECONDS
+        self._suppressed = 0
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         if isinstance(data, Path) and data.exists() and not data.is_file():
             self._inner.put(key, data, if_absent=if_absent)
             return
-        unknown = False
+        outcome_unknown = False
 
         def attempt() -> None:
-            nonlocal unknown
+            nonlocal outcome_unknown
             try:
                 self._inner.put(key, data, if_absent=if_absent)
             except UnavailableError:
-                unknown = True
+                outcome_unknown = True
                 raise
             except ConflictError:
-                if not unknown or not self._holds(key, data):
+                if not outcome_unknown or not self._is_stored(key, data):
                     raise
 
         self._repeat(f"write key {key!r}", attempt)
@@ -97,16 +98,16 @@ class RetryingBucket(BucketMiddleware):
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         last, tries = "", _Tries()
         while True:
-            came = False
+            progressed = False
             try:
                 with closing_items(self._inner.list(prefix)) as items:
                     for item in items:
                         if item.key > last:
-                            last, came = item.key, True
+                            last, progressed = item.key, True
                             yield item
                 return
             except UnavailableError as error:
-                if came:
+                if progressed:
                     tries = _Tries()
                 self._pause(tries, f"list keys {prefix!r}", error)
 
@@ -114,15 +115,15 @@ class RetryingBucket(BucketMiddleware):
         tries = _Tries()
         while True:
             try:
-                with watched(tries):
+                with observed_by(tries):
                     return call()
             except UnavailableError as error:
-                moved(-tries.bytes)
+                report_bytes(-tries.bytes)
                 self._pause(tries, action, error)
 
     def _pause(self, tries: "_Tries", action: str, error: UnavailableError) -> None:
-        """Wait until the next try; raises DeadlineError when it is too late for one, UnavailableError when closed."""
-        spent = tries.failed()
+        """Wait for the next try; raises DeadlineError if time is up, UnavailableError if the bucket was closed."""
+        spent = tries.end_try()
         left = self._options.retry_seconds + max(0.0, tries.longest - self._options.store_deadline) - spent
         if left <= 0:
             count = "1 try" if tries.count == 1 else f"{tries.count} tries"
@@ -130,32 +131,32 @@ class RetryingBucket(BucketMiddleware):
                 f"cannot {action} of {self.url}: given up after {count} in {spent:.1f} s; raise store_deadline if the "
                 f"store is only slow. The last failure: {error.message}"
             )
-            self._metrics.failed(failure)
+            self._metrics.count_failure(failure)
             raise failure from error
         longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(tries.count - 1, 16))
         pause = min(random.uniform(0, longest), left)
         self._log(action, error, pause)
-        if patiently(self._closed.wait, pause):
+        if wait_interruptibly(self._closed.wait, pause):
             raise UnavailableError(
                 f"cannot {action} of {self.url}: closed before another try; open it again"
             ) from error
-        tries.begin()
+        tries.start_try()
         self._metrics.add(retries=1)
 
     def _log(self, action: str, error: UnavailableError, pause: float) -> None:
         now = time.monotonic()
         with self._lock:
-            if now - self._logged < self._quiet:
-                self._unlogged += 1
+            if now - self._last_logged < self._log_interval:
+                self._suppressed += 1
                 return
-            calm = now - self._logged >= 2 * LONGEST_LOG_SECONDS
-            self._quiet = LOG_SECONDS if calm else min(2 * self._quiet, LONGEST_LOG_SECONDS)
-            more, self._unlogged, self._logged = self._unlogged, 0, now
+            calm = now - self._last_logged >= 2 * LONGEST_LOG_SECONDS
+            self._log_interval = LOG_SECONDS if calm else min(2 * self._log_interval, LONGEST_LOG_SECONDS)
+            more, self._suppressed, self._last_logged = self._suppressed, 0, now
         others = f" ({more} more since the last such line)" if more else ""
         logger.warning("cannot %s, next try in %.1f s: %s%s", action, pause, error.message, others)
 
-    def _holds(self, key: str, data: bytes | Path) -> bool:
-        """Whether the object is what was to be written. Each piece of it has tries of its own."""
+    def _is_stored(self, key: str, data: bytes | Path) -> bool:
+        """Return whether the object equals ``data``. Each piece is read with its own retries."""
         try:
             if self.stat(key).bytes != size_of(data):
                 return False
@@ -166,34 +167,34 @@ class RetryingBucket(BucketMiddleware):
                 start += len(piece)
         except NotFoundError as error:
             raise UnavailableError(
-                f"key {key!r} of {self.url} was there and then was not: somebody deletes it; try again"
+                f"key {key!r} of {self.url} existed and was deleted meanwhile by another process; try again"
             ) from error
         return True
 
 
 class _Tries(Tally):
-    """The tries of one request. Times are in seconds, without those in which limits held it back."""
+    """The tries of one request. Times are in seconds, without delays by limits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.longest = 0.0
         self._first = time.monotonic()
-        self._held_back = 0.0
-        self.begin()
+        self._limited_seconds = 0.0
+        self.start_try()
 
-    def begin(self) -> None:
+    def start_try(self) -> None:
         with self._lock:
-            self._held_back += self.waits
-            self.bytes, self.waits = 0, 0.0
+            self._limited_seconds += self.wait_seconds
+            self.bytes, self.wait_seconds = 0, 0.0
             self._began = time.monotonic()
 
-    def failed(self) -> float:
-        """A try has ended. Returns the seconds since the first one began."""
+    def end_try(self) -> float:
+        """End a failed try; return the seconds since the first one began."""
         now = time.monotonic()
         self.count += 1
-        self.longest = max(self.longest, now - self._began - self.waits)
-        return now - self._first - self._held_back - self.waits
+        self.longest = max(self.longest, now - self._began - self.wait_seconds)
+        return now - self._first - self._limited_seconds - self.wait_seconds
 
 
 def _pieces(key: str, data: bytes | Path) -> Iterator[bytes]:

@@ -14,8 +14,7 @@ from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.fleet.heartbeat_writer import write_lease
-from vllm_delta_sync.fleet.heartbeats import LEFT
+from vllm_delta_sync.fleet.heartbeats import LEFT, write_heartbeat
 from vllm_delta_sync.format.limits import MAX_LEASE_PINS, MAX_LEASE_TEXT
 from vllm_delta_sync.format.manifest import timestamp
 
@@ -107,7 +106,7 @@ class Heartbeat:
             logger.info("the bucket is not told that %r has ended: %s", self._id, error.message)
 
     def _write(self, run: Run, said: dict[str, Any], seconds: int) -> None:
-        write_lease(run, self._id, seconds=seconds, started_at=self._started_at, **said)
+        write_heartbeat(run, self._id, seconds=seconds, started_at=self._started_at, **said)
 
     def _now(self) -> Said:
         """The run, and what there is to say in it."""

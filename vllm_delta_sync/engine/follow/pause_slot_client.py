@@ -10,7 +10,7 @@ from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.fleet.pause_slots import HeldSlot, PauseSlots
+from vllm_delta_sync.fleet.pause_slots import PauseSlot, PauseSlots
 from vllm_delta_sync.settings import Settings
 
 END_SECONDS = 5.0
@@ -23,7 +23,7 @@ class PauseSlotClient:
     def __init__(self, settings: Settings, board: StatusBoard, history: History) -> None:
         self._settings, self._board, self._history = settings, board, history
         self._ending: threading.Thread | None = None
-        self._open: HeldSlot | None = None
+        self._open: PauseSlot | None = None
         self._failed = ""
         board.set(fleet={"receiver": settings.receiver_id, "pauses": settings.fleet_pauses})
 
@@ -61,18 +61,18 @@ class PauseSlotClient:
         waits = self._settings.wait_seconds if self._settings.pause_mode == "wait" else 0.0
         return waits + self._settings.pause_seconds
 
-    def _taken(self, turns: PauseSlots, version: int, until: Callable[[], bool]) -> tuple[HeldSlot | None, bool]:
+    def _taken(self, turns: PauseSlots, version: int, until: Callable[[], bool]) -> tuple[PauseSlot | None, bool]:
         """The turn, None where turns cannot be had; and whether something else comes first."""
         if self._ending is not None:
             self._ending.join(END_SECONDS)
         if self._open is not None:
             # Or this server would wait for a turn of its own.
             with suppress(DeltaSyncError):
-                turns.end(self._open)
+                turns.release(self._open)
                 self._open = None
         self._board.set(waiting=True)
         try:
-            held = turns.take(version, until)
+            held = turns.acquire(version, until)
         except DeltaSyncError as error:
             if self._failed != error.kind:
                 self._failed = error.kind
@@ -89,13 +89,13 @@ class PauseSlotClient:
             logger.info("turns can be taken again")
         return held, held is None
 
-    def _end(self, turns: PauseSlots, held: HeldSlot) -> None:
+    def _end(self, turns: PauseSlots, held: PauseSlot) -> None:
         """Beside what follows: a store that is slow, or down, must not keep a commit from being confirmed."""
         self._open = held
 
         def end() -> None:
             try:
-                turns.end(held)
+                turns.release(held)
                 self._open = None
             except DeltaSyncError as error:
                 logger.info("a turn ends when its time is over, others may wait for that: %s", error.message)

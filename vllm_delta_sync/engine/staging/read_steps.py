@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_delta_sync.bucket.hash_timing import hashed_seconds
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
+from vllm_delta_sync.bucket.verified import hashing_seconds
 from vllm_delta_sync.codec.merge import fold
 from vllm_delta_sync.engine.commit.transaction import blame
 from vllm_delta_sync.engine.model.patch import local_part
@@ -39,11 +39,11 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {"fetch": 0.0, "verify": 0.0}
-        self._last, self._hashed = time.perf_counter(), hashed_seconds()
+        self._last, self._hashed = time.perf_counter(), hashing_seconds()
 
     def tick(self, phase: str) -> None:
         """A phase, or a part of it, is over."""
-        now, hashed = time.perf_counter(), hashed_seconds()
+        now, hashed = time.perf_counter(), hashing_seconds()
         verified = hashed - self._hashed
         self.ms["verify"] += 1e3 * verified
         self.ms[phase] = self.ms.get(phase, 0.0) + 1e3 * (now - self._last - verified)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.bucket.conditional_put import reads
+from vllm_delta_sync.bucket.conditional_put import has_content
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.format.documents import (
     LEASES_PREFIX,
@@ -166,10 +166,10 @@ class _Collector:
         """
         self._lock.renew()
         # Where create-if-absent holds, the claim keeps other collections out, but for those of older releases.
-        if self._run.bucket.exclusive and self._monotonic() < self._checked + CHECK_SECONDS:
+        if self._run.bucket.supports_conditional_put and self._monotonic() < self._checked + CHECK_SECONDS:
             return
         self._checked = self._monotonic()
-        if not reads(self._run.bucket, RETENTION_KEY, written.to_bytes()):
+        if not has_content(self._run.bucket, RETENTION_KEY, written.to_bytes()):
             raise ConflictError(
                 f"{RETENTION_KEY} of {self._run.bucket.url} is not the one that this collection wrote: another one is "
                 "under way. Nothing more is removed; start this one again when that is done"

@@ -1,7 +1,7 @@
 """What servers have left behind in a run and nobody asks for any more: leases long ended, turns long over."""
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.fleet.heartbeats import Leases
+from vllm_delta_sync.fleet.heartbeats import Heartbeats
 from vllm_delta_sync.format.documents import TURNS_PREFIX, turn_of_key
 from vllm_delta_sync.run.documents import RunDocuments
 
@@ -9,7 +9,7 @@ SHOWN_SECONDS = 24 * 3600.0
 """How long a lease stays after its end, so that people see who is gone."""
 
 
-def left_behind(run: RunDocuments, leases: Leases, now: float, min_age: float) -> list[ObjectInfo]:
+def left_behind(run: RunDocuments, leases: Heartbeats, now: float, min_age: float) -> list[ObjectInfo]:
     """Leases that have ended a day ago or more, and turns that were taken ``min_age`` ago or more.
 
     The newest turn of each slot stays for ever: the next one counts on from it.
@@ -20,7 +20,7 @@ def left_behind(run: RunDocuments, leases: Leases, now: float, min_age: float) -
     Raises:
         StoreError: the store failed.
     """
-    ended = [held.info for held in leases.held if now - held.expires >= max(min_age, SHOWN_SECONDS)]
+    ended = [held.info for held in leases.stored if now - held.expires >= max(min_age, SHOWN_SECONDS)]
     turns = [(where, info) for info in run.bucket.list(TURNS_PREFIX) if (where := turn_of_key(info.key))]
     newest: dict[int, int] = {}
     for (slot, number, _), _ in turns:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, NotFoundError, SignatureError, StoreError
-from vllm_delta_sync.fleet.heartbeats import Leases, read_leases
+from vllm_delta_sync.fleet.heartbeats import Heartbeats, read_heartbeats
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
     FOLDS_PREFIX,
@@ -90,7 +90,7 @@ class RunGraph:
     strange: list[Edge] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
     tags: dict[str, Tag] = field(default_factory=dict)
-    leases: Leases = field(default_factory=Leases)
+    leases: Heartbeats = field(default_factory=Heartbeats)
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
     sidecars: dict[str, ObjectInfo] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -138,7 +138,7 @@ def survey(run: RunDocuments, known: RunGraph | None = None, record: Retention |
     breaks = {owner.end for owner in found.chain if owner.end and owner.start != owner.end - 1}
     _read_sides(run, found, seen, breaks)
     found.tags = _tags(run, found.notes)
-    found.leases = read_leases(run)
+    found.leases = read_heartbeats(run)
     found.notes += [f"lease ignored: {reason}" for reason in found.leases.ignored]
     found.objects = {item.key: item for item in run.bucket.list(OBJECTS_PREFIX) if _OBJECT.fullmatch(item.key)}
     found.sidecars = {item.key: item for item in run.bucket.list(SIDECARS_PREFIX) if _SIDECAR.fullmatch(item.key)}

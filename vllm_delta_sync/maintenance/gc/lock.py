@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.bucket.conditional_put import created, settled
+from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, LimitError, StoreError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
@@ -152,7 +152,7 @@ class CollectionLock:
             created_at=timestamp(),
         )
         bucket, key, data = self._run.bucket, collection_key(number), document.to_bytes()
-        if not (created(bucket, key, data) and settled(bucket, key, data)):
+        if not (create_if_absent(bucket, key, data) and confirm_created(bucket, key, data)):
             return False
         if self._newest()[0] > number:
             # A number of long ago, which was free because its claim was removed.

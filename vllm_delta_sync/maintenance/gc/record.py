@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from vllm_delta_sync.bucket.parallel import has_object, in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
+from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.documents import Retention
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp, version_of_key

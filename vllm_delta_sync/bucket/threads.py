@@ -1,0 +1,222 @@
+"""``in_parallel``, ``start_call`` and ``DaemonPool``: calls in threads that do not delay the end of the process."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from queue import Empty, SimpleQueue
+from typing import ParamSpec, TypeVar
+
+IDLE_SECONDS = 10.0
+MOST_IDLE = 8
+SLICE_SECONDS = 0.5
+"""Longest uninterrupted wait: a signal that arrives right before a wait begins is handled only when it ends."""
+PARALLEL = 16
+"""Requests in flight: on a distant store each takes tens of milliseconds, most of it waiting."""
+
+_Arguments = ParamSpec("_Arguments")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_Work = tuple[Callable[[], None], Callable[[], None]]
+
+
+class DaemonPool:
+    """Runs each piece of work at once, in an idle thread or in a new one.
+
+    The threads are daemons, so that work that hangs does not delay the end of the process. They stay idle for some
+    seconds, because starting a thread takes longer than most small requests to a nearby store.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        self._closed = False
+
+    def submit(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        """Call ``work()``, then ``end()``, in a thread of the pool, or here if no thread can be started.
+
+        Neither may raise.
+        """
+        if self._pid != os.getpid():
+            self._reset()  # after a fork, the threads exist in the parent only
+        try:
+            thread = self._idle.pop()
+        except IndexError:
+            thread = _PoolThread(self)
+            try:
+                threading.Thread(target=thread.serve, name="delta-sync-store", daemon=True).start()
+            except RuntimeError:  # the interpreter is shutting down, or there are too many threads
+                work()
+                end()
+                return
+        thread.inbox.put((work, end))
+
+    def close(self) -> None:
+        """End idle threads now and busy ones after their work."""
+        self._closed = True
+        while self._idle:
+            try:
+                self._idle.pop().inbox.put(None)
+            except IndexError:
+                return
+
+    def park(self, thread: "_PoolThread") -> bool:
+        """Make a thread available again, before it calls ``end()``, so that the next call finds it."""
+        if self._closed or len(self._idle) >= MOST_IDLE or self._pid != os.getpid():
+            return False
+        self._idle.append(thread)
+        return True
+
+    def retire(self, thread: "_PoolThread") -> bool:
+        """Remove an idle thread; return False if it has just been given work."""
+        try:
+            self._idle.remove(thread)
+        except ValueError:
+            return False
+        return True
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        # List methods are atomic. A lock could be left locked by a fork.
+        self._idle: list[_PoolThread] = []
+
+
+def wait_interruptibly(wait: Callable[[float], bool], seconds: float) -> bool:
+    """Call ``wait(timeout)`` for up to ``seconds`` in all, in slices, so that an interrupt is handled at any time."""
+    end = time.monotonic() + seconds
+    while not wait(max(0.0, min(end - time.monotonic(), SLICE_SECONDS))):
+        if time.monotonic() >= end:
+            return False
+    return True
+
+
+class _PoolThread:
+    def __init__(self, pool: DaemonPool) -> None:
+        self._pool = pool
+        self.inbox: SimpleQueue[_Work | None] = SimpleQueue()
+
+    def serve(self) -> None:
+        parked, missed_once = True, False
+        while parked:
+            try:
+                task = self.inbox.get(timeout=IDLE_SECONDS)
+            except Empty:
+                # The caller that took this thread may have been interrupted before it put work into the inbox.
+                if self._pool.retire(self) or missed_once:
+                    return
+                missed_once = True
+                continue
+            if task is None:
+                return
+            work, end = task
+            work()
+            parked = self._pool.park(self)
+            end()
+            # Otherwise an idle thread would keep the bytes of its last call.
+            del task, work, end
+
+
+def start_call(
+    call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> "Future[_Result]":
+    """Start a call in a new daemon thread.
+
+    A ThreadPoolExecutor would not do: it accepts no calls once the main thread has ended, when a publisher may still be
+    uploading its last version, and it delays the end of the process until all calls have ended.
+
+    Raises:
+        RuntimeError: there are too many threads.
+    """
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  raised by ``Future.result``
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="delta-sync-call", daemon=True).start()
+    return future
+
+
+def in_parallel(
+    call: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int | None = None
+) -> Iterator[_Result]:
+    """Yield ``call(item)`` in the order of the items; raises what the first failing call raises.
+
+    When it raises, no call is running any more. After an interrupt, or if the iteration is abandoned, running calls are
+    left behind: waiting for a store that hangs would block the caller.
+
+    Args:
+        ahead: how many calls may start before their results are taken; None: any number.
+    """
+    slots = None if ahead is None else threading.Semaphore(ahead)
+    queue: deque[tuple[_Item, Future[_Result]]] = deque((item, Future()) for item in items)
+    answers = deque(future for _, future in queue)
+    threads: list[Future[None]] = []
+    try:
+        _start_workers(threads, call, queue, slots)
+        while answers:
+            wait_for_call(answers[0])
+            yield answers.popleft().result()
+            if slots is not None:
+                slots.release()
+    except Exception:  # after any error wait for the running calls; an interrupt is a BaseException and does not wait
+        _cancel(queue, threads, slots)
+        for thread in threads:
+            wait_for_call(thread)
+        raise
+    finally:
+        # After an error or an interrupt no further call is started.
+        _cancel(queue, threads, slots)
+
+
+def wait_for_call(future: "Future[_Result]") -> None:
+    """Wait until a call has ended; an interrupt is handled meanwhile."""
+    while not future.done():
+        wait((future,), SLICE_SECONDS)
+
+
+def _start_workers(
+    threads: "list[Future[None]]",
+    call: Callable[[_Item], _Result],
+    queue: "deque[tuple[_Item, Future[_Result]]]",
+    slots: threading.Semaphore | None,
+) -> None:
+    for _ in range(min(PARALLEL, len(queue))):
+        try:
+            threads.append(start_call(_work, call, queue, slots))
+        except RuntimeError:  # too many threads
+            break
+    if not threads:
+        _work(call, queue, None)
+
+
+def _cancel(
+    queue: "deque[tuple[_Item, Future[_Result]]]", threads: "list[Future[None]]", slots: threading.Semaphore | None
+) -> None:
+    """Drop all queued items and wake threads that wait for a slot."""
+    queue.clear()
+    if slots is not None:
+        slots.release(max(1, len(threads)))
+
+
+def _work(
+    call: Callable[[_Item], _Result],
+    queue: "deque[tuple[_Item, Future[_Result]]]",
+    slots: threading.Semaphore | None,
+) -> None:
+    while True:
+        if slots is not None:
+            slots.acquire()
+        try:
+            item, future = queue.popleft()
+        except IndexError:
+            return
+        try:
+            future.set_result(call(item))
+        except BaseException as error:  # noqa: BLE001  raised by ``Future.result``
+            future.set_exception(error)
+            # Later results will not be taken, and earlier items have been started already.
+            queue.clear()
