@@ -6,7 +6,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import DeltaSyncError, ForkError, SignatureError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.manifest import RUN_KEY, RunInfo, version_key
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.run.documents import refused_manifest
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import RunKeys, short
 

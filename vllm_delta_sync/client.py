@@ -11,9 +11,8 @@ from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.fleet.fleet import Fleet
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.model_files import read_file
+from vllm_delta_sync.run.model_files import read_file, read_sidecar
 from vllm_delta_sync.run.restore import Progress, restore
-from vllm_delta_sync.run.sidecars import read_sidecar
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
@@ -134,7 +133,7 @@ class Run(RunDocuments):
         """
         import torch
 
-        from vllm_delta_sync.run.load_into import any_sharded, check_places, fill_shards
+        from vllm_delta_sync.run.partial import any_sharded, check_places, fill_shards
 
         places = dict(target.state_dict(keep_vars=True) if isinstance(target, torch.nn.Module) else target)
         check_places(places, {spec.name: spec for spec in self.table}, strict)

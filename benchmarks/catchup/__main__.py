@@ -25,7 +25,7 @@ from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
 from vllm_delta_sync.maintenance.compact import compact
-from vllm_delta_sync.run.plan import Planner
+from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.restore import apply_step, restore, whole
 
 BENCH = "catchup"
@@ -141,7 +141,7 @@ def measure(url: str, span: int) -> list[Row]:
         if ways == "fresh_anchor":
             state = whole(run, head, beside=True)
         else:
-            planner = Planner(run)
+            planner = ReadPlanner(run)
             planner.know(held, head)
             for step in planner.path(held.version, head.version):
                 apply_step(step, state)

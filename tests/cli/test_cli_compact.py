@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import SMALL, Written
-from vllm_delta_sync.run.plan import path
+from vllm_delta_sync.run.read_plan import path
 from vllm_delta_sync.run.restore import restore
 
 

@@ -24,7 +24,7 @@ from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.read_plan import FOLD_WIDTH
 from vllm_delta_sync.run.restore import restore
 
 

@@ -43,8 +43,8 @@ from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.checks import decode_objects
-from vllm_delta_sync.run.lazy_objects import open_step, scratch_folder
-from vllm_delta_sync.run.plan import GapError, path
+from vllm_delta_sync.run.objects import open_step, scratch_folder
+from vllm_delta_sync.run.read_plan import GapError, path
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
 
@@ -448,7 +448,7 @@ def test_scratch_that_fills_up(tmp_path: Path, scratch: Path) -> None:
 
 HOLD = """
 import sys
-from vllm_delta_sync.run.lazy_objects import scratch_folder
+from vllm_delta_sync.run.objects import scratch_folder
 with scratch_folder(sys.argv[1], "a test", 0) as folder:
     (folder / "left").write_bytes(b"x")
     print(folder, flush=True)

@@ -22,7 +22,7 @@ from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.run import restore as chain_read
-from vllm_delta_sync.run.plan import GapError, Step, path
+from vllm_delta_sync.run.read_plan import GapError, Step, path
 from vllm_delta_sync.run.restore import apply_mapped, apply_step
 from vllm_delta_sync.verify.verify import verify_run
 

@@ -26,7 +26,7 @@ from vllm_delta_sync.format.manifest import RunInfo
 from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
 from vllm_delta_sync.maintenance.tags import set_tag
-from vllm_delta_sync.run.plan import Planner, path
+from vllm_delta_sync.run.read_plan import ReadPlanner, path
 
 quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
@@ -457,7 +457,7 @@ def leads_on(reader: Run, first: int, last: int) -> None:
     """There is a way whose objects are all there, as a receiver looks for one."""
     gone: set[str] = set()
     while True:
-        steps = Planner(reader, gone).path(first, last)
+        steps = ReadPlanner(reader, gone).path(first, last)
         before = len(gone)
         for step in steps:
             try:

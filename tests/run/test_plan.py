@@ -15,7 +15,7 @@ from tests.support.written import Written, assert_bits
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.run.plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
+from vllm_delta_sync.run.read_plan import FOLD_WIDTH, GapError, ReadPlanner, Step, path, plan
 from vllm_delta_sync.run.restore import apply_mapped, apply_step
 
 
@@ -78,7 +78,7 @@ def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monk
         return get(key, max_bytes=max_bytes)
 
     monkeypatch.setattr(run.bucket, "get", counted)
-    assert len(Planner(run).path(1, 69)) == 11
+    assert len(ReadPlanner(run).path(1, 69)) == 11
     assert len(read) <= 16
 
 

@@ -24,7 +24,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.run import restore as chain_read
-from vllm_delta_sync.run.plan import Step, path
+from vllm_delta_sync.run.read_plan import Step, path
 from vllm_delta_sync.run.restore import apply_mapped, apply_step, restore, scratch_file
 from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 

@@ -22,7 +22,7 @@ from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.partial import fingerprint_box, restore_boxes
-from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.read_plan import FOLD_WIDTH
 from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
 
 TABLE = TensorTable(

@@ -133,8 +133,8 @@ def _changes(url: str, version: int) -> int:
 def _pieces(url: str, version: int, scratch: str) -> int:
     """As ``_changes``, as large objects are read: from scratch files, piece by piece."""
     from vllm_delta_sync.client import open_run
-    from vllm_delta_sync.run.lazy_objects import open_step
-    from vllm_delta_sync.run.plan import Step
+    from vllm_delta_sync.run.objects import open_step
+    from vllm_delta_sync.run.read_plan import Step
 
     run = open_run(url)
     parts = open_step(Step(run, run.manifest(version)), Path(scratch))

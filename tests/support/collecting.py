@@ -18,7 +18,7 @@ from vllm_delta_sync.format.documents import Tag
 from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy
-from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.read_plan import FOLD_WIDTH
 from vllm_delta_sync.tensors.bits import Bits
 
 TABLE = TensorTable([TensorSpec("a", "F32", (31,)), TensorSpec("b", "I64", (3, 5))])

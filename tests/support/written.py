@@ -18,7 +18,7 @@ from vllm_delta_sync.format.anchor_file import write_anchor
 from vllm_delta_sync.format.documents import Claim, Retention, Tag
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.read_plan import FOLD_WIDTH
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.base_bits import BaseTensor
 from vllm_delta_sync.tensors.bits import Bits

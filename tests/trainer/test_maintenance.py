@@ -16,7 +16,7 @@ from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format.documents import ANCHORS_PREFIX, FOLDS_PREFIX, anchor_key, fold_key
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.run.plan import plan
+from vllm_delta_sync.run.read_plan import plan
 
 
 class Watched(Hooked):

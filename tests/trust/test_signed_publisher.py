@@ -51,7 +51,7 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.compact import compact, make_anchor, make_fold, upkeep
-from vllm_delta_sync.run.plan import path as way
+from vllm_delta_sync.run.read_plan import path as way
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from vllm_delta_sync.maintenance.tags import delete_tag, put_tag
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import outline
-from vllm_delta_sync.run.plan import Plan
+from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.trust.head import head_of
 

@@ -33,7 +33,7 @@ from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import FOLD_WIDTH, Planner
+from vllm_delta_sync.run.read_plan import FOLD_WIDTH, ReadPlanner
 
 __all__ = [
     "ANCHOR_RATIO",
@@ -234,7 +234,7 @@ def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | Non
 
 def _costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]) -> bool:
     """Whether a reader who begins at the nearest version that is held whole reads more than an anchor has."""
-    planner = Planner(run)
+    planner = ReadPlanner(run)
     planner.know(manifest)
     bases = {item.version: item.base_version for item in manifest.breaks}
     bottom = max((number for number, base in bases.items() if base is None), default=0)

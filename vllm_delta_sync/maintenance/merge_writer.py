@@ -33,9 +33,8 @@ from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import open_step, scratch_folder
-from vllm_delta_sync.run.objects import declared, needs_weights
-from vllm_delta_sync.run.plan import Planner, Step
+from vllm_delta_sync.run.objects import declared, needs_weights, open_step, scratch_folder
+from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -88,7 +87,7 @@ def make_fold(
     """
     if not 0 <= first < last:
         raise UsageError(f"a folded range leads from a version to a later one, not from {first} to {last}")
-    planner = Planner(run)
+    planner = ReadPlanner(run)
     ends = planner.manifest(first), planner.manifest(last)
     found = None if replace else existing_fold(run, *ends)
     if found is not None:
@@ -181,7 +180,7 @@ class _Fold:
                 return self._publish(written, replace)
 
     def _steps(self) -> list[Step]:
-        planner = Planner(self.run, self.avoid)
+        planner = ReadPlanner(self.run, self.avoid)
         planner.know(*self.ends)
         steps = planner.path(self.ends[0].version, self.ends[1].version)
         if any(step.backwards for step in steps):

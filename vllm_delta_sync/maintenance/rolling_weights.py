@@ -6,7 +6,7 @@ from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.compact_uploads import Stop, check_stop, never
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import Planner
+from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.restore import advance, restore
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -59,7 +59,7 @@ class RollingWeights:
         """The same weights, moved; None if there is no way, or something on it is bad."""
         if held.version > target.version:
             return None
-        planner = Planner(self._run)
+        planner = ReadPlanner(self._run)
         planner.know(held, target)
         try:
             for step in planner.path(held.version, target.version):

@@ -10,7 +10,17 @@ from typing import Self, TypeVar
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, LimitError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    DigestError,
+    FormatError,
+    LimitError,
+    NotFoundError,
+    SignatureError,
+    StoreError,
+    UsageError,
+)
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
@@ -37,13 +47,16 @@ from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
+    TABLE_KEY,
     VERSIONS_PREFIX,
     Head,
     Manifest,
     ObjectRef,
+    RunInfo,
     version_key,
     version_of_key,
 )
+from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import (
     check_follows,
     check_same_store,
@@ -53,7 +66,6 @@ from vllm_delta_sync.run.checks import (
     object_limit,
 )
 from vllm_delta_sync.run.head import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
-from vllm_delta_sync.run.metadata import read_info, read_table
 from vllm_delta_sync.run.prefetch import MOST_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.tensors.base_bits import Old
@@ -459,3 +471,54 @@ class RunDocuments:
         if document.run != self.info.run:
             raise ChainError(f"{key} belongs to run {document.run}, this is {self.info.run}")
         return document
+
+
+def read_info(bucket: Bucket) -> RunInfo:
+    """run.json. Raises NotFoundError (there is no run), FormatError, UnsupportedError, StoreError."""
+    try:
+        data = bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
+    except NotFoundError as error:
+        lacks = "there is no such bucket or folder" if "does not exist" in error.message else "it has no run.json"
+        raise NotFoundError(f"no run at {bucket.url!r}: {lacks}; start a publisher there, or check the URL") from error
+    return RunInfo.from_bytes(data, RUN_KEY)
+
+
+def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
+    """tensors.json. Raises NotFoundError, DigestError or FormatError (it is not the one of run.json), StoreError."""
+    table = TensorTable.from_bytes(bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES))
+    if table.digest != info.tensors:
+        raise DigestError(f"{TABLE_KEY} has SHA-256 {table.digest}, run.json says {info.tensors}")
+    if info.total != table.total or info.full_bytes != table.full_bytes:
+        raise FormatError(f"{RUN_KEY}: total {info.total} or full_bytes {info.full_bytes} contradicts {TABLE_KEY}")
+    return table
+
+
+def refused_manifest(run: RunDocuments, version: int) -> Manifest | None:
+    """The manifest of a version that ``keys.json`` gave up: its key had signed it, and is retired or revoked since.
+
+    None if it may be believed, or if it is not there, damaged, or signed by anybody else. It is good for its place in
+    the chain, where the versions after it name it by digest, and for nothing else.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    key = version_key(version)
+    try:
+        manifest = run.authentic.gave_up(run.stored(version, run.document_limit), key)
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return None
+    if manifest is None:
+        return None
+    if (manifest.run, manifest.version) != (run.info.run, version):
+        return None
+    try:
+        run.authentic.manifest(manifest, key)
+    except SignatureError:
+        return manifest
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return None
+    return None

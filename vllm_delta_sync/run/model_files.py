@@ -6,10 +6,9 @@ from pathlib import Path
 
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
-from vllm_delta_sync.format.manifest import RUN_KEY, RunFile
+from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunFile
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.report import Finding, VerifyReport
 from vllm_delta_sync.tensors.checkpoint import is_model_file
 
 logger = guarded_logger(__name__)
@@ -84,21 +83,28 @@ def write_file(path: Path, data: bytes) -> None:
         raise StoreError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
-def check_files(run: RunDocuments, report: VerifyReport) -> list[Finding]:
-    """Read all files of a run, count them, and return what is wrong.
+def read_sidecar(run: RunDocuments, manifest: Manifest, name: str) -> bytes:
+    """The bytes of one sidecar of a version, with size and SHA-256 checked.
 
     Raises:
-        StoreError: the store failed.
+        NotFoundError: the version has no sidecar of that name, or retention removed it.
+        DigestError, LimitError: it is not what the manifest lists. StoreError: the store failed.
     """
-    findings: list[Finding] = []
-    for item in run.info.files:
-        try:
-            data = fetch_run_file(run, item)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
-            findings.append(Finding(item.key, error, run_file=item))
-            continue
-        report.files += 1
-        report.bytes += len(data)
-    return findings
+    found = next((item for item in manifest.sidecars if item.name == name), None)
+    if found is None:
+        names = ", ".join(repr(item.name) for item in manifest.sidecars)
+        raise NotFoundError(
+            f"version {manifest.version} has no sidecar {name!r}; " + (f"it has {names}" if names else "it has none")
+        )
+    try:
+        return fetch_object(run.bucket, found)
+    except NotFoundError as error:
+        record = run.retention()
+        if record is not None and record.gave_up(manifest.version):
+            raise NotFoundError(
+                f"sidecar {name!r} of version {manifest.version} was removed with the version by retention; tag "
+                "versions that are to stay (delta-sync tag)"
+            ) from error
+        raise NotFoundError(
+            f"sidecar {name!r} of version {manifest.version}, {found.key}, is gone: {error.message}"
+        ) from error

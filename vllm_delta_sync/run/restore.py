@@ -33,9 +33,8 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_fingerprint, check_tensors, decode_objects, object_limit, read_shard
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import MAPPED_BYTES, fetch_file, mapped, open_step, scratch_folder
-from vllm_delta_sync.run.objects import declared
-from vllm_delta_sync.run.plan import GapError, Plan, Step, plan
+from vllm_delta_sync.run.objects import MAPPED_BYTES, declared, fetch_file, mapped, open_step, scratch_folder
+from vllm_delta_sync.run.read_plan import GapError, Plan, Step, plan
 from vllm_delta_sync.run.roots import BaseError as BaseError
 from vllm_delta_sync.run.roots import branches, locate_base, origin
 from vllm_delta_sync.tensors.base_bits import BaseTensor, Old

@@ -33,10 +33,9 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.documents import RunDocuments, refused_manifest
 from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.report import Finding
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.verify.report import Finding
 
 MISSING_AT_MOST = 1000
 """Manifests that may be missing: a HEAD.json that points further beyond the newest, or a manifest that lies further

@@ -2,23 +2,26 @@
 
 import numpy as np
 
+from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
     DigestError,
     FingerprintError,
     FormatError,
+    NotFoundError,
     StoreError,
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.manifest import Manifest, Sidecar
 from vllm_delta_sync.run.checks import decode_objects, read_shard
 from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import needs_weights, outline
-from vllm_delta_sync.run.report import Finding, VerifyReport
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
+from vllm_delta_sync.verify.report import Finding, VerifyReport
 from vllm_delta_sync.verify.simulate import first_bad_tensor
 
 Listing = Manifest | MergedDelta | Anchor
@@ -149,3 +152,61 @@ def what_of(document: Listing) -> str:
     if isinstance(document, MergedDelta):
         return f"folded range {document.first} to {document.last}"
     return f"{'anchor of ' if isinstance(document, Anchor) else ''}version {document.version}"
+
+
+def check_files(run: RunDocuments, report: VerifyReport) -> list[Finding]:
+    """Read all files of a run, count them, and return what is wrong.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    findings: list[Finding] = []
+    for item in run.info.files:
+        try:
+            data = fetch_run_file(run, item)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            findings.append(Finding(item.key, error, run_file=item))
+            continue
+        report.files += 1
+        report.bytes += len(data)
+    return findings
+
+
+def check_sidecars(run: RunDocuments, manifest: Manifest, report: VerifyReport, good: set[str]) -> list[Finding]:
+    """Read the sidecars of a version, count them, and tell what is wrong.
+
+    Args:
+        good: keys of those of other versions that hold, which are not read again; these are added.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    findings: list[Finding] = []
+    for item in manifest.sidecars:
+        if item.key in good:
+            continue
+        try:
+            data = fetch_object(run.bucket, item)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            if not isinstance(error, NotFoundError) or not _given_up(run, manifest.version):
+                findings.append(_finding(item, manifest.version, error))
+            continue
+        good.add(item.key)
+        report.sidecars += 1
+        report.bytes += len(data)
+    return findings
+
+
+def _finding(item: Sidecar, version: int, error: DeltaSyncError) -> Finding:
+    shown = type(error)(f"{error.message} (sidecar {item.name!r} of version {version})")
+    return Finding(item.key, shown, version, sidecar=item)
+
+
+def _given_up(run: RunDocuments, version: int) -> bool:
+    """Whether a collection let go of the version; asked anew, since one may be at work."""
+    record = run.retention()
+    return record is not None and record.gave_up(version)

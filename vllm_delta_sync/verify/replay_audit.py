@@ -15,12 +15,12 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import GapError, Planner, Step, plan
-from vllm_delta_sync.run.report import Finding, Findings, VerifyReport
+from vllm_delta_sync.run.read_plan import GapError, ReadPlanner, Step, plan
 from vllm_delta_sync.run.restore import BaseError, check_step, restore, step_changes, whole
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.object_audit import ObjectAudit, what_of, wrong_tensor
+from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 from vllm_delta_sync.verify.simulate import first_wrong, measure
 
 _Cause = Literal["bad", "gone", "base", "refused"]
@@ -242,7 +242,7 @@ class ReplayAudit:
         """Go from the weights at hand to a version, over folded ranges, forwards or backwards."""
         while self.held is not None and self.held != target:
             try:
-                steps = Planner(self._run, self._avoid).path(self.held, target)
+                steps = ReadPlanner(self._run, self._avoid).path(self.held, target)
             except StoreError:
                 raise
             except DeltaSyncError:

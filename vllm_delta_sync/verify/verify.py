@@ -6,12 +6,11 @@ from pathlib import Path
 
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.model_files import check_files
-from vllm_delta_sync.run.report import Finding, Findings, VerifyReport
-from vllm_delta_sync.run.sidecars import check_sidecars
 from vllm_delta_sync.trust.keyring import short
 from vllm_delta_sync.verify.document_audit import DocumentAudit
+from vllm_delta_sync.verify.object_audit import check_files, check_sidecars
 from vllm_delta_sync.verify.replay_audit import ReplayAudit
+from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 
 __all__ = ["Finding", "VerifyReport", "examine", "verify_run"]
 

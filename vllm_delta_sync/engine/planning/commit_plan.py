@@ -9,7 +9,7 @@ from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import needs_weights
-from vllm_delta_sync.run.plan import Step
+from vllm_delta_sync.run.read_plan import Step
 
 Key = tuple[str, str]
 """Run id and key of a document."""

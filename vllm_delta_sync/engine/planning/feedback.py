@@ -12,7 +12,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     UnsupportedError,
 )
-from vllm_delta_sync.run.plan import Step
+from vllm_delta_sync.run.read_plan import Step
 
 LONGEST = 1024
 """Steps in one commit."""

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
-from vllm_delta_sync.run.plan import FOLD_WIDTH, Planner
+from vllm_delta_sync.run.read_plan import FOLD_WIDTH, ReadPlanner
 
 GALLOP = 1024
 """Versions that are first tried at once."""
 
 
-def reach(planner: Planner, start: int, target: int) -> list[int]:
+def reach(planner: ReadPlanner, start: int, target: int) -> list[int]:
     """Versions up to ``target`` that steps lead to, each from the one before, the first from ``start``; by galloping.
 
     From one version there may be a way that there is not from the one before it: a folded range back, for example.

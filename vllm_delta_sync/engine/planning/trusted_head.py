@@ -19,7 +19,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.documents import KeyEntry, KeyFile
 from vllm_delta_sync.format.manifest import Head, Manifest, timestamp
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.run.documents import refused_manifest
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import short

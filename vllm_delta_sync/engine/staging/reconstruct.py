@@ -14,7 +14,7 @@ from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.run.plan import Planner
+from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.restore import BaseError, restore
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.tensors.state import ModelState
@@ -146,7 +146,7 @@ class _Lines:
 
 def _before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
     """The newest version before ``target`` that a way leads to from a root that is left."""
-    planner = Planner(run, avoid)
+    planner = ReadPlanner(run, avoid)
     planner.know(target)
     bottoms = [item.version for item in target.breaks if item.base_version is None]
     roots = [(version, version_key(version)) for version in (0, *bottoms)]

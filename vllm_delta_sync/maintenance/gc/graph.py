@@ -29,9 +29,8 @@ from vllm_delta_sync.format.manifest import (
     version_key,
     version_of_key,
 )
-from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import FOLD_WIDTH
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.run.documents import RunDocuments, refused_manifest
+from vllm_delta_sync.run.read_plan import FOLD_WIDTH
 
 NOTHING = -1
 """The node that anchors and references begin at: they need no other version."""
@@ -293,7 +292,7 @@ def _side(run: RunDocuments, item: ObjectInfo, chain: list[Edge], breaks: set[in
 
 
 def _is_step(first: int, last: int) -> bool:
-    """Whether readers look for a range of these versions: see ``run.plan``."""
+    """Whether readers look for a range of these versions: see ``run.read_plan``."""
     size = last - first
     power = 1
     while power < size:

@@ -7,7 +7,7 @@ from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.documents import Retention
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp, version_of_key
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import Plan, plan
+from vllm_delta_sync.run.read_plan import Plan, plan
 
 Ranges = list[list[int]]
 

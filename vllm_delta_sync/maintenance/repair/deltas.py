@@ -18,7 +18,7 @@ from vllm_delta_sync.maintenance.key_list import check_signer
 from vllm_delta_sync.maintenance.merge_writer import write_fold
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import file_digest, scratch_folder
+from vllm_delta_sync.run.objects import file_digest, scratch_folder
 from vllm_delta_sync.tensors.bits import Bits, Positions, diff
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState

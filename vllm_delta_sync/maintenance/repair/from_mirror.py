@@ -45,13 +45,13 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.key_list import check_signer, newest_file
 from vllm_delta_sync.run.checks import check_follows, check_tensor_fingerprints, object_limit
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import fetch_file
-from vllm_delta_sync.run.plan import GapError
-from vllm_delta_sync.run.report import Finding
+from vllm_delta_sync.run.objects import fetch_file
+from vllm_delta_sync.run.read_plan import GapError
 from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.verify.document_audit import DocumentAudit
+from vllm_delta_sync.verify.report import Finding
 
 
 class Mirror:

@@ -16,12 +16,12 @@ from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, p
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import Planner
-from vllm_delta_sync.run.report import Finding, VerifyReport
+from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.replay_audit import take
+from vllm_delta_sync.verify.report import Finding, VerifyReport
 
 _Given = TypeVarTuple("_Given")
 
@@ -128,7 +128,7 @@ class Rebuilder:
         at = last + 1
         while at > first:
             try:
-                for step in Planner(self._run, self._avoid).path(at, at - 1):
+                for step in ReadPlanner(self._run, self._avoid).path(at, at - 1):
                     take(step, state)
             except StoreError:
                 raise

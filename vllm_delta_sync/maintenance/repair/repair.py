@@ -21,10 +21,10 @@ from vllm_delta_sync.maintenance.key_list import check_signer
 from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, mend_identity, mend_keys
 from vllm_delta_sync.maintenance.repair.rebuild import Rebuilder
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.report import VerifyReport
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import head_of
 from vllm_delta_sync.verify.document_audit import DocumentAudit
+from vllm_delta_sync.verify.report import VerifyReport
 from vllm_delta_sync.verify.verify import Progress, examine
 
 ROUNDS = 16

@@ -127,7 +127,7 @@ class Plan:
         return anchor_key(self.root.version) if self.beside else version_key(self.root.version)
 
 
-class Planner:
+class ReadPlanner:
     """Plans ways in one run. Remembers what it has read: make a new one after new versions.
 
     Args:
@@ -349,8 +349,8 @@ def _sizes(at: int, span: int) -> list[int]:
 
 
 def path(run: RunDocuments, held: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
-    """The steps from one version of a run to another; see ``Planner.path``."""
-    return Planner(run, avoid).path(held, target)
+    """The steps from one version of a run to another; see ``ReadPlanner.path``."""
+    return ReadPlanner(run, avoid).path(held, target)
 
 
 def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), anchors: bool = True) -> Plan:
@@ -365,7 +365,7 @@ def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), ancho
     Raises:
         GapError, or what else was wrong with the last root tried. StoreError: the store failed.
     """
-    planner = Planner(run, avoid)
+    planner = ReadPlanner(run, avoid)
     planner.know(target)
     best: Plan | None = None
     failure: DeltaSyncError = GapError(f"version {target.version}: nothing that could be built on is left")
@@ -395,7 +395,7 @@ def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), ancho
 
 
 def _from_root(
-    run: RunDocuments, planner: Planner, version: int, beside: bool, target: Manifest, avoid: Collection[str]
+    run: RunDocuments, planner: ReadPlanner, version: int, beside: bool, target: Manifest, avoid: Collection[str]
 ) -> Plan:
     if not beside and version_key(version) in avoid:
         raise NotFoundError(f"version {version}, which version {target.version} builds on, is damaged or missing")
