@@ -26,7 +26,7 @@ from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
 from vllm_delta_sync.maintenance.compact import compact
 from vllm_delta_sync.run.read_plan import ReadPlanner
-from vllm_delta_sync.run.restore import apply_step, restore, whole
+from vllm_delta_sync.run.restore import apply_step, load_root, restore
 
 BENCH = "catchup"
 LR = 1.1e-6
@@ -139,10 +139,10 @@ def measure(url: str, span: int) -> list[Row]:
         bucket.requests = bucket.objects = bucket.bytes = 0
         began = time.perf_counter()
         if ways == "fresh_anchor":
-            state = whole(run, head, beside=True)
+            state = load_root(run, head, beside=True)
         else:
             planner = ReadPlanner(run)
-            planner.know(held, head)
+            planner.add_manifests(held, head)
             for step in planner.path(held.version, head.version):
                 apply_step(step, state)
         seconds = time.perf_counter() - began
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
             row(BENCH, case, "model", run.table.full_bytes / 1e6, "MB"),
             row(BENCH, case, "deltas", payload / 1e6, "MB"),
         ]
-        folded = sum(run.folded(*pair).payload_bytes for pair in run.folds())
+        folded = sum(run.merged_delta(*pair).payload_bytes for pair in run.merged_deltas())
         rows.append(row(BENCH, case, "folded ranges", folded / 1e6, "MB"))
         rows.append(row(BENCH, case, "making them", report.seconds, "s"))
         for span in spans:

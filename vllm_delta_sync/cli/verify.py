@@ -57,7 +57,7 @@ def _verify(options: argparse.Namespace) -> Answer:
     try:
         report, census = examine(run, options.base, lambda so_far: show(bar, so_far), found)
     except DeltaSyncError as error:
-        if found.raised(error):
+        if found.contains(error):
             raise failed_check(error) from error
         raise
     finally:

@@ -169,7 +169,7 @@ def decode_objects(
     Raises:
         FormatError: counts differ from the document, or an anchor lacks a tensor; also what ``decode`` raises.
     """
-    context, what = context_of(document), name_of(document)
+    context, what = delta_context(document), describe_document(document)
     merged = Changes()
     asked = None if old is None else _Asked(old)
     for ref, data in zip(document.objects, objects, strict=True):
@@ -183,7 +183,7 @@ def decode_objects(
             merged.fingerprints[tensor] = merged.fingerprints.get(tensor, Fingerprint()) + change
     if (
         not isinstance(document, MergedDelta)
-        and is_whole(document)
+        and holds_all_tensors(document)
         and sorted(full.id for full in merged.full) != list(range(len(table)))
     ):
         raise FormatError(f"anchor of version {document.version} does not hold each of {len(table)} tensors once")
@@ -206,7 +206,7 @@ def read_shard(data: Buffer, table: TensorTable, what: str) -> Iterator[tuple[st
         yield name, aligned(container.bits(name))
 
 
-def context_of(document: Manifest | MergedDelta | Anchor) -> DeltaContext | None:
+def delta_context(document: Manifest | MergedDelta | Anchor) -> DeltaContext | None:
     """What the delta objects of a document say of themselves; None for whole tensors."""
     if isinstance(document, MergedDelta):
         return DeltaContext(document.run, document.last, document.first, document.changed)
@@ -215,12 +215,12 @@ def context_of(document: Manifest | MergedDelta | Anchor) -> DeltaContext | None
     return DeltaContext(document.run, document.version, document.base_version, document.changed)
 
 
-def is_whole(document: Manifest | MergedDelta | Anchor) -> bool:
+def holds_all_tensors(document: Manifest | MergedDelta | Anchor) -> bool:
     """Whether the document's objects together hold each tensor once."""
     return isinstance(document, Anchor) or (isinstance(document, Manifest) and document.kind == "anchor")
 
 
-def name_of(document: Manifest | MergedDelta | Anchor) -> str:
+def describe_document(document: Manifest | MergedDelta | Anchor) -> str:
     """What messages call a document."""
     if isinstance(document, MergedDelta):
         return f"folded range {document.first} to {document.last}"

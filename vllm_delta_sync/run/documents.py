@@ -65,16 +65,16 @@ from vllm_delta_sync.run.checks import (
     document_limit,
     object_limit,
 )
-from vllm_delta_sync.run.head import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
-from vllm_delta_sync.run.prefetch import MOST_EXPECTED, Prefetcher, read_ahead
+from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
+from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.tensors.base_bits import Old
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.precheck import GLANCE_BYTES, check_glance
+from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
 
 TAG_PREFIX = "tag:"
-_Side = TypeVar("_Side", Anchor, Claim, MergedDelta, Lease, Retention, Tag)
+_Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Lease, Retention, Tag)
 
 
 class RunDocuments:
@@ -95,15 +95,15 @@ class RunDocuments:
         self.cache = cache
         self.keyring = Keyring() if keyring is None else keyring
         self.pointer: Head | None = None
-        self._ahead = Prefetcher(bucket)
+        self._prefetcher = Prefetcher(bucket)
         self.info = read_info(bucket)
-        self.authentic = RunVerifier(
-            bucket, self.keyring, self.info, lambda version: self.stored(version, limits.MAX_JSON_BYTES)
+        self.verifier = RunVerifier(
+            bucket, self.keyring, self.info, lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES)
         )
         self.table = read_table(bucket, self.info)
         self.document_limit = document_limit(self.table)
 
-    def looking(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
+    def prefetching(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
         """Within the block, what ``is_current`` and ``reachable_head`` read first is on its way already.
 
         Args:
@@ -111,21 +111,21 @@ class RunDocuments:
         """
         wanted = {RUN_KEY: limits.MAX_JSON_BYTES, HEAD_KEY: limits.MAX_HEAD_BYTES}
         if known is not None:
-            newer = known if expected is None else min(expected, known + MOST_EXPECTED, limits.MAX_VERSION)
+            newer = known if expected is None else min(expected, known + MAX_EXPECTED, limits.MAX_VERSION)
             wanted.update({version_key(version): self.document_limit for version in range(known, newer + 1)})
-        return self._ahead.reading(wanted)
+        return self._prefetcher.prefetching(wanted)
 
-    def keeping(self) -> AbstractContextManager[None]:
+    def caching_manifests(self) -> AbstractContextManager[None]:
         """Within the block each manifest is read from the store once; for checks and listings of many versions.
 
         If a manifest is replaced meanwhile, the bytes read first are used. Up to ``ahead.KEPT_BYTES`` are kept, those
         used last.
         """
-        return self._ahead.keeping()
+        return self._prefetcher.caching_manifests()
 
-    def stored(self, version: int, max_bytes: int) -> bytes:
+    def raw_manifest(self, version: int, max_bytes: int) -> bytes:
         """A version's manifest as it is stored, unchecked. Raises NotFoundError, LimitError, StoreError."""
-        return self._ahead.stored(version_key(version), max_bytes)
+        return self._prefetcher.stored(version_key(version), max_bytes)
 
     def is_current(self) -> bool:
         """Whether run.json is still the one this object was opened from; False if another run took its place.
@@ -134,7 +134,7 @@ class RunDocuments:
             NotFoundError: the run is gone. StoreError: the store failed.
         """
         try:
-            return self._ahead.get(RUN_KEY, limits.MAX_JSON_BYTES) == self.info.to_bytes()
+            return self._prefetcher.get(RUN_KEY, limits.MAX_JSON_BYTES) == self.info.to_bytes()
         except NotFoundError as error:
             raise NotFoundError(
                 f"run {self.info.run} is not at {self.bucket.url!r} any more: its {RUN_KEY} is gone; put it back, "
@@ -150,11 +150,11 @@ class RunDocuments:
         """
         check_limit("version", version, limits.MAX_VERSION, "MAX_VERSION")
         key = version_key(version)
-        return self._parsed(version, self._ahead.get(key, self.document_limit))
+        return self._parsed(version, self._prefetcher.get(key, self.document_limit))
 
     def _parsed(self, version: int, data: bytes) -> Manifest:
         key = version_key(version)
-        self._glance(Manifest.KIND, data, key)
+        self._precheck(Manifest.KIND, data, key)
         manifest = Manifest.from_bytes(data, key)
         if manifest.run != self.info.run or manifest.version != version:
             raise ChainError(
@@ -163,15 +163,15 @@ class RunDocuments:
         if manifest.total != self.table.total or manifest.full_bytes != self.table.full_bytes:
             raise ChainError(f"{key}: total {manifest.total} or full_bytes {manifest.full_bytes} contradicts the table")
         check_tensor_fingerprints(manifest, self.table)
-        self.authentic.manifest(manifest, key)
+        self.verifier.check_manifest(manifest, key)
         return manifest
 
-    def _glance(self, kind: str, data: bytes, key: str) -> None:
+    def _precheck(self, kind: str, data: bytes, key: str) -> None:
         """Refuse a large document that cannot be good before anything is parsed."""
-        if self.keyring.checks and len(data) > GLANCE_BYTES:
-            file = self.authentic.keys.file
+        if self.keyring.checks_signatures and len(data) > PRECHECK_BYTES:
+            file = self.verifier.keys.file
             listed = frozenset(entry.key for entry in file.keys) if file is not None else frozenset()
-            check_glance(data, kind, self.keyring, self.keyring.trusted | listed, key)
+            precheck_signature(data, kind, self.keyring, self.keyring.trusted | listed, key)
 
     def head(self) -> Manifest:
         """The newest committed manifest. HEAD.json may lag, so what follows it is probed.
@@ -198,7 +198,7 @@ class RunDocuments:
         """
         end = limits.MAX_VERSION + 1
         self.pointer = None
-        self.authentic.refresh()
+        self.verifier.refresh()
         try:
             head = self._pointer()
             if head is not None:
@@ -207,8 +207,8 @@ class RunDocuments:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            words = self.authentic.keys.last_words()
-            before = newest_before(self._listed(), self.document_limit, self.manifest, end, error, words)
+            words = self.verifier.keys.last_signed()
+            before = newest_good_before(self._listed(), self.document_limit, self.manifest, end, error, words)
             # Somebody may have gone on behind a damaged manifest without coming to HEAD any more.
             found, _ = self._probe(before)
             if found.version > end:
@@ -223,11 +223,11 @@ class RunDocuments:
         """
         bad: DeltaSyncError | None = None
         version, digest, passed = newest.version, newest.digest, 0
-        left = spare = BAD_DOCUMENTS * self.document_limit
-        while passed < BAD_IN_A_ROW:
+        left = spare = MAX_BAD_DOCUMENTS * self.document_limit
+        while passed < MAX_BAD_IN_A_ROW:
             version += 1
             try:
-                data = self._ahead.get(version_key(version), self.document_limit)
+                data = self._prefetcher.get(version_key(version), self.document_limit)
             except NotFoundError:
                 return newest, bad
             except LimitError as error:
@@ -238,7 +238,7 @@ class RunDocuments:
                 newest, bad, left, passed = following, None, spare, 0
             except DeltaSyncError as error:
                 bad = bad or error
-                if self.authentic.gave_up(data, version_key(version)) is None:
+                if self.verifier.signed_by_ended_key(data, version_key(version)) is None:
                     left, passed = left - len(data), passed + 1
                 if left <= 0:
                     break
@@ -247,13 +247,13 @@ class RunDocuments:
 
     def _pointer(self) -> Head | None:
         try:
-            data = self._ahead.get(HEAD_KEY, limits.MAX_HEAD_BYTES)
+            data = self._prefetcher.get(HEAD_KEY, limits.MAX_HEAD_BYTES)
         except NotFoundError:
             return None
         head = Head.from_bytes(data, HEAD_KEY)
         if head.run != self.info.run:
             raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self.info.run}")
-        self.authentic.head(head, HEAD_KEY)
+        self.verifier.check_head(head, HEAD_KEY)
         self.pointer = head
         return head
 
@@ -352,12 +352,12 @@ class RunDocuments:
         """A tag. Raises NotFoundError, UsageError (no name at all), FormatError, ChainError (of another run)."""
         key = tag_key(name)
         try:
-            tag = self._side(Tag, key, limits.MAX_SIDE_BYTES)
+            tag = self._read_standalone(Tag, key, limits.MAX_SIDE_BYTES)
         except NotFoundError as error:
             raise NotFoundError(f"run {self.info.run} has no tag {name!r}") from error
         if tag.name != name:
             raise ChainError(f"{key} is tag {tag.name!r}: it was copied there, and names nothing")
-        self.authentic.side(tag, tag.version, key)
+        self.verifier.check_standalone(tag, tag.version, key)
         return tag
 
     def tags(self) -> dict[str, Tag]:
@@ -377,27 +377,27 @@ class RunDocuments:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or contradicts itself or the table.
         """
         key = anchor_key(version)
-        anchor = self._side(Anchor, key, self.document_limit)
+        anchor = self._read_standalone(Anchor, key, self.document_limit)
         if anchor.version != version:
             raise ChainError(f"{key} is of version {anchor.version}")
-        self.authentic.side(anchor, version, key)
+        self.verifier.check_standalone(anchor, version, key)
         check_tensor_fingerprints(anchor, self.table)
         return anchor
 
-    def folded(self, first: int, last: int) -> MergedDelta:
+    def merged_delta(self, first: int, last: int) -> MergedDelta:
         """The folded range between two versions. Its digests of manifests are for the caller to compare.
 
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or of other versions.
         """
         key = fold_key(first, last)
-        folded = self._side(MergedDelta, key, self.document_limit)
+        folded = self._read_standalone(MergedDelta, key, self.document_limit)
         if (folded.first, folded.last) != (first, last):
             raise ChainError(f"{key} leads from version {folded.first} to {folded.last}")
-        self.authentic.side(folded, last, key)
+        self.verifier.check_standalone(folded, last, key)
         return folded
 
-    def folds(self) -> list[tuple[int, int]]:
+    def merged_deltas(self) -> list[tuple[int, int]]:
         """First and last version of every folded range, ascending: one listing."""
         listed = self.bucket.list(FOLDS_PREFIX)
         return [pair for item in listed if (pair := fold_of_key(item.key)) is not None]
@@ -405,22 +405,22 @@ class RunDocuments:
     def retention(self) -> Retention | None:
         """What was removed, if anything was. A damaged document counts as none, since it is only a hint."""
         try:
-            return self._side(Retention, RETENTION_KEY, limits.MAX_JSON_BYTES)
+            return self._read_standalone(Retention, RETENTION_KEY, limits.MAX_JSON_BYTES)
         except StoreError:
             raise
         except DeltaSyncError:
             return None
 
-    def newest_claim(self) -> int:
+    def newest_epoch(self) -> int:
         """The newest epoch that a writer claimed; 0 is the first writer's."""
         listed = self.bucket.list(CLAIMS_PREFIX)
         return max((epoch for item in listed if (epoch := claim_of_key(item.key)) is not None), default=0)
 
     def claim(self, epoch: int) -> Claim:
         """The claim that began an epoch. Raises NotFoundError, FormatError, ChainError."""
-        return self._side(Claim, claim_key(epoch), limits.MAX_SIDE_BYTES)
+        return self._read_standalone(Claim, claim_key(epoch), limits.MAX_SIDE_BYTES)
 
-    def origin(self, first: Manifest, location: str | None = None) -> Self:
+    def open_source(self, first: Manifest, location: str | None = None) -> Self:
         """The run that this one branches from; the caller closes it.
 
         Args:
@@ -463,10 +463,10 @@ class RunDocuments:
     ) -> None:
         self.close()
 
-    def _side(self, kind: type[_Side], key: str, max_bytes: int) -> _Side:
+    def _read_standalone(self, kind: type[_Standalone], key: str, max_bytes: int) -> _Standalone:
         data = self.bucket.get(key, max_bytes=max_bytes)
         if kind in (Anchor, MergedDelta):
-            self._glance(kind.KIND, data, key)
+            self._precheck(kind.KIND, data, key)
         document = kind.from_bytes(data, key)
         if document.run != self.info.run:
             raise ChainError(f"{key} belongs to run {document.run}, this is {self.info.run}")
@@ -493,7 +493,7 @@ def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
     return table
 
 
-def refused_manifest(run: RunDocuments, version: int) -> Manifest | None:
+def revoked_manifest(run: RunDocuments, version: int) -> Manifest | None:
     """The manifest of a version that ``keys.json`` gave up: its key had signed it, and is retired or revoked since.
 
     None if it may be believed, or if it is not there, damaged, or signed by anybody else. It is good for its place in
@@ -504,7 +504,7 @@ def refused_manifest(run: RunDocuments, version: int) -> Manifest | None:
     """
     key = version_key(version)
     try:
-        manifest = run.authentic.gave_up(run.stored(version, run.document_limit), key)
+        manifest = run.verifier.signed_by_ended_key(run.raw_manifest(version, run.document_limit), key)
     except StoreError:
         raise
     except DeltaSyncError:
@@ -514,7 +514,7 @@ def refused_manifest(run: RunDocuments, version: int) -> Manifest | None:
     if (manifest.run, manifest.version) != (run.info.run, version):
         return None
     try:
-        run.authentic.manifest(manifest, key)
+        run.verifier.check_manifest(manifest, key)
     except SignatureError:
         return manifest
     except StoreError:

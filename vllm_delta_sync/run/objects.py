@@ -24,7 +24,7 @@ from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.run.checks import context_of, decode_objects, name_of, object_limit
+from vllm_delta_sync.run.checks import decode_objects, delta_context, describe_document, object_limit
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.base_bits import Old
@@ -36,12 +36,12 @@ SCRATCH_PREFIX = "delta-sync-scratch-"
 LOCK_NAME = "lock"
 
 
-def needs_weights(document: Manifest | MergedDelta) -> bool:
+def needs_base_bits(document: Manifest | MergedDelta) -> bool:
     """Whether its objects are read with the weights at hand that they build on."""
     return "context" in document.requires
 
 
-def open_parts(
+def open_objects(
     document: Manifest | MergedDelta, table: TensorTable, objects: Iterable[Buffer], old: Old | None = None
 ) -> list[LazyDelta]:
     """The objects (already checked by digest) that a document lists, to be read tensor by tensor.
@@ -53,7 +53,7 @@ def open_parts(
         UnsupportedError: one has codec ``raw``. ChainError: the document holds whole tensors.
         FormatError: they are not what the document says, or carry a tensor in full and once more.
     """
-    context, what = context_of(document), name_of(document)
+    context, what = delta_context(document), describe_document(document)
     if context is None:
         raise ChainError(f"{what} holds whole tensors, and no changes")
     parts = [LazyDelta(data, table, context, old) for data in objects]
@@ -72,13 +72,13 @@ def _refuse_twice(what: str, parts: list[LazyDelta], table: TensorTable) -> None
         raise FormatError(f"{what}: tensor {table[min(twice)].name!r} is carried in full and once more")
 
 
-def declared(part: LazyDelta) -> Fingerprint:
+def declared_fingerprint(part: LazyDelta) -> Fingerprint:
     """What an object declares that it adds to the model's fingerprint."""
     return sum(part.fingerprints.values(), Fingerprint())
 
 
 @dataclass(frozen=True)
-class Outline:
+class ChangeSummary:
     """What a document changes, without the changes.
 
     Attributes:
@@ -95,7 +95,7 @@ class Outline:
         return Changes(fingerprints=self.fingerprints)
 
 
-def outline(document: Manifest | MergedDelta, table: TensorTable, objects: Sequence[Buffer]) -> Outline:
+def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, objects: Sequence[Buffer]) -> ChangeSummary:
     """What a document changes, for whoever has not the weights that it builds on.
 
     Everything is checked that can be: all, or, where objects have codec ``context``, all but their streams.
@@ -104,17 +104,17 @@ def outline(document: Manifest | MergedDelta, table: TensorTable, objects: Seque
         objects: already checked by digest.
 
     Raises:
-        DeltaSyncError: see ``decode_objects`` and ``open_parts``.
+        DeltaSyncError: see ``decode_objects`` and ``open_objects``.
     """
     counts: Counter[int] = Counter()
-    if not needs_weights(document):
+    if not needs_base_bits(document):
         changes = decode_objects(document, table, objects)
         for group in changes.sparse:
             counts.update(dict(zip(group.ids.tolist(), group.counts.tolist(), strict=True)))
         counts.update({full.id: full.bits.size for full in changes.full})
-        return Outline(counts, frozenset(full.id for full in changes.full), changes.fingerprints)
+        return ChangeSummary(counts, frozenset(full.id for full in changes.full), changes.fingerprints)
     sums: dict[int, Fingerprint] = {}
-    parts = open_parts(document, table, objects)
+    parts = open_objects(document, table, objects)
     for part in parts:
         part.check()
         for ids, sizes in part.directory.values():
@@ -122,27 +122,27 @@ def outline(document: Manifest | MergedDelta, table: TensorTable, objects: Seque
         counts.update({tensor: table[tensor].numel for tensor in part.full})
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
-    return Outline(counts, frozenset(tensor for part in parts for tensor in part.full), sums)
+    return ChangeSummary(counts, frozenset(tensor for part in parts for tensor in part.full), sums)
 
 
-def open_step(step: Step, folder: Path, old: Old | None = None) -> list[LazyDelta]:
+def open_step_objects(step: Step, folder: Path, old: Old | None = None) -> list[LazyDelta]:
     """A step's objects, fetched to ``folder``, checked and mapped.
 
     Args:
         old: see ``LazyDelta``.
 
     Raises:
-        NotFoundError, DigestError: an object is missing or damaged. Else as ``open_parts``.
+        NotFoundError, DigestError: an object is missing or damaged. Else as ``open_objects``.
     """
     table = step.run.table
 
     def read(ref: ObjectRef) -> np.ndarray:
-        data = mapped(step.run, ref)
+        data = map_cached_object(step.run, ref)
         if data is None:
-            data = np.memmap(fetch_file(step.run.bucket, ref, folder, object_limit(table)), np.uint8, mode="r")
+            data = np.memmap(fetch_object_file(step.run.bucket, ref, folder, object_limit(table)), np.uint8, mode="r")
         return data
 
-    return open_parts(step.document, table, map(read, step.objects), old)
+    return open_objects(step.document, table, map(read, step.objects), old)
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def _sweep(place: Path) -> None:
             continue
 
 
-def fetch_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) -> Path:
+def fetch_object_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) -> Path:
     """Copy an object to a file of ``folder`` and check it, with bounded memory.
 
     Args:
@@ -223,7 +223,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def mapped(run: RunDocuments, ref: ObjectRef) -> np.ndarray | None:
+def map_cached_object(run: RunDocuments, ref: ObjectRef) -> np.ndarray | None:
     """An object of a run, checked and mapped from the cache; None: there is no cache for it, or it is empty.
 
     Raises:

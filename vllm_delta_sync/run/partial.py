@@ -24,10 +24,10 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, check_tensor
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import needs_weights
+from vllm_delta_sync.run.objects import needs_base_bits
 from vllm_delta_sync.run.read_plan import Plan
-from vllm_delta_sync.run.restore import carry_out, held_whole, whole
-from vllm_delta_sync.run.roots import branches, origin
+from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
+from vllm_delta_sync.run.roots import is_branch, open_branch_source
 from vllm_delta_sync.tensors.base_bits import BaseTensor
 from vllm_delta_sync.tensors.bits import Bits, Positions, apply_distances
 from vllm_delta_sync.tensors.boxes import Box
@@ -74,7 +74,7 @@ def restore_boxes(
             )
 
     def begin(found: Plan) -> ModelState | PartialState:
-        context = next((step for step in found.steps if needs_weights(step.document)), None)
+        context = next((step for step in found.steps if needs_base_bits(step.document)), None)
         if context is None:
             return _root(run, found, boxes, base)
         logger.info(
@@ -82,9 +82,9 @@ def restore_boxes(
             context.key,
             manifest.version,
         )
-        return whole(run, found.root, found.beside, base, in_memory=False)
+        return load_root(run, found.root, found.standalone, base, in_memory=False)
 
-    _, held = carry_out(run, manifest, begin)
+    _, held = execute_plan(run, manifest, begin)
     if isinstance(held, PartialState):
         return held.bits(boxes)
     return {name: [_copied(box, held.bits[run.table.index(name)]) for box in wanted] for name, wanted in boxes.items()}
@@ -203,10 +203,10 @@ def _root(run: RunDocuments, found: Plan, boxes: Boxes, base: str | Path | None)
     """The boxes at a plan's root. Errors as ``read.whole``."""
     wanted = {name: full for name, some in boxes.items() if (full := [box for box in some if box.numel])}
     table = run.table
-    if not branches(found.root, found.beside):
-        with held_whole(run, found.root, found.beside, base, None) as (document, tensors):
+    if not is_branch(found.root, found.standalone):
+        with root_tensors(run, found.root, found.standalone, base, None) as (document, tensors):
             return PartialState(table, document, _cut(table, document, tensors, wanted))
-    with origin(run, found.root, base) as (source, at, further):
+    with open_branch_source(run, found.root, base) as (source, at, further):
         bits = restore_boxes(source, at, wanted, further)
     pieces = {table.index(name): list(zip(some, bits[name], strict=True)) for name, some in wanted.items()}
     for tensor, held in pieces.items():

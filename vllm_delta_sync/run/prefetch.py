@@ -13,13 +13,13 @@ from vllm_delta_sync.bucket.parallel import begun, ended, in_parallel
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
 
-NEAR = ("file", "memory")
+LOCAL_SCHEMES = ("file", "memory")
 """Schemes of stores that answer sooner than a thread is started."""
-MOST_EXPECTED = 4
+MAX_EXPECTED = 4
 """Manifests of new versions that are asked for before it is known that they are there."""
 KEPT_BYTES = 128 * 1024**2
 """Of manifests that are kept while a run is checked: some 100,000 of them."""
-AHEAD = 32
+READ_AHEAD = 32
 """Documents that are read before the one at hand is done with."""
 _BATCH = 4096
 
@@ -28,12 +28,12 @@ _Found = TypeVar("_Found")
 
 
 def read_ahead(read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterator[_Found]:
-    """Yield ``read(item)`` in the order of the items, with several reads under way, and ``AHEAD`` of them in memory.
+    """Yield ``read(item)`` in the order of the items, with several reads under way, and ``READ_AHEAD`` of them in memory.
 
     Raises what the first read that fails raises.
     """
     for start in range(0, len(items), _BATCH):
-        yield from in_parallel(read, items[start : start + _BATCH], AHEAD)
+        yield from in_parallel(read, items[start : start + _BATCH], READ_AHEAD)
 
 
 class Prefetcher:
@@ -45,42 +45,42 @@ class Prefetcher:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._far = scheme_of(bucket.url) not in NEAR
-        self._begun: dict[str, Future[bytes]] = {}
-        self._kept: _Kept | None = None
+        self._is_remote = scheme_of(bucket.url) not in LOCAL_SCHEMES
+        self._under_way: dict[str, Future[bytes]] = {}
+        self._manifest_cache: _ManifestCache | None = None
 
     @contextmanager
-    def reading(self, wanted: dict[str, int]) -> Iterator[None]:
+    def prefetching(self, wanted: dict[str, int]) -> Iterator[None]:
         """Within the block, ``get`` has begun to fetch these already.
 
         Args:
             wanted: by key, how many bytes it may have.
         """
-        if self._far:
-            self._begun = {key: begun(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
+        if self._is_remote:
+            self._under_way = {key: begun(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
         try:
             yield
         finally:
-            self._begun = {}
+            self._under_way = {}
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def caching_manifests(self) -> Iterator[None]:
         """Within the block a manifest is fetched once, by any thread, as long as ``KEPT_BYTES`` hold those read last.
 
         For checks and listings: if a manifest is replaced meanwhile, the bytes read first are used.
         """
-        if self._kept is not None:
+        if self._manifest_cache is not None:
             yield
             return
-        self._kept = _Kept()
+        self._manifest_cache = _ManifestCache()
         try:
             yield
         finally:
-            self._kept = None
+            self._manifest_cache = None
 
     def get(self, key: str, max_bytes: int) -> bytes:
         """As ``Bucket.get``."""
-        early = self._begun.pop(key, None)
+        early = self._under_way.pop(key, None)
         if early is not None:
             try:
                 return early.result()
@@ -90,16 +90,16 @@ class Prefetcher:
 
     def stored(self, key: str, max_bytes: int) -> bytes:
         """As ``get``, and never what ``reading`` has fetched."""
-        kept = self._kept
-        if kept is None or not key.startswith(VERSIONS_PREFIX):
+        cache = self._manifest_cache
+        if cache is None or not key.startswith(VERSIONS_PREFIX):
             return self._bucket.get(key, max_bytes=max_bytes)
-        data = kept.get(key, lambda: self._bucket.get(key, max_bytes=max_bytes))
+        data = cache.get(key, lambda: self._bucket.get(key, max_bytes=max_bytes))
         check_size(key, len(data), max_bytes)
         return data
 
 
-class _Kept:
-    """Documents by key; those used last, as far as they fit. What could not be read is not kept."""
+class _ManifestCache:
+    """Documents by key; those used last, as far as they fit. What could not be read is not cache."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

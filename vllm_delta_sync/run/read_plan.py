@@ -15,7 +15,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.run.documents import RunDocuments
 
-FOLD_WIDTH = 4
+MERGE_WIDTH = 4
 """A folded range takes so many of the next shorter ones. A power of two up to 8 makes little difference: fewer steps
 for a reader against more bytes for a writer, who writes what changed once for every level."""
 
@@ -110,21 +110,21 @@ class Plan:
     """How to come to a version from nothing.
 
     Attributes:
-        run, root: the version to begin with. beside: whether its weights are in an anchor beside the chain, rather
+        run, root: the version to begin with. standalone: whether its weights are in an anchor beside the chain, rather
             than where the manifest says.
         steps: from there on. bytes: to read in all.
     """
 
     run: RunDocuments
     root: Manifest
-    beside: bool
+    standalone: bool
     steps: list[Step]
     bytes: int
 
     @property
     def root_key(self) -> str:
         """Key of the document that the root is read from: what to avoid if it turns out to be bad."""
-        return anchor_key(self.root.version) if self.beside else version_key(self.root.version)
+        return anchor_key(self.root.version) if self.standalone else version_key(self.root.version)
 
 
 class ReadPlanner:
@@ -138,13 +138,13 @@ class ReadPlanner:
         self._run = run
         self._avoid = avoid
         self._manifests: dict[int, Manifest] = {}
-        self._folds: dict[tuple[int, int], MergedDelta | None] = {}
+        self._merged: dict[tuple[int, int], MergedDelta | None] = {}
         self._breaks: dict[int, int | None] = {}
         self._rewritten: set[int] = set()
         self._retention: Retention | None = None
         self._asked = False
 
-    def know(self, *manifests: Manifest) -> None:
+    def add_manifests(self, *manifests: Manifest) -> None:
         """Spare reading these."""
         self._manifests.update({manifest.version: manifest for manifest in manifests})
 
@@ -155,17 +155,17 @@ class ReadPlanner:
             GapError: there is no way; the message names what is in between. StoreError: the store failed.
         """
         while held != target:
-            steps = self._walk(held, target)
-            odd = self._unlinked(steps, (held, target))
+            steps = self._find_steps(held, target)
+            odd = self._first_contradiction(steps, (held, target))
             if odd is None:
                 return steps
             if not isinstance(odd.document, MergedDelta):
                 self._rewritten.add(odd.high)
-            elif not self._learn(odd):
-                self._folds[odd.low, odd.high] = None
+            elif not self._read_ends(odd):
+                self._merged[odd.low, odd.high] = None
         return []
 
-    def _learn(self, odd: Step) -> bool:
+    def _read_ends(self, odd: Step) -> bool:
         """Read the manifests at both ends of a folded range, to tell which of two that disagree is wrong."""
         known = len(self._manifests)
         for version in (odd.low, odd.high):
@@ -177,10 +177,10 @@ class ReadPlanner:
                 continue
         return len(self._manifests) > known
 
-    def _walk(self, held: int, target: int) -> list[Step]:
+    def _find_steps(self, held: int, target: int) -> list[Step]:
         top = self.manifest(max(held, target))
         self._breaks = {item.version: item.base_version for item in top.breaks}
-        up, down = _stretches(held, self._breaks), _stretches(target, self._breaks)
+        up, down = _lineage(held, self._breaks), _lineage(target, self._breaks)
         starts = [begin for begin, _ in down]
         common = next((place for place, (begin, _) in enumerate(up) if begin in starts), None)
         if common is None:
@@ -206,7 +206,7 @@ class ReadPlanner:
 
     def _forward(self, at: int, to: int, steps: list[Step]) -> None:
         while at < to:
-            steps.append(self._fold_from(at, to) or self._delta(at + 1))
+            steps.append(self._merged_from(at, to) or self._delta(at + 1))
             at = steps[-1].high
 
     def _forward_or_around(self, at: int, stretch: tuple[int, int], steps: list[Step]) -> None:
@@ -234,7 +234,7 @@ class ReadPlanner:
 
     def _back(self, at: int, to: int, steps: list[Step]) -> None:
         while at > to:
-            steps.append(self._reversed(self._fold_to(at, to) or self._delta(at)))
+            steps.append(self._reversed(self._merged_to(at, to) or self._delta(at)))
             at = steps[-1].low
 
     def _reversed(self, step: Step) -> Step:
@@ -242,37 +242,37 @@ class ReadPlanner:
             raise GapError(f"version {step.high} cannot be taken back to {step.low}: it replaced bits")
         return Step(step.run, step.document, backwards=True)
 
-    def _fold_from(self, at: int, to: int) -> Step | None:
+    def _merged_from(self, at: int, to: int) -> Step | None:
         return self._first([(at, at + size) for size in _sizes(at, to - at)])
 
-    def _fold_to(self, at: int, to: int) -> Step | None:
+    def _merged_to(self, at: int, to: int) -> Step | None:
         found = self._first([(at - size, at) for size in _sizes(at, at - to)])
         return found if found is not None and found.reversible else None
 
     def _first(self, ranges: list[tuple[int, int]]) -> Step | None:
         for first, last in ranges:
-            folded = self._folded(first, last)
+            folded = self._merged_delta(first, last)
             if folded is not None:
                 return Step(self._run, folded)
         return None
 
-    def _folded(self, first: int, last: int) -> MergedDelta | None:
+    def _merged_delta(self, first: int, last: int) -> MergedDelta | None:
         if fold_key(first, last) in self._avoid:
             return None
-        if (first, last) not in self._folds:
+        if (first, last) not in self._merged:
             try:
-                self._folds[first, last] = self._run.folded(first, last)
+                self._merged[first, last] = self._run.merged_delta(first, last)
             except StoreError:
                 raise
             except DeltaSyncError:
                 # Missing, or damaged: the versions themselves are another way.
-                self._folds[first, last] = None
-        return self._folds[first, last]
+                self._merged[first, last] = None
+        return self._merged[first, last]
 
     def _delta(self, version: int) -> Step:
         """The step into a version from the one that it builds on; a folded range in its place if it is lost."""
         reason, problem = "", None
-        if self._gone(version):
+        if self._is_collected(version):
             reason = "is no longer kept"
         elif version_key(version) in self._avoid:
             reason = "is damaged or missing"
@@ -289,12 +289,12 @@ class ReadPlanner:
             except DeltaSyncError as error:
                 reason, problem = f"cannot be read ({error.message})", error
         # A range never ends at a version that does not build on the one before.
-        repaired = None if version in self._breaks else self._folded(version - 1, version)
+        repaired = None if version in self._breaks else self._merged_delta(version - 1, version)
         if repaired is None:
             raise GapError(f"version {version} {reason}, and no folded range leads across it") from problem
         return Step(self._run, repaired)
 
-    def _gone(self, version: int) -> bool:
+    def _is_collected(self, version: int) -> bool:
         # Only for those who have met a hole: it is one more request.
         if not self._avoid:
             return False
@@ -302,7 +302,7 @@ class ReadPlanner:
             self._asked, self._retention = True, self._run.retention()
         return self._retention is not None and self._retention.is_gone(version)
 
-    def _unlinked(self, steps: list[Step], ends: tuple[int, int]) -> Step | None:
+    def _first_contradiction(self, steps: list[Step], ends: tuple[int, int]) -> Step | None:
         """The first step that names another manifest than those at both ends, or than the steps beside it.
 
         Deltas are asked first, the newest first: each is vouched for by the one after it.
@@ -326,7 +326,7 @@ def _contradicts(step: Step, known: dict[int, str]) -> Step | None:
     return None
 
 
-def _stretches(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int]]:
+def _lineage(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int]]:
     """The ancestors of a version as runs of consecutive versions (first, last), youngest first."""
     found: list[tuple[int, int]] = []
     while True:
@@ -341,19 +341,19 @@ def _stretches(version: int, breaks: dict[int, int | None]) -> list[tuple[int, i
 def _sizes(at: int, span: int) -> list[int]:
     """Lengths of folded ranges that can begin or end at a version, longest first."""
     sizes = []
-    size = FOLD_WIDTH
+    size = MERGE_WIDTH
     while size <= span and at % size == 0:
         sizes.append(size)
-        size *= FOLD_WIDTH
+        size *= MERGE_WIDTH
     return sizes[::-1]
 
 
-def path(run: RunDocuments, held: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
+def find_steps(run: RunDocuments, held: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
     """The steps from one version of a run to another; see ``ReadPlanner.path``."""
     return ReadPlanner(run, avoid).path(held, target)
 
 
-def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), anchors: bool = True) -> Plan:
+def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), anchors: bool = True) -> Plan:
     """The cheapest way to a version from nothing but the bucket and, if the run refers to one, the base's checkpoint.
 
     Compares the version that everything else builds on with the newest anchors beside the chain, by bytes to read. A
@@ -366,11 +366,11 @@ def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), ancho
         GapError, or what else was wrong with the last root tried. StoreError: the store failed.
     """
     planner = ReadPlanner(run, avoid)
-    planner.know(target)
+    planner.add_manifests(target)
     best: Plan | None = None
     failure: DeltaSyncError = GapError(f"version {target.version}: nothing that could be built on is left")
     breaks = {item.version: item.base_version for item in target.breaks}
-    ancestors = _stretches(target.version, breaks)
+    ancestors = _lineage(target.version, breaks)
     roots = [(ancestors[-1][0], False)]
     if anchors:
         usable = (version for version in run.anchors() if any(first <= version <= last for first, last in ancestors))
@@ -395,12 +395,12 @@ def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), ancho
 
 
 def _from_root(
-    run: RunDocuments, planner: ReadPlanner, version: int, beside: bool, target: Manifest, avoid: Collection[str]
+    run: RunDocuments, planner: ReadPlanner, version: int, standalone: bool, target: Manifest, avoid: Collection[str]
 ) -> Plan:
-    if not beside and version_key(version) in avoid:
+    if not standalone and version_key(version) in avoid:
         raise NotFoundError(f"version {version}, which version {target.version} builds on, is damaged or missing")
     root = planner.manifest(version)
-    if beside:
+    if standalone:
         cost = run.table.full_bytes
     else:
         cost = root.payload_bytes
@@ -408,4 +408,4 @@ def _from_root(
             # A branch: what the run that it comes from costs is known only there; at most all of the model.
             cost = run.table.full_bytes
     steps = planner.path(version, target.version)
-    return Plan(run, root, beside, steps, cost + sum(step.payload_bytes for step in steps))
+    return Plan(run, root, standalone, steps, cost + sum(step.payload_bytes for step in steps))

@@ -33,10 +33,17 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_fingerprint, check_tensors, decode_objects, object_limit, read_shard
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import MAPPED_BYTES, declared, fetch_file, mapped, open_step, scratch_folder
-from vllm_delta_sync.run.read_plan import GapError, Plan, Step, plan
-from vllm_delta_sync.run.roots import BaseError as BaseError
-from vllm_delta_sync.run.roots import branches, locate_base, origin
+from vllm_delta_sync.run.objects import (
+    MAPPED_BYTES,
+    declared_fingerprint,
+    fetch_object_file,
+    map_cached_object,
+    open_step_objects,
+    scratch_folder,
+)
+from vllm_delta_sync.run.read_plan import GapError, Plan, Step, plan_read
+from vllm_delta_sync.run.roots import BaseUnavailableError as BaseUnavailableError
+from vllm_delta_sync.run.roots import is_branch, locate_base, open_branch_source
 from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes
@@ -106,7 +113,7 @@ def restore(
         room: where the weights are to lie, instead of what ``in_memory`` says; may be asked for more than once.
 
     Raises:
-        BaseError: version 0 lies elsewhere, is needed, and is not at hand.
+        BaseUnavailableError: version 0 lies elsewhere, is needed, and is not at hand.
         FingerprintError, TensorMismatchError: the base is another checkpoint.
         NotFoundError: the version is no longer kept, or an object is missing.
         DeltaSyncError: the first thing that was wrong, where no other way leads to the version.
@@ -118,13 +125,13 @@ def restore(
             if progress is not None:
                 progress(done, work_bytes(found))
 
-        return whole(run, found.root, found.beside, base, in_memory, scratch, room, filled)
+        return load_root(run, found.root, found.standalone, base, in_memory, scratch, room, filled)
 
-    found, state = carry_out(run, target, begin, progress, avoid, scratch)
+    found, state = execute_plan(run, target, begin, progress, avoid, scratch)
     return Restored(target, state, found)
 
 
-def carry_out(
+def execute_plan(
     run: RunDocuments,
     target: Manifest,
     begin: Callable[[Plan], _Weights],
@@ -144,7 +151,7 @@ def carry_out(
     first: DeltaSyncError | None = None
     while True:
         try:
-            found = plan(run, target, avoid)
+            found = plan_read(run, target, avoid)
         except StoreError:
             raise
         except DeltaSyncError as error:
@@ -170,7 +177,7 @@ def carry_out(
 
 def _unkept(run: RunDocuments, target: Manifest, error: DeltaSyncError) -> DeltaSyncError:
     """What to say of a version that cannot be rebuilt: that it was let go of, if nothing but that is wrong."""
-    if isinstance(error, BaseError) or not isinstance(error, NotFoundError | GapError):
+    if isinstance(error, BaseUnavailableError) or not isinstance(error, NotFoundError | GapError):
         return error
     record = run.retention()
     if record is None or not record.gave_up(target.version):
@@ -200,7 +207,7 @@ class _Attempt(Generic[_Weights]):
         self._count(self._plan.run.table.full_bytes)
         for step in self._plan.steps:
             self.key = step.key
-            advance(step, state, self._scratch)
+            apply_step_bounded(step, state, self._scratch)
             self._count(step.payload_bytes)
         return state
 
@@ -215,12 +222,12 @@ def work_bytes(found: Plan) -> int:
     return found.run.table.full_bytes + sum(step.payload_bytes for step in found.steps)
 
 
-def advance(step: Step, state: StepTarget, scratch: str | Path | None = None) -> None:
-    """Apply a step, a large one in pieces. Errors as ``apply_step`` and ``apply_mapped``."""
+def apply_step_bounded(step: Step, state: StepTarget, scratch: str | Path | None = None) -> None:
+    """Apply a step, a large one in pieces. Errors as ``apply_step`` and ``apply_step_mapped``."""
     if step.changed <= DECODED_ELEMENTS:
         apply_step(step, state)
     else:
-        apply_mapped(step, state, scratch)
+        apply_step_mapped(step, state, scratch)
 
 
 def apply_step(step: Step, state: StepTarget) -> None:
@@ -234,7 +241,7 @@ def apply_step(step: Step, state: StepTarget) -> None:
     state.apply(changes)
 
 
-def apply_mapped(step: Step, state: StepTarget, scratch: str | Path | None = None) -> None:
+def apply_step_mapped(step: Step, state: StepTarget, scratch: str | Path | None = None) -> None:
     """As ``apply_step``, in the memory of a few tensors: objects go through a scratch folder and are decoded in pieces.
 
     Raises:
@@ -243,12 +250,12 @@ def apply_mapped(step: Step, state: StepTarget, scratch: str | Path | None = Non
     """
     with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
         try:
-            parts = open_step(step, folder, None if step.backwards else state.old)
+            parts = open_step_objects(step, folder, None if step.backwards else state.old)
         except UnsupportedError:
             # Of a codec that is not read in pieces.
             apply_step(step, state)
             return
-        change = sum((declared(part) for part in parts), Fingerprint())
+        change = sum((declared_fingerprint(part) for part in parts), Fingerprint())
         if step.backwards:
             change = Fingerprint() - change
         check_step(step, state.fingerprint, Changes(fingerprints={0: change}))
@@ -293,7 +300,7 @@ def step_changes(step: Step, fetch: Callable[[ObjectRef], Buffer] | None = None,
     return changes.reversed() if step.backwards else changes
 
 
-def whole(
+def load_root(
     run: RunDocuments,
     root: Manifest,
     beside: bool = False,
@@ -309,11 +316,11 @@ def whole(
         room: as ``restore``. filled: called with bytes of the model that are there, as they come.
 
     Raises:
-        BaseError: it is not at hand. FingerprintError, TensorMismatchError: a tensor is not as declared.
+        BaseUnavailableError: it is not at hand. FingerprintError, TensorMismatchError: a tensor is not as declared.
         DeltaSyncError: an object is missing or damaged.
     """
-    if branches(root, beside):
-        with origin(run, root, base) as (source, at, further):
+    if is_branch(root, beside):
+        with open_branch_source(run, root, base) as (source, at, further):
 
             def scaled(done: int, total: int) -> None:
                 if filled is not None:
@@ -322,7 +329,7 @@ def whole(
             return _checked(root, restore(source, at, further, in_memory, scaled, None, scratch, room).state)
     if room is None and not _fits_in_memory(run.table, in_memory):
         room = one_stretch(scratch_file if scratch is None else partial(scratch_file, folder=scratch))
-    with held_whole(run, root, beside, base, scratch) as (document, tensors):
+    with root_tensors(run, root, beside, base, scratch) as (document, tensors):
         return _checked(document, ModelState(run.table, tensors if filled is None else _counted(tensors, filled), room))
 
 
@@ -336,7 +343,7 @@ def _counted(tensors: Iterator[tuple[str, Bits]], filled: Callable[[int], None])
 
 
 @contextmanager
-def held_whole(
+def root_tensors(
     run: RunDocuments, root: Manifest, beside: bool, base: str | Path | None, scratch: str | Path | None
 ) -> Iterator[tuple[Manifest | Anchor, Iterator[tuple[str, Bits]]]]:
     """What declares the weights of a plan's root, which does not branch, and (name, bits) of its tensors.
@@ -381,11 +388,11 @@ def _shard(run: RunDocuments, ref: ObjectRef, scratch: str | Path | None) -> Ite
     if ref.bytes <= MAPPED_BYTES:
         yield run.fetch(ref)
         return
-    if (data := mapped(run, ref)) is not None:
+    if (data := map_cached_object(run, ref)) is not None:
         yield data
         return
     with scratch_folder(scratch, ref.key, ref.bytes) as folder:
-        yield np.memmap(fetch_file(run.bucket, ref, folder, object_limit(run.table)), np.uint8, mode="r")
+        yield np.memmap(fetch_object_file(run.bucket, ref, folder, object_limit(run.table)), np.uint8, mode="r")
 
 
 def _checked(document: Manifest | Anchor, state: ModelState) -> ModelState:

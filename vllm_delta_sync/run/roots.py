@@ -11,11 +11,11 @@ from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.tensors.checkpoint import names_model, resolve_base
 
 
-class BaseError(NotFoundError):
+class BaseUnavailableError(NotFoundError):
     """The checkpoint or the run that version 0 refers to is not at hand."""
 
 
-def branches(root: Manifest, beside: bool) -> bool:
+def is_branch(root: Manifest, beside: bool) -> bool:
     """Whether a plan's root is read from another run."""
     return not beside and root.kind != "anchor" and root.base is not None and root.base.run is not None
 
@@ -24,7 +24,7 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
     """Directory of the checkpoint that version 0 refers to: the one given, else the recorded one or the public model.
 
     Raises:
-        BaseError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be had.
+        BaseUnavailableError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be had.
     """
     if base is not None:
         path = resolve_base(base).path
@@ -33,7 +33,7 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
     else:
         path = Path("" if root.base is None else root.base.location)
     if not path.is_dir():
-        raise BaseError(
+        raise BaseUnavailableError(
             f"version 0 refers to the checkpoint {str(path)!r}, which is not here; pass base= with its path "
             "(--base on the command line)"
         )
@@ -41,7 +41,7 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
 
 
 @contextmanager
-def origin(
+def open_branch_source(
     run: RunDocuments, root: Manifest, base: str | Path | None
 ) -> Iterator[tuple[RunDocuments, Manifest, str | Path | None]]:
     """Where a branch begins: the run that it comes from, the version of it, and the base to rebuild that with.
@@ -49,14 +49,14 @@ def origin(
     The run is closed at the end of the block.
 
     Raises:
-        BaseError: the run is not there. ChainError: it is another one. StoreError: the store of ``base`` failed.
+        BaseUnavailableError: the run is not there. ChainError: it is another one. StoreError: the store of ``base`` failed.
     """
     recorded = root.base.location if root.base is not None else ""
     named = str(base) if base is not None and _is_run(run, base) else None
     try:
-        source = run.origin(root, named)
+        source = run.open_source(root, named)
     except NotFoundError as error:
-        raise BaseError(
+        raise BaseUnavailableError(
             f"run {run.info.run} branches from a run at {recorded!r}, which is not there; pass base= with its URL "
             f"(--base on the command line): {error}"
         ) from error

@@ -33,7 +33,7 @@ class RunVerifier:
     ) -> None:
         self._bucket = bucket
         self._stored = stored or self._fetched
-        self._checks = keyring.checks
+        self._checks = keyring.checks_signatures
         self._lock = threading.Lock()
         self._lines: list[_Line] = []
         self.keys = RunKeys(keyring, info.run)
@@ -55,20 +55,20 @@ class RunVerifier:
         try:
             data = self._bucket.get(KEYS_KEY, max_bytes=limits.MAX_SIDE_BYTES)
         except NotFoundError:
-            self.keys.take(None, at_least)
+            self.keys.accept(None, at_least)
             return
-        self.keys.take(KeyFile.from_bytes(data, KEYS_KEY), at_least)
+        self.keys.accept(KeyFile.from_bytes(data, KEYS_KEY), at_least)
 
-    def head(self, head: Head, what: str) -> None:
+    def check_head(self, head: Head, what: str) -> None:
         """Raise SignatureError unless HEAD.json may be believed."""
-        self.side(head, head.version, what)
+        self.check_standalone(head, head.version, what)
 
-    def side(self, document: Document, version: int, what: str) -> None:
+    def check_standalone(self, document: Document, version: int, what: str) -> None:
         """Raise SignatureError unless a document about a version, outside the chain, may be believed."""
         if self._checks:
-            self.keys.check_side(document, version, what)
+            self.keys.check_standalone(document, version, what)
 
-    def manifest(self, manifest: Manifest, what: str) -> None:
+    def check_manifest(self, manifest: Manifest, what: str) -> None:
         """Raise SignatureError unless a manifest may be believed.
 
         One whose key is no longer in use holds because the chain leads from it to that key's last word, for which the
@@ -80,7 +80,7 @@ class RunVerifier:
         if entry is None or entry.last is None:
             return
         try:
-            there = self.ancestor(entry.last.version, entry.last.manifest, manifest.version)
+            there = self.ancestor_digest(entry.last.version, entry.last.manifest, manifest.version)
         except NotFoundError as error:
             raise SignatureError(
                 f"{what} is signed by a key that is no longer in use, and that it belongs to what the key wrote before "
@@ -91,7 +91,7 @@ class RunVerifier:
                 f"{what} is signed by a key that is no longer in use, and is not what keys.json says it had written"
             )
 
-    def gave_up(self, data: bytes, what: str) -> Manifest | None:
+    def signed_by_ended_key(self, data: bytes, what: str) -> Manifest | None:
         """A manifest, as it is stored, if its signature is that of a key which ``keys.json`` has retired or revoked."""
         file = self.keys.file
         if not self._checks or file is None:
@@ -104,18 +104,18 @@ class RunVerifier:
         entry = None if manifest.signature is None else file.entry(manifest.signature.key)
         return manifest if entry is not None and (entry.revoked or entry.last is not None) else None
 
-    def descends(self, younger: Manifest, older: Manifest) -> None:
+    def check_descends(self, younger: Manifest, older: Manifest) -> None:
         """Raise unless one manifest comes from another of this run; see ``ancestor``. Nothing without trusted keys."""
         if not self._checks:
             return
-        there = self.ancestor(younger.version, younger.digest, older.version)
+        there = self.ancestor_digest(younger.version, younger.digest, older.version)
         if there != older.digest:
             raise ForkError(
                 f"version {younger.version} goes on from {there} as version {older.version}, and {older.digest} is "
                 f"another version {older.version} with a valid signature: the history was forked"
             )
 
-    def ancestor(self, version: int, digest: str, wanted: int) -> str:
+    def ancestor_digest(self, version: int, digest: str, wanted: int) -> str:
         """Digest of the manifest of version ``wanted`` from which the one with ``digest``, of ``version``, descends.
 
         Reads the manifests between once, all of them, several at a time; never objects.

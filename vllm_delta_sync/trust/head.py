@@ -10,7 +10,7 @@ HEAD_SECONDS = 600
 MAX_HEAD_SECONDS = 366 * 24 * 3600
 
 
-def head_of(manifest: Manifest, keyring: Keyring, seconds: int = HEAD_SECONDS) -> Head:
+def make_head(manifest: Manifest, keyring: Keyring, seconds: int = HEAD_SECONDS) -> Head:
     """HEAD.json that points at a version; signed, and with an end, if the keyring has a signing key.
 
     Args:
@@ -23,7 +23,7 @@ def head_of(manifest: Manifest, keyring: Keyring, seconds: int = HEAD_SECONDS) -
         epoch=manifest.epoch,
         parent=manifest.parent,
     )
-    if not keyring.signs:
+    if not keyring.has_signing_key:
         return head
     now = datetime.now(UTC)
     times = {"created_at": _spelled(now), "expires_at": _spelled(now + timedelta(seconds=seconds))}

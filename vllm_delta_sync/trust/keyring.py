@@ -59,16 +59,16 @@ class Keyring:
         return f"Keyring(trusted={sorted(self.trusted)}, public={self.public!r})"
 
     @property
-    def checks(self) -> bool:
+    def checks_signatures(self) -> bool:
         """Whether signatures are asked for."""
         return bool(self.trusted)
 
     @property
-    def signs(self) -> bool:
+    def has_signing_key(self) -> bool:
         """Whether there is a signing key."""
         return self._signer is not None
 
-    def check_begins(self) -> None:
+    def check_can_start_run(self) -> None:
         """Raise SignatureError unless a run can begin with the signing key: it has no ``keys.json`` yet."""
         if self.public is not None and self.public not in self.trusted:
             raise SignatureError(
@@ -113,7 +113,7 @@ class RunKeys:
         self.file: KeyFile | None = None
         self.revoked: frozenset[str] = frozenset()
 
-    def take(self, file: KeyFile | None, at_least: int = 0, revoked: Iterable[str] = ()) -> None:
+    def accept(self, file: KeyFile | None, at_least: int = 0, revoked: Iterable[str] = ()) -> None:
         """Take note of ``keys.json`` as it is now.
 
         Args:
@@ -159,7 +159,7 @@ class RunKeys:
             )
             self.file = file
 
-    def distrust(self, revoked: Iterable[str]) -> None:
+    def add_revoked(self, revoked: Iterable[str]) -> None:
         """Take note of trusted keys that were revoked, as somebody else has seen."""
         with self._lock:
             self.revoked = self.revoked.union(revoked)
@@ -170,7 +170,7 @@ class RunKeys:
         keys = self._keyring.trusted | listed.keys()
         return frozenset(key for key in keys if _in_use(listed.get(key)))
 
-    def last_words(self) -> list[KeyValidity]:
+    def last_signed(self) -> list[KeyValidity]:
         """Of keys that were retired or revoked, the newest first."""
         entries = [] if self.file is None else self.file.keys
         return sorted((entry.last for entry in entries if entry.last), key=lambda last: -last.version)
@@ -183,7 +183,7 @@ class RunKeys:
         if entry is not None and entry.revoked:
             raise SignatureError(f"run.json is signed by key {short(entry.key)}, which is revoked")
 
-    def check_side(self, document: Document, version: int, what: str) -> None:
+    def check_standalone(self, document: Document, version: int, what: str) -> None:
         """Raise SignatureError unless a document about a version, outside the chain, may be believed."""
         entry = self._signer(document, what)
         if entry is not None and (entry.revoked or (entry.last is not None and version > entry.last.version)):

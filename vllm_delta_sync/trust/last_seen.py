@@ -32,7 +32,7 @@ class LastSeen:
     key: str = ""
     revoked: tuple[str, ...] = ()
 
-    def knowing(self, keys: int, revoked: Iterable[str]) -> "LastSeen":
+    def with_key_list(self, keys: int, revoked: Iterable[str]) -> "LastSeen":
         """The mark, with what else was seen of lists of keys."""
         return replace(self, keys=max(self.keys, keys), revoked=tuple(sorted({*self.revoked, *revoked})))
 
@@ -84,7 +84,7 @@ class LastSeenStore:
                 "directory that this user can write"
             ) from error
 
-    def raise_to(self, mark: LastSeen) -> None:
+    def advance_to(self, mark: LastSeen) -> None:
         """Keep a mark, unless a newer one of the same run is kept already.
 
         Raises:
@@ -97,7 +97,7 @@ class LastSeenStore:
                 if kept is not None:
                     self._check_same(kept, mark)
                     newest = mark if mark.version > kept.version else kept
-                    mark = newest.knowing(mark.keys, mark.revoked).knowing(kept.keys, kept.revoked)
+                    mark = newest.with_key_list(mark.keys, mark.revoked).with_key_list(kept.keys, kept.revoked)
                     if mark == kept:
                         return
                 self._write(mark)
@@ -107,7 +107,7 @@ class LastSeenStore:
                 "set state_dir"
             ) from error
 
-    def lower_to(self, believed: LastSeen, mark: LastSeen) -> None:
+    def retract_to(self, believed: LastSeen, mark: LastSeen) -> None:
         """Keep a mark in place of a newer one that may not be believed any more, unless that was done already.
 
         Raises:

@@ -8,14 +8,14 @@ from vllm_delta_sync.format.manifest import Signature
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import check_signature
 
-GLANCE_BYTES = 8192
+PRECHECK_BYTES = 8192
 """Smaller documents are parsed at once: what is wrong with them can be said better then."""
 _SIGNATURES = 8
 _MEMBER = re.compile(rb'"signature":\{"key":"([0-9a-f]{64})","value":"([0-9a-f]{128})"\}')
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 
 
-def check_glance(data: bytes, kind: str, keyring: Keyring, allowed: frozenset[str], what: str) -> None:
+def precheck_signature(data: bytes, kind: str, keyring: Keyring, allowed: frozenset[str], what: str) -> None:
     """Refuse bytes that no key of ``allowed`` has signed as a document of that kind, without parsing them.
 
     A canonical document is what was signed and one member more, so the member is cut out of the bytes. What passes is

@@ -33,7 +33,7 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.documents import RunDocuments, refused_manifest
+from vllm_delta_sync.run.documents import RunDocuments, revoked_manifest
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.verify.report import Finding
 
@@ -65,7 +65,7 @@ class DocumentAudit:
         self._run = run
         self._named: dict[int, dict[str, str]] = {}
         self._parents: dict[int, str] = {}
-        self._beside: list[tuple[str, int, str, str | None]] = []
+        self._references: list[tuple[str, int, str, str | None]] = []
         self.epochs: dict[int, int] = {}
         self._claims: dict[int, Claim] = {}
         self.confirmed: set[int] = set()
@@ -80,7 +80,7 @@ class DocumentAudit:
         self._read_keys()
         # In this order: a publisher may be at work, and what is read later may only be newer.
         self.head = head = self._head()
-        self._read_beside()
+        self._read_standalone()
         self._read_claims()
         self._read_retention()
         self.top = self._top(head)
@@ -102,7 +102,7 @@ class DocumentAudit:
             return None
         return self._run.manifest(version)
 
-    def wanted(self, version: int) -> set[str]:
+    def acceptable_digests(self, version: int) -> set[str]:
         """Digests that a manifest may have: what the next one names if that is good, else what anything names."""
         parent = self._parents.get(version + 1)
         if parent is not None and version + 1 in self.digests:
@@ -134,7 +134,7 @@ class DocumentAudit:
     def _read_keys(self) -> None:
         """keys.json as it is now; where it may not be believed, what was accepted before goes on to count."""
         run = self._run
-        for key, check in ((KEYS_KEY, run.authentic.refresh), (RUN_KEY, self._check_info)):
+        for key, check in ((KEYS_KEY, run.verifier.refresh), (RUN_KEY, self._check_info)):
             try:
                 check()
             except StoreError:
@@ -143,8 +143,8 @@ class DocumentAudit:
                 self._add(_FIRST, Finding(key, error))
 
     def _check_info(self) -> None:
-        if self._run.keyring.checks:
-            self._run.authentic.keys.check_info(self._run.info)
+        if self._run.keyring.checks_signatures:
+            self._run.verifier.keys.check_info(self._run.info)
 
     def _head(self) -> Head | None:
         self.pointed: int | None = None
@@ -153,7 +153,7 @@ class DocumentAudit:
             head = Head.from_bytes(data, HEAD_KEY)
             if head.run != self._run.info.run:
                 raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self._run.info.run}")
-            self._run.authentic.head(head, HEAD_KEY)
+            self._run.verifier.check_head(head, HEAD_KEY)
         except (StoreError, NotFoundError) as error:
             if isinstance(error, StoreError):
                 raise
@@ -168,17 +168,17 @@ class DocumentAudit:
     def _name(self, version: int, digest: str, key: str, fingerprint: str | None = None) -> None:
         self._named.setdefault(version, {}).setdefault(digest, key)
         if key != HEAD_KEY:
-            self._beside.append((key, version, digest, fingerprint))
+            self._references.append((key, version, digest, fingerprint))
 
-    def _read_beside(self) -> None:
-        anchors, folds = self._run.anchors(), self._run.folds()
+    def _read_standalone(self) -> None:
+        anchors, folds = self._run.anchors(), self._run.merged_deltas()
         for version, one in zip(anchors, self._all(self._run.anchor, anchors), strict=True):
             key = anchor_key(version)
             anchor = self._taken(key, one, version)
             if anchor is not None:
                 self.anchors.add(version)
                 self._name(version, anchor.manifest, key, anchor.fingerprint)
-        for pair, other in zip(folds, self._all(lambda pair: self._run.folded(*pair), folds), strict=True):
+        for pair, other in zip(folds, self._all(lambda pair: self._run.merged_delta(*pair), folds), strict=True):
             key = fold_key(*pair)
             folded = self._taken(key, other, pair[1])
             if folded is not None:
@@ -242,12 +242,12 @@ class DocumentAudit:
         found = read_ahead(lambda version: _outcome(lambda: self._run.manifest(version)), versions)
         for version, manifest in zip(versions, found, strict=True):
             if isinstance(manifest, DeltaSyncError):
-                past = self._went_past(version, manifest, above or past)
+                past = self._skipped_revoked(version, manifest, above or past)
                 if past is not None:
                     self.refused.add(version)
                     above = None
                     continue
-                error = self._passed_over(version, manifest, above)
+                error = self._explain_damaged(version, manifest, above)
                 self._add(version, Finding(version_key(version), error, version))
                 self.unreadable.add(version)
                 above = None
@@ -260,19 +260,19 @@ class DocumentAudit:
                 self.fingerprints[version] = manifest.fingerprint
                 self.epochs[manifest.epoch] = version
 
-    def _went_past(self, version: int, error: DeltaSyncError, above: Manifest | None) -> Manifest | None:
+    def _skipped_revoked(self, version: int, error: DeltaSyncError, above: Manifest | None) -> Manifest | None:
         """The manifest of a version that keys.json gave up, if a good one above leads to it as it is."""
         if above is None or not isinstance(error, SignatureError):
             return None
-        found = refused_manifest(self._run, version)
+        found = revoked_manifest(self._run, version)
         return found if found is not None and found.digest == above.parent else None
 
-    def _passed_over(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
+    def _explain_damaged(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
         """Says so if the next version was written over a damaged manifest, which is then part of the history."""
         if above is None or isinstance(error, NotFoundError):
             return error
         try:
-            data = self._run.stored(version, limits.MAX_JSON_BYTES)
+            data = self._run.raw_manifest(version, limits.MAX_JSON_BYTES)
         except DeltaSyncError:
             return error
         if sha256(data).hexdigest() != above.parent:
@@ -319,7 +319,7 @@ class DocumentAudit:
                 f"{self.digests[head.version]}: {HEAD_KEY} was rewritten"
             )
             self._add(_FIRST, Finding(HEAD_KEY, error, head.version))
-        for key, version, digest, fingerprint in self._beside:
+        for key, version, digest, fingerprint in self._references:
             if version > self.top:
                 self._add(_LAST, Finding(key, NotFoundError(f"{key} names version {version}, which is not there")))
             elif self.digests.get(version, digest) != digest:
@@ -351,7 +351,7 @@ class DocumentAudit:
                 )
                 self._add(_LAST, Finding(key, error, first))
 
-    def usable_folds(self) -> list[tuple[int, int]]:
+    def usable_merged_deltas(self) -> list[tuple[int, int]]:
         """Folded ranges without a finding, ascending."""
         damaged = {finding.key for _, finding in self._found}
         return sorted(pair for pair in self.folds if fold_key(*pair) not in damaged)

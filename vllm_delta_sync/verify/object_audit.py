@@ -18,11 +18,11 @@ from vllm_delta_sync.format.manifest import Manifest, Sidecar
 from vllm_delta_sync.run.checks import decode_objects, read_shard
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import fetch_run_file
-from vllm_delta_sync.run.objects import needs_weights, outline
+from vllm_delta_sync.run.objects import needs_base_bits, summarize_changes
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.report import Finding, VerifyReport
-from vllm_delta_sync.verify.simulate import first_bad_tensor
+from vllm_delta_sync.verify.simulate import first_damaged_tensor
 
 Listing = Manifest | MergedDelta | Anchor
 
@@ -53,10 +53,10 @@ class ObjectAudit:
             return None, lost
         try:
             changes = self._decoded(document, key, objects, state)
-            if document.reversible and (needs_weights(document) or not changes.reversible):
+            if document.reversible and (needs_base_bits(document) or not changes.reversible):
                 raise FormatError(
                     f"{key} says that it can be taken back, and its objects "
-                    + ("take the bits before to read" if needs_weights(document) else "replace bits")
+                    + ("take the bits before to read" if needs_base_bits(document) else "replace bits")
                 )
             return changes, []
         except DeltaSyncError as error:
@@ -66,9 +66,9 @@ class ObjectAudit:
         self, document: Manifest | MergedDelta, key: str, objects: list[bytes], state: ModelState | None
     ) -> Changes:
         table = self._run.table
-        if state is not None or not needs_weights(document):
+        if state is not None or not needs_base_bits(document):
             return decode_objects(document, table, objects, None if state is None else state.old)
-        found = outline(document, table, objects)
+        found = summarize_changes(document, table, objects)
         self._report.undecoded.append(key)
         return found.changes
 
@@ -84,11 +84,13 @@ class ObjectAudit:
             data = self._run.bucket.get(ref.key)
             tensor = None
             if len(data) == ref.bytes:
-                tensor = first_bad_tensor(document, data, self._run.table, state)
-            shown = f" ({what_of(document)}" + ("" if tensor is None else f"; first bad tensor {tensor!r}") + ")"
+                tensor = first_damaged_tensor(document, data, self._run.table, state)
+            shown = (
+                f" ({describe_document(document)}" + ("" if tensor is None else f"; first bad tensor {tensor!r}") + ")"
+            )
             return Finding(ref.key, type(error)(f"{error.message}{shown}"), version, key, ref, tensor)
         except DeltaSyncError as error:
-            return Finding(ref.key, type(error)(f"{error.message} ({what_of(document)})"), version, key, ref)
+            return Finding(ref.key, type(error)(f"{error.message} ({describe_document(document)})"), version, key, ref)
         self._report.objects += 1
         self._report.bytes += len(data)
         return data
@@ -103,7 +105,7 @@ class ObjectAudit:
         if reached.hex() == after:
             return None
         return FingerprintError(
-            f"{what_of(document)}: objects lead to fingerprint {reached.hex()}, the manifest says {after}"
+            f"{describe_document(document)}: objects lead to fingerprint {reached.hex()}, the manifest says {after}"
         )
 
     def check_whole(
@@ -127,7 +129,7 @@ class ObjectAudit:
                     same = state is None or np.array_equal(bits, state.bits[table.index(name)])
                     if measured != declared.get(name) or not same:
                         error = FingerprintError(
-                            f"{what_of(document)}: tensor {name!r} of {ref.key} has fingerprint {measured}, the "
+                            f"{describe_document(document)}: tensor {name!r} of {ref.key} has fingerprint {measured}, the "
                             f"manifest says {declared.get(name)}"
                             + ("" if same else ", and it is not what was replayed")
                         )
@@ -148,7 +150,7 @@ def wrong_tensor(what: str, tensor: str) -> FingerprintError:
     )
 
 
-def what_of(document: Listing) -> str:
+def describe_document(document: Listing) -> str:
     if isinstance(document, MergedDelta):
         return f"folded range {document.first} to {document.last}"
     return f"{'anchor of ' if isinstance(document, Anchor) else ''}version {document.version}"

@@ -15,13 +15,13 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.read_plan import GapError, ReadPlanner, Step, plan
-from vllm_delta_sync.run.restore import BaseError, check_step, restore, step_changes, whole
+from vllm_delta_sync.run.read_plan import GapError, ReadPlanner, Step, plan_read
+from vllm_delta_sync.run.restore import BaseUnavailableError, check_step, load_root, restore, step_changes
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
-from vllm_delta_sync.verify.object_audit import ObjectAudit, what_of, wrong_tensor
+from vllm_delta_sync.verify.object_audit import ObjectAudit, describe_document, wrong_tensor
 from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
-from vllm_delta_sync.verify.simulate import first_wrong, measure
+from vllm_delta_sync.verify.simulate import first_mismatch, simulate_fingerprints
 
 _Cause = Literal["bad", "gone", "base", "refused"]
 
@@ -53,7 +53,7 @@ class ReplayAudit:
         self._avoid = {finding.key for finding in census.findings}
         self._starts: dict[int, list[int]] = {}
         self._ends: dict[int, list[int]] = {}
-        for first, last in census.usable_folds():
+        for first, last in census.usable_merged_deltas():
             self._starts.setdefault(first, []).append(last)
             self._ends.setdefault(last, []).append(first)
         self._anchors = census.usable_anchors()
@@ -134,7 +134,7 @@ class ReplayAudit:
             return lost
         error = self._contents.undeclared(manifest, changes, self._census.fingerprints.get(base), manifest.fingerprint)
         if error is None and held is not None:
-            wrong = first_wrong(self._run.table, changes.fingerprints, measure(held, changes))
+            wrong = first_mismatch(self._run.table, changes.fingerprints, simulate_fingerprints(held, changes))
             if wrong is None:
                 held.apply(changes)
                 self.held = manifest.version
@@ -151,11 +151,11 @@ class ReplayAudit:
             return lost
         self.held = self.state = None
         try:
-            self.state = whole(self._run, manifest, base=self._base)
+            self.state = load_root(self._run, manifest, base=self._base)
             self.held = manifest.version
         except StoreError:
             raise
-        except BaseError as error:
+        except BaseUnavailableError as error:
             # Somebody who names a base wants the weights rebuilt; only the recorded one may be elsewhere.
             if self._base is not None:
                 self._findings.add(Finding(key, error, manifest.version))
@@ -180,14 +180,14 @@ class ReplayAudit:
             self._report.anchors += 1
             if state is None:
                 self.held = self.state = None
-                self.state = whole(self._run, manifest, beside=True)
+                self.state = load_root(self._run, manifest, beside=True)
                 self.held = version
 
     def _check_fold(self, first: int, last: int) -> None:
         """Check a folded range: its objects, what they declare, and what they would make of the weights at hand."""
         key = fold_key(first, last)
         try:
-            folded = self._run.folded(first, last)
+            folded = self._run.merged_delta(first, last)
         except NotFoundError:
             return
         state = self.state if self.held == first else None
@@ -198,10 +198,10 @@ class ReplayAudit:
             if error is not None:
                 found.append(Finding(key, error, last))
             elif state is not None:
-                measured = measure(state, changes)
-                wrong = first_wrong(self._run.table, changes.fingerprints, measured)
+                measured = simulate_fingerprints(state, changes)
+                wrong = first_mismatch(self._run.table, changes.fingerprints, measured)
                 if wrong is not None:
-                    found.append(Finding(key, wrong_tensor(what_of(folded), wrong), last, tensor=wrong))
+                    found.append(Finding(key, wrong_tensor(describe_document(folded), wrong), last, tensor=wrong))
                 else:
                     self._promised[first, last] = [
                         value + measured.get(tensor, Fingerprint()) for tensor, value in enumerate(state.fingerprints)
@@ -257,7 +257,7 @@ class ReplayAudit:
         if state is None:
             return False
         try:
-            take(step, state)
+            apply_checked(step, state)
         except StoreError:
             raise
         except DeltaSyncError:
@@ -269,7 +269,7 @@ class ReplayAudit:
 
     def _over(self, first: int, last: int) -> bool:
         try:
-            return self._step(Step(self._run, self._run.folded(first, last)))
+            return self._step(Step(self._run, self._run.merged_delta(first, last)))
         except StoreError:
             raise
         except DeltaSyncError:
@@ -278,7 +278,7 @@ class ReplayAudit:
     def _restart(self, manifest: Manifest) -> bool:
         """Rebuild a version from whatever it builds on, if there is a way."""
         try:
-            plan(self._run, manifest, self._avoid)
+            plan_read(self._run, manifest, self._avoid)
             # Only now, so that one model is held at a time, and none is given up for nothing.
             self.held = self.state = None
             self.state = restore(self._run, manifest, self._base).state
@@ -367,7 +367,7 @@ class ReplayAudit:
             self._report.notes.append(text)
 
 
-def take(step: Step, state: ModelState) -> None:
+def apply_checked(step: Step, state: ModelState) -> None:
     """Apply a step to weights that stay whole if it turns out to be bad.
 
     Raises:
@@ -375,7 +375,7 @@ def take(step: Step, state: ModelState) -> None:
     """
     changes = step_changes(step, old=state.old)
     check_step(step, state.fingerprint, changes)
-    wrong = first_wrong(state.table, changes.fingerprints, measure(state, changes))
+    wrong = first_mismatch(state.table, changes.fingerprints, simulate_fingerprints(state, changes))
     if wrong is not None:
         raise wrong_tensor(step.key, wrong)
     state.apply(changes)

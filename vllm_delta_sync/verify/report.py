@@ -44,7 +44,7 @@ class Findings:
         if not self._keep:
             raise finding.error
 
-    def raised(self, error: DeltaSyncError) -> bool:
+    def contains(self, error: DeltaSyncError) -> bool:
         """Whether an error is that of a finding, rather than of something that kept the check from being made."""
         return any(finding.error is error for finding in self.items)
 

@@ -11,7 +11,7 @@ from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.run.checks import context_of, read_shard
+from vllm_delta_sync.run.checks import delta_context, read_shard
 from vllm_delta_sync.tensors.bits import Bits, Positions, apply_distances
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.tensors.state import ModelState
@@ -19,7 +19,7 @@ from vllm_delta_sync.tensors.state import ModelState
 _Rows = list[tuple[Sparse, Positions, Bits]]
 
 
-def measure(state: ModelState, changes: Changes) -> dict[int, Fingerprint]:
+def simulate_fingerprints(state: ModelState, changes: Changes) -> dict[int, Fingerprint]:
     """Per tensor id, the change of fingerprint that ``state.apply(changes)`` would make; the state is not touched."""
     rows: dict[int, _Rows] = {}
     for group in changes.sparse:
@@ -57,7 +57,7 @@ def _move(group: Sparse, bits: Bits, positions: Positions, data: Bits) -> None:
         bits[positions] = data
 
 
-def first_wrong(
+def first_mismatch(
     table: TensorTable, declared: Mapping[int, Fingerprint], measured: Mapping[int, Fingerprint]
 ) -> str | None:
     """Name of the first tensor whose change is not as declared."""
@@ -65,7 +65,7 @@ def first_wrong(
     return table[min(wrong)].name if wrong else None
 
 
-def first_bad_tensor(
+def first_damaged_tensor(
     document: Manifest | MergedDelta | Anchor, data: bytes, table: TensorTable, state: ModelState | None
 ) -> str | None:
     """Name of the first tensor that a damaged object no longer holds as it should; None where nobody can tell.
@@ -74,7 +74,7 @@ def first_bad_tensor(
         document: what lists the object. data: its bytes, damaged, of the right size.
         state: weights that a delta builds on; without them only what cannot be read at all is found.
     """
-    context = context_of(document)
+    context = delta_context(document)
     try:
         if context is None:
             declared = {} if isinstance(document, MergedDelta) else document.tensor_fingerprints or {}
@@ -90,7 +90,11 @@ def first_bad_tensor(
             part = LazyDelta(data, table, context, None if state is None else state.old)
         except UnsupportedError:
             changes = decode(data, table, context)
-            return None if state is None else first_wrong(table, changes.fingerprints, measure(state, changes))
+            return (
+                None
+                if state is None
+                else first_mismatch(table, changes.fingerprints, simulate_fingerprints(state, changes))
+            )
         if part.codec == "context" and state is None:
             return None
         return _first_bad_part(part, table, state)
@@ -124,4 +128,4 @@ def _first_bad_part(part: LazyDelta, table: TensorTable, state: ModelState | Non
 def _fits(part: LazyDelta, changes: Changes, tensor: int, state: ModelState | None) -> bool:
     if state is None:
         return True
-    return measure(state, changes).get(tensor) == part.fingerprints[tensor]
+    return simulate_fingerprints(state, changes).get(tensor) == part.fingerprints[tensor]

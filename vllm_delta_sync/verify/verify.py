@@ -59,7 +59,7 @@ def examine(
 ) -> tuple[VerifyReport, DocumentAudit]:
     """As ``verify_run``; also the documents as they were read."""
     check_base(base)
-    with run.keeping():
+    with run.caching_manifests():
         return _examine(run, base, progress, findings if isinstance(findings, Findings) else Findings(findings))
 
 
@@ -71,7 +71,9 @@ def _examine(
         found.add(finding)
     signature = run.info.signature
     signed = None if signature is None else signature.key
-    report = VerifyReport(findings=found.items, pointed=census.pointed, signed=signed, checked=run.keyring.checks)
+    report = VerifyReport(
+        findings=found.items, pointed=census.pointed, signed=signed, checked=run.keyring.checks_signatures
+    )
     for finding in check_files(run, report):
         found.add(finding)
     everything, good = True, set[str]()

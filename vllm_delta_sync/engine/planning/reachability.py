@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
-from vllm_delta_sync.run.read_plan import FOLD_WIDTH, ReadPlanner
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
 
 GALLOP = 1024
 """Versions that are first tried at once."""
@@ -35,7 +35,7 @@ def reach(planner: ReadPlanner, start: int, target: int) -> list[int]:
 
 def crossing(version: int, target: int) -> Iterator[int]:
     """Where folded ranges that lead across a version, and not beyond the target, would begin."""
-    size = FOLD_WIDTH
+    size = MERGE_WIDTH
     while (first := (version - 1) // size * size) + size <= target:
         yield first
-        size *= FOLD_WIDTH
+        size *= MERGE_WIDTH
