@@ -139,7 +139,7 @@ def measure(url: str, span: int) -> list[Row]:
         bucket.requests = bucket.objects = bucket.bytes = 0
         began = time.perf_counter()
         if ways == "fresh_anchor":
-            state = load_root(run, head, beside=True)
+            state = load_root(run, head, standalone=True)
         else:
             planner = ReadPlanner(run)
             planner.add_manifests(held, head)

@@ -1,4 +1,4 @@
-"""The documents of a run, read and checked one by one: what is committed, the head, and what lies beside the chain."""
+"""``RunDocuments`` reads and checks a run's documents: run.json, manifests, the head, tags, anchors, merged deltas."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -78,16 +78,16 @@ _Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Lease, Retentio
 
 
 class RunDocuments:
-    """One run in a bucket, document by document; nothing is ever written.
+    """Reads the documents of one run in a bucket, and never writes.
 
-    Where the keyring has trusted keys, each document that decides about weights is refused with SignatureError unless
-    one of them, or one that they list in keys.json, has signed it.
+    If the keyring has trusted keys, each document that decides about weights must be signed by one of them or by a key
+    that they list in keys.json; otherwise it is refused with SignatureError.
 
     Attributes:
-        bucket: where it lies. cache: what its objects are read through, if anything.
+        bucket: the bucket of the run. cache: the cache that objects are read through, if any.
         info: run.json. table: tensors.json. document_limit: see ``checks.document_limit``.
-        keyring: see there; whoever writes beside the chain signs with it. authentic: its checks in this run.
-        pointer: HEAD.json as it was read last; None if it was not, or may not be believed.
+        keyring: the trusted keys, and the key that signs what is written later. verifier: its checks in this run.
+        pointer: HEAD.json as last read; None if it was not read, or its signature is not valid.
     """
 
     def __init__(self, bucket: Bucket, keyring: Keyring | None = None, cache: ObjectCache | None = None) -> None:
@@ -104,10 +104,10 @@ class RunDocuments:
         self.document_limit = document_limit(self.table)
 
     def prefetching(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
-        """Within the block, what ``is_current`` and ``reachable_head`` read first is on its way already.
+        """Begin to fetch what ``is_current`` and ``reachable_head`` will read first within the block.
 
         Args:
-            known: the newest version known. expected: a newer one, of which somebody has told.
+            known: the newest version known. expected: a newer version, if a notice announced one.
         """
         wanted = {RUN_KEY: limits.MAX_JSON_BYTES, HEAD_KEY: limits.MAX_HEAD_BYTES}
         if known is not None:
@@ -116,29 +116,29 @@ class RunDocuments:
         return self._prefetcher.prefetching(wanted)
 
     def caching_manifests(self) -> AbstractContextManager[None]:
-        """Within the block each manifest is read from the store once; for checks and listings of many versions.
+        """Within the block, read each manifest from the store once; for checks and listings of many versions.
 
-        If a manifest is replaced meanwhile, the bytes read first are used. Up to ``ahead.KEPT_BYTES`` are kept, those
-        used last.
+        If a manifest is replaced meanwhile, the bytes read first are used. The cache holds the last used
+        ``prefetch.KEPT_BYTES``.
         """
         return self._prefetcher.caching_manifests()
 
     def raw_manifest(self, version: int, max_bytes: int) -> bytes:
-        """A version's manifest as it is stored, unchecked. Raises NotFoundError, LimitError, StoreError."""
+        """The bytes of a version's manifest, unchecked. Raises NotFoundError, LimitError, StoreError."""
         return self._prefetcher.stored(version_key(version), max_bytes)
 
     def is_current(self) -> bool:
-        """Whether run.json is still the one this object was opened from; False if another run took its place.
+        """Whether run.json is unchanged since this object was opened; False if another run took its place.
 
         Raises:
-            NotFoundError: the run is gone. StoreError: the store failed.
+            NotFoundError: the run was removed. StoreError: the store failed.
         """
         try:
             return self._prefetcher.get(RUN_KEY, limits.MAX_JSON_BYTES) == self.info.to_bytes()
         except NotFoundError as error:
             raise NotFoundError(
-                f"run {self.info.run} is not at {self.bucket.url!r} any more: its {RUN_KEY} is gone; put it back, "
-                f"or check what the store shows ({error.message})"
+                f"run {self.info.run} is no longer at {self.bucket.url!r}: its {RUN_KEY} is missing; restore it, or "
+                f"check the store ({error.message})"
             ) from error
 
     def manifest(self, version: int) -> Manifest:
@@ -146,7 +146,7 @@ class RunDocuments:
 
         Raises:
             NotFoundError: the version was never published, or is no longer kept.
-            FormatError, UnsupportedError, ChainError: malformed, too new, or of another run.
+            FormatError, UnsupportedError, ChainError: it is malformed, too new, or of another run.
         """
         check_limit("version", version, limits.MAX_VERSION, "MAX_VERSION")
         key = version_key(version)
@@ -167,14 +167,14 @@ class RunDocuments:
         return manifest
 
     def _precheck(self, kind: str, data: bytes, key: str) -> None:
-        """Refuse a large document that cannot be good before anything is parsed."""
+        """Refuse a large document that is not validly signed, before parsing it."""
         if self.keyring.checks_signatures and len(data) > PRECHECK_BYTES:
             file = self.verifier.keys.file
             listed = frozenset(entry.key for entry in file.keys) if file is not None else frozenset()
             precheck_signature(data, kind, self.keyring, self.keyring.trusted | listed, key)
 
     def head(self) -> Manifest:
-        """The newest committed manifest. HEAD.json may lag, so what follows it is probed.
+        """The newest committed manifest. HEAD.json may lag, so the versions after it are probed.
 
         Raises:
             NotFoundError: nothing is published yet.
@@ -186,15 +186,15 @@ class RunDocuments:
         return manifest
 
     def reachable_head(self) -> tuple[Manifest, DeltaSyncError | None]:
-        """The newest good manifest, and what is wrong with the one after it: None if there is none after it.
+        """The newest good manifest, and the error of the manifest after it; None if there is no manifest after it.
 
-        Follows the chain from HEAD.json on. Where HEAD.json or its target is bad, the newest good manifest before
-        that is looked for in a listing of the bucket. A damaged manifest is passed over if one that follows names
-        it, as it is stored, as its parent: then a publisher has gone on behind it.
+        Reads the manifests from HEAD.json on. If HEAD.json or the manifest it names is bad, a listing of the bucket
+        gives the newest good manifest before it. A damaged manifest is skipped if a later one names its bytes as its
+        parent: a publisher has then continued after it.
 
         Raises:
-            NotFoundError: nothing is published yet. StoreError: the store failed, so nothing can be said.
-            DeltaSyncError: no manifest is good; the first error met.
+            NotFoundError: nothing is published yet. StoreError: the store failed.
+            DeltaSyncError: no manifest is good; the first error found.
         """
         end = limits.MAX_VERSION + 1
         self.pointer = None
@@ -207,9 +207,9 @@ class RunDocuments:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            words = self.verifier.keys.last_signed()
-            before = newest_good_before(self._listed(), self.document_limit, self.manifest, end, error, words)
-            # Somebody may have gone on behind a damaged manifest without coming to HEAD any more.
+            last = self.verifier.keys.last_signed()
+            before = newest_good_before(self._manifest_sizes(), self.document_limit, self.manifest, end, error, last)
+            # A publisher may have continued after a damaged manifest, and ended before it wrote HEAD.json.
             found, _ = self._probe(before)
             if found.version > end:
                 return found, None
@@ -217,14 +217,15 @@ class RunDocuments:
         return self._probe(manifest)
 
     def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:
-        """What follows ``newest``. Bad manifests that follow each other are read up to a number and a size in all.
+        """The newest good manifest from ``newest`` on, and the error of the one after it.
 
-        Those of a key that was retired or revoked do not count: nobody but its holder can make them.
+        Stops after ``MAX_BAD_IN_A_ROW`` bad manifests in a row, or ``MAX_BAD_DOCUMENTS`` times the size limit of them.
+        Manifests of a retired or revoked key do not count, because only its holder can write them.
         """
         bad: DeltaSyncError | None = None
-        version, digest, passed = newest.version, newest.digest, 0
-        left = spare = MAX_BAD_DOCUMENTS * self.document_limit
-        while passed < MAX_BAD_IN_A_ROW:
+        version, digest, skipped = newest.version, newest.digest, 0
+        bytes_left = allowed_bytes = MAX_BAD_DOCUMENTS * self.document_limit
+        while skipped < MAX_BAD_IN_A_ROW:
             version += 1
             try:
                 data = self._prefetcher.get(version_key(version), self.document_limit)
@@ -235,12 +236,12 @@ class RunDocuments:
             try:
                 following = self._parsed(version, data)
                 check_follows(newest, following, digest)
-                newest, bad, left, passed = following, None, spare, 0
+                newest, bad, bytes_left, skipped = following, None, allowed_bytes, 0
             except DeltaSyncError as error:
                 bad = bad or error
                 if self.verifier.signed_by_ended_key(data, version_key(version)) is None:
-                    left, passed = left - len(data), passed + 1
-                if left <= 0:
+                    bytes_left, skipped = bytes_left - len(data), skipped + 1
+                if bytes_left <= 0:
                     break
             digest = sha256(data).hexdigest()
         return newest, bad
@@ -267,19 +268,19 @@ class RunDocuments:
         return manifest
 
     def versions(self) -> list[int]:
-        """Numbers of all versions that have a manifest, good or not, ascending: one listing."""
-        return list(self._listed())
+        """Numbers of all versions that have a manifest, good or not, ascending; one listing."""
+        return list(self._manifest_sizes())
 
-    def _listed(self) -> dict[int, int]:
-        """Version → size in bytes of its manifest."""
+    def _manifest_sizes(self) -> dict[int, int]:
+        """Version → size in bytes of its manifest, from one listing."""
         listed = self.bucket.list(VERSIONS_PREFIX)
         return {number: item.bytes for item in listed if (number := version_of_key(item.key)) is not None}
 
     def log(self, last: int | None = None, head: Manifest | None = None) -> Iterator[Manifest]:
-        """Manifests from version 0 to the head, each proven to follow its parent; several are read at a time.
+        """Yield the manifests from version 0 to the head, and check that each follows its parent; reads in parallel.
 
         Args:
-            last: only so many of the newest; the one before them is read too, which the first of them has to follow.
+            last: only this many of the newest. The one before them is also read, to check the first of them.
             head: the newest one; None: the run's head.
 
         Raises:
@@ -301,47 +302,51 @@ class RunDocuments:
         """An object's bytes, with size and SHA-256 checked.
 
         Raises:
-            NotFoundError: the object is gone. DigestError: it is not what the manifest lists.
+            NotFoundError: the object is missing. DigestError: it is not what the manifest lists.
         """
         check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(self.table), "object_limit")
         return fetch_object(self.bucket, ref) if self.cache is None else self.cache.get(ref, self.bucket)
 
     def changes(self, document: Manifest | MergedDelta, old: Old | None = None) -> Changes:
-        """Everything that a version or a folded range changes, fetched, verified and decoded.
+        """Fetch, verify and decode everything that a version or a merged delta changes.
 
-        For an anchor that is every tensor in full, with no declared changes of fingerprint.
+        For an anchor, that is every tensor in full, with no declared changes of fingerprint.
 
         Args:
-            old: the bits that the document builds on, such as ``ModelState.old``; codec ``context`` needs it.
+            old: the base bits of the document, such as ``ModelState.old``; codec ``context`` needs them.
 
         Raises:
-            UnsupportedError: codec ``context``, and no old bits.
+            UnsupportedError: the codec is ``context``, and ``old`` is None.
             NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
                 ``codec.delta_object.decode``; also when the objects do not add up to what the manifest declares.
         """
         return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects], old)
 
-    # Documents beside the chain
+    # Documents other than manifests
 
     def resolve(self, version: int | str | None = None) -> Manifest:
-        """The manifest that somebody means.
+        """The manifest of a version given by number or tag, or of the head.
 
         Args:
             version: a number, ``tag:NAME``, or None for the head.
 
         Raises:
-            NotFoundError: there is no such version or tag. UsageError: it is neither.
-            ChainError: a tag names another manifest than the one that is there. Else as ``manifest``.
+            NotFoundError: there is no such version or tag. UsageError: ``version`` is neither.
+            ChainError: a tag names another manifest than the stored one. Otherwise as ``manifest``.
         """
         if version is None:
             return self.head()
         if isinstance(version, str):
             if not version.startswith(TAG_PREFIX):
-                raise UsageError(f"version is {version[:80]!r}; give a number, {TAG_PREFIX}NAME, or none for the head")
+                raise UsageError(
+                    f"version {version[:80]!r} is not a version; give a number, {TAG_PREFIX}NAME, or none for the head"
+                )
             tag = self.tag(version.removeprefix(TAG_PREFIX))
             manifest = self.manifest(tag.version)
             if manifest.digest != tag.manifest:
-                raise ChainError(f"tag {version!r} names manifest {tag.manifest}, version {tag.version} is another")
+                raise ChainError(
+                    f"tag {version!r} names manifest {tag.manifest}, but version {tag.version} has another manifest"
+                )
             return manifest
         head = self.head()
         if not 0 <= version <= head.version:
@@ -349,29 +354,29 @@ class RunDocuments:
         return head if version == head.version else self.manifest(version)
 
     def tag(self, name: str) -> Tag:
-        """A tag. Raises NotFoundError, UsageError (no name at all), FormatError, ChainError (of another run)."""
+        """A tag. Raises NotFoundError, UsageError (not a valid name), FormatError, ChainError (of another run)."""
         key = tag_key(name)
         try:
             tag = self._read_standalone(Tag, key, limits.MAX_SIDE_BYTES)
         except NotFoundError as error:
             raise NotFoundError(f"run {self.info.run} has no tag {name!r}") from error
         if tag.name != name:
-            raise ChainError(f"{key} is tag {tag.name!r}: it was copied there, and names nothing")
+            raise ChainError(f"{key} contains tag {tag.name!r}: it was copied from another key")
         self.verifier.check_standalone(tag, tag.version, key)
         return tag
 
     def tags(self) -> dict[str, Tag]:
-        """All tags by name, those that branches set included; one that is damaged raises."""
+        """All tags by name, including those that branches set. A damaged tag raises."""
         names = [tag_of_key(item.key) for item in self.bucket.list(TAGS_PREFIX)]
         return {name: self.tag(name) for name in names if name is not None}
 
     def anchors(self) -> list[int]:
-        """Versions for which there is an anchor beside the chain, ascending: one listing."""
+        """Versions that have a standalone anchor, ascending; one listing."""
         listed = self.bucket.list(ANCHORS_PREFIX)
         return [version for item in listed if (version := anchor_of_key(item.key)) is not None]
 
     def anchor(self, version: int) -> Anchor:
-        """The anchor beside a version. Its digest of the manifest is for the caller to compare.
+        """The standalone anchor of a version. The caller must compare the manifest's digest in it.
 
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or contradicts itself or the table.
@@ -385,25 +390,25 @@ class RunDocuments:
         return anchor
 
     def merged_delta(self, first: int, last: int) -> MergedDelta:
-        """The folded range between two versions. Its digests of manifests are for the caller to compare.
+        """The merged delta between two versions. The caller must compare the manifests' digests in it.
 
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or of other versions.
         """
         key = fold_key(first, last)
-        folded = self._read_standalone(MergedDelta, key, self.document_limit)
-        if (folded.first, folded.last) != (first, last):
-            raise ChainError(f"{key} leads from version {folded.first} to {folded.last}")
-        self.verifier.check_standalone(folded, last, key)
-        return folded
+        merged = self._read_standalone(MergedDelta, key, self.document_limit)
+        if (merged.first, merged.last) != (first, last):
+            raise ChainError(f"{key} leads from version {merged.first} to {merged.last}")
+        self.verifier.check_standalone(merged, last, key)
+        return merged
 
     def merged_deltas(self) -> list[tuple[int, int]]:
-        """First and last version of every folded range, ascending: one listing."""
+        """First and last version of every merged delta, ascending; one listing."""
         listed = self.bucket.list(FOLDS_PREFIX)
         return [pair for item in listed if (pair := fold_of_key(item.key)) is not None]
 
     def retention(self) -> Retention | None:
-        """What was removed, if anything was. A damaged document counts as none, since it is only a hint."""
+        """The record of what garbage collection removed, if any. A damaged one counts as none: it is only a hint."""
         try:
             return self._read_standalone(Retention, RETENTION_KEY, limits.MAX_JSON_BYTES)
         except StoreError:
@@ -412,23 +417,23 @@ class RunDocuments:
             return None
 
     def newest_epoch(self) -> int:
-        """The newest epoch that a writer claimed; 0 is the first writer's."""
+        """The newest epoch that a publisher claimed; 0 is the first publisher's."""
         listed = self.bucket.list(CLAIMS_PREFIX)
         return max((epoch for item in listed if (epoch := claim_of_key(item.key)) is not None), default=0)
 
     def claim(self, epoch: int) -> Claim:
-        """The claim that began an epoch. Raises NotFoundError, FormatError, ChainError."""
+        """The claim of an epoch. Raises NotFoundError, FormatError, ChainError."""
         return self._read_standalone(Claim, claim_key(epoch), limits.MAX_SIDE_BYTES)
 
     def open_source(self, first: Manifest, location: str | None = None) -> Self:
-        """The run that this one branches from; the caller closes it.
+        """Open the run that this one branches from; the caller closes it.
 
         Args:
-            first: version 0 of this run, whose ``base`` names a run.
-            location: URL of that run, where it is not at the recorded one.
+            first: version 0 of this run, whose ``base`` names the source run.
+            location: URL of the source run, if it is not at the recorded one.
 
         Raises:
-            NotFoundError: it is not there. ChainError: another run is there, or its version is another.
+            NotFoundError: it is not there. ChainError: another run is there, or its version differs.
         """
         base = first.base
         if base is None or base.run is None or base.version is None:
@@ -446,13 +451,13 @@ class RunDocuments:
             manifest = source.manifest(base.version)
             if manifest.digest != base.manifest or manifest.fingerprint != first.fingerprint:
                 raise ChainError(
-                    f"version {base.version} of run {base.run} is not the one that {self.info.run} began with"
+                    f"version {base.version} of run {base.run} is not the version that {self.info.run} branched from"
                 )
             failing.pop_all()
         return source
 
     def close(self) -> None:
-        """Close the bucket; safe to call twice. Nothing can be read afterwards."""
+        """Close the bucket; safe to call twice."""
         self.bucket.close()
 
     def __enter__(self) -> Self:
@@ -474,7 +479,7 @@ class RunDocuments:
 
 
 def read_info(bucket: Bucket) -> RunInfo:
-    """run.json. Raises NotFoundError (there is no run), FormatError, UnsupportedError, StoreError."""
+    """Read run.json. Raises NotFoundError (there is no run), FormatError, UnsupportedError, StoreError."""
     try:
         data = bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
     except NotFoundError as error:
@@ -484,7 +489,7 @@ def read_info(bucket: Bucket) -> RunInfo:
 
 
 def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
-    """tensors.json. Raises NotFoundError, DigestError or FormatError (it is not the one of run.json), StoreError."""
+    """Read tensors.json. Raises NotFoundError, DigestError or FormatError (it does not fit run.json), StoreError."""
     table = TensorTable.from_bytes(bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES))
     if table.digest != info.tensors:
         raise DigestError(f"{TABLE_KEY} has SHA-256 {table.digest}, run.json says {info.tensors}")
@@ -494,10 +499,10 @@ def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
 
 
 def revoked_manifest(run: RunDocuments, version: int) -> Manifest | None:
-    """The manifest of a version that ``keys.json`` gave up: its key had signed it, and is retired or revoked since.
+    """The manifest of a version whose key was retired or revoked before it; such a version must not be served.
 
-    None if it may be believed, or if it is not there, damaged, or signed by anybody else. It is good for its place in
-    the chain, where the versions after it name it by digest, and for nothing else.
+    Returns None if the manifest is valid, missing, damaged, or signed by a key that keys.json does not list. Use the
+    manifest only to follow the history: later versions name it by digest.
 
     Raises:
         StoreError: the store failed.

@@ -1,4 +1,7 @@
-"""Run files: the model's configuration, tokenizer and generation settings, read from a run and written to a folder."""
+"""Read a run's files (the model's configuration, tokenizer, generation settings) and a version's sidecars.
+
+``write_files`` writes the run's files to a model folder.
+"""
 
 import os
 import tempfile
@@ -18,7 +21,7 @@ def read_file(run: RunDocuments, name: str) -> bytes:
     """The bytes of one of the run's files, with size and SHA-256 checked.
 
     Raises:
-        NotFoundError: the run has no file of that name, or the bucket has lost it.
+        NotFoundError: the run has no file of that name, or the bucket lost it.
         DigestError, LimitError: it is not what run.json lists. StoreError: the store failed.
     """
     found = next((item for item in run.info.files if item.name == name), None)
@@ -29,7 +32,7 @@ def read_file(run: RunDocuments, name: str) -> bytes:
 
 
 def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
-    """The bytes of a file as run.json lists it; raises as ``read_file``."""
+    """The bytes of a file that run.json lists; raises as ``read_file``."""
     try:
         return fetch_object(run.bucket, item)
     except StoreError:
@@ -39,24 +42,24 @@ def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
 
 
 def write_files(run: RunDocuments, folder: Path) -> list[str]:
-    """Write the run's files to a folder; one that is there with the right content stays as it is.
+    """Write the run's files to a folder; a file that has the right content already is not touched.
 
-    Only files that a model folder consists of are written (``checkpoint.is_model_file``): never code, never weights.
+    Only files that belong in a model folder are written (``checkpoint.is_model_file``), never code or weights.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
 
     Returns:
         names of the files.
 
     Raises:
         NotFoundError, DigestError, LimitError: a file is missing from the bucket, or damaged. StoreError: the store
-            failed, or the folder cannot be written.
+            failed, or the folder cannot be written to.
     """
     written = []
     for item in run.info.files:
         if not is_model_file(item.name):
-            logger.warning("%s lists file %r, which no model folder needs; it is left out", RUN_KEY, item.name)
+            logger.warning("%s lists file %r, which no model folder needs; it was not written", RUN_KEY, item.name)
             continue
         write_file(folder / item.name, fetch_run_file(run, item))
         written.append(item.name)
@@ -64,7 +67,7 @@ def write_files(run: RunDocuments, folder: Path) -> list[str]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file so that nobody sees a part of it, unless it has that content already; raises StoreError."""
+    """Write a file atomically, unless it has that content already. Raises StoreError."""
     try:
         if path.is_file() and not path.is_symlink() and path.read_bytes() == data:
             return
@@ -76,7 +79,7 @@ def write_file(path: Path, data: bytes) -> None:
                 os.fsync(opened)
             os.chmod(part, 0o644)
             os.replace(part, path)
-        except BaseException:  # an interrupt leaves no part behind either
+        except BaseException:  # also after an interrupt, no partial file stays
             os.unlink(part)
             raise
     except OSError as error:
@@ -102,9 +105,9 @@ def read_sidecar(run: RunDocuments, manifest: Manifest, name: str) -> bytes:
         record = run.retention()
         if record is not None and record.gave_up(manifest.version):
             raise NotFoundError(
-                f"sidecar {name!r} of version {manifest.version} was removed with the version by retention; tag "
-                "versions that are to stay (delta-sync tag)"
+                f"sidecar {name!r} of version {manifest.version} was removed with the version by retention; tag the "
+                "versions that you want to keep (delta-sync tag)"
             ) from error
         raise NotFoundError(
-            f"sidecar {name!r} of version {manifest.version}, {found.key}, is gone: {error.message}"
+            f"sidecar {name!r} of version {manifest.version}, {found.key}, is missing: {error.message}"
         ) from error

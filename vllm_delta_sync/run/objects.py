@@ -1,4 +1,7 @@
-"""The objects of one document, opened: read tensor by tensor, or only asked what they carry."""
+"""Open the objects of a document: ``open_objects`` reads tensor by tensor, ``summarize_changes`` says what they change.
+
+Objects that are too large for memory are fetched to a scratch folder (``scratch_folder``) and mapped.
+"""
 
 import fcntl
 import hashlib
@@ -31,58 +34,59 @@ from vllm_delta_sync.tensors.base_bits import Old
 from vllm_delta_sync.tensors.changes import Changes
 
 MAPPED_BYTES = 64 * 1024 * 1024
-"""A larger object is not read into memory where it can be mapped."""
+"""Objects above this size are mapped, not read into memory, where that is possible."""
 SCRATCH_PREFIX = "delta-sync-scratch-"
 LOCK_NAME = "lock"
 
 
 def needs_base_bits(document: Manifest | MergedDelta) -> bool:
-    """Whether its objects are read with the weights at hand that they build on."""
+    """Whether decoding the document's objects needs their base bits."""
     return "context" in document.requires
 
 
 def open_objects(
     document: Manifest | MergedDelta, table: TensorTable, objects: Iterable[Buffer], old: Old | None = None
 ) -> list[LazyDelta]:
-    """The objects (already checked by digest) that a document lists, to be read tensor by tensor.
+    """Open the objects that a document lists for reading tensor by tensor. Their digests must have been checked.
 
     Args:
         objects: in the document's order. old: see ``LazyDelta``.
 
     Raises:
         UnsupportedError: one has codec ``raw``. ChainError: the document holds whole tensors.
-        FormatError: they are not what the document says, or carry a tensor in full and once more.
+        FormatError: they contradict the document, or carry a tensor in full and once more.
     """
     context, what = delta_context(document), describe_document(document)
     if context is None:
-        raise ChainError(f"{what} holds whole tensors, and no changes")
+        raise ChainError(f"{what} holds whole tensors, not changes")
     parts = [LazyDelta(data, table, context, old) for data in objects]
     changed = sum(part.changed for part in parts)
     if changed != document.changed:
-        raise FormatError(f"{what}: objects carry {changed} elements, it says {document.changed}")
-    _refuse_twice(what, parts, table)
+        raise FormatError(f"{what}: objects carry {changed} elements, it declares {document.changed}")
+    _check_carried_once(what, parts, table)
     return parts
 
 
-def _refuse_twice(what: str, parts: list[LazyDelta], table: TensorTable) -> None:
+def _check_carried_once(what: str, parts: list[LazyDelta], table: TensorTable) -> None:
     full = Counter(tensor for part in parts for tensor in part.full)
     sparse = {int(tensor) for part in parts for ids, _ in part.directory.values() for tensor in ids}
-    twice = {tensor for tensor, times in full.items() if times > 1 or tensor in sparse}
-    if twice:
-        raise FormatError(f"{what}: tensor {table[min(twice)].name!r} is carried in full and once more")
+    duplicates = {tensor for tensor, times in full.items() if times > 1 or tensor in sparse}
+    if duplicates:
+        raise FormatError(f"{what}: tensor {table[min(duplicates)].name!r} is carried in full and once more")
 
 
 def declared_fingerprint(part: LazyDelta) -> Fingerprint:
-    """What an object declares that it adds to the model's fingerprint."""
+    """The change of the model's fingerprint that an object declares."""
     return sum(part.fingerprints.values(), Fingerprint())
 
 
 @dataclass(frozen=True)
 class ChangeSummary:
-    """What a document changes, without the changes.
+    """What a document changes, without the values.
 
     Attributes:
-        counts: elements carried, by tensor id. full: tensors in full. fingerprints: declared changes, by tensor id.
+        counts: elements carried, by tensor id. full: ids of tensors carried in full.
+        fingerprints: declared changes of fingerprint, by tensor id.
     """
 
     counts: dict[int, int]
@@ -91,17 +95,17 @@ class ChangeSummary:
 
     @property
     def changes(self) -> Changes:
-        """What is declared of them."""
+        """The declared changes of fingerprint only."""
         return Changes(fingerprints=self.fingerprints)
 
 
 def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, objects: Sequence[Buffer]) -> ChangeSummary:
-    """What a document changes, for whoever has not the weights that it builds on.
+    """Summarize what a document changes, without its base bits.
 
-    Everything is checked that can be: all, or, where objects have codec ``context``, all but their streams.
+    Checks everything; of objects of codec ``context``, everything except their streams.
 
     Args:
-        objects: already checked by digest.
+        objects: with checked digests.
 
     Raises:
         DeltaSyncError: see ``decode_objects`` and ``open_objects``.
@@ -126,13 +130,13 @@ def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, obje
 
 
 def open_step_objects(step: Step, folder: Path, old: Old | None = None) -> list[LazyDelta]:
-    """A step's objects, fetched to ``folder``, checked and mapped.
+    """Open a step's objects for reading tensor by tensor; fetches them to ``folder``, checks and maps them.
 
     Args:
         old: see ``LazyDelta``.
 
     Raises:
-        NotFoundError, DigestError: an object is missing or damaged. Else as ``open_objects``.
+        NotFoundError, DigestError: an object is missing or damaged. Otherwise as ``open_objects``.
     """
     table = step.run.table
 
@@ -147,41 +151,44 @@ def open_step_objects(step: Step, folder: Path, old: Old | None = None) -> list[
 
 @contextmanager
 def scratch_folder(parent: str | Path | None, purpose: str, needed: int) -> Iterator[Path]:
-    """A folder for ``needed`` bytes, removed at the end. Those of processes that were killed are removed before.
+    """Make a folder with room for ``needed`` bytes, and remove it at the end of the block.
+
+    First removes the scratch folders of processes that were killed.
 
     Args:
-        parent: where to make it; None for the system's temporary directory.
+        parent: the folder to make it in; None for the system's temporary directory.
 
     Raises:
         StoreError: it cannot be made, or there is less room than needed.
     """
-    place = Path(tempfile.gettempdir() if parent is None else parent)
-    mend = "set TMPDIR" if parent is None else "name another folder"
+    directory = Path(tempfile.gettempdir() if parent is None else parent)
+    remedy = "set TMPDIR to a folder" if parent is None else "name another folder"
     with ExitStack() as stack:
         try:
-            _sweep(place)
-            free = shutil.disk_usage(place).free
+            _remove_abandoned(directory)
+            free = shutil.disk_usage(directory).free
             if free < needed:
                 raise StoreError(
-                    f"{purpose} needs {needed:,} bytes of scratch in {str(place)!r}, {free:,} are free; free space "
-                    f"there or {mend}"
+                    f"{purpose} needs {needed:,} bytes of scratch space in {str(directory)!r}, {free:,} are free; free "
+                    f"space there, or {remedy} with enough"
                 )
-            folder = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=place, ignore_cleanup_errors=True)
+            folder = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=directory, ignore_cleanup_errors=True)
             path = Path(stack.enter_context(folder))
             lock = stack.enter_context((path / "new").open("wb"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Under this name only once it is locked: who sees it and gets the lock knows that the owner is gone.
+            # Renamed only after locking: a process that sees this name and gets the lock knows that the owner ended.
             os.rename(path / "new", path / LOCK_NAME)
         except OSError as error:
             raise StoreError(
-                f"scratch folder in {str(place)!r} cannot be made: {error.strerror}; {mend} that can be written to"
+                f"a scratch folder in {str(directory)!r} cannot be made: {error.strerror}; {remedy} that this user can "
+                "write to"
             ) from error
         yield path
 
 
-def _sweep(place: Path) -> None:
-    """Remove scratch folders of this user whose owners ended without doing so."""
-    for path in place.glob(f"{SCRATCH_PREFIX}*"):
+def _remove_abandoned(directory: Path) -> None:
+    """Remove scratch folders of this user whose processes ended without removing them."""
+    for path in directory.glob(f"{SCRATCH_PREFIX}*"):
         try:
             if path.is_symlink() or path.lstat().st_uid != os.geteuid():
                 continue
@@ -189,23 +196,24 @@ def _sweep(place: Path) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:
-            # In use, without a lock yet, or somebody else is removing it.
+            # It is in use, has no lock yet, or another process is removing it.
             continue
 
 
 def fetch_object_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) -> Path:
-    """Copy an object to a file of ``folder`` and check it, with bounded memory.
+    """Copy an object to a file in ``folder`` and check it, in bounded memory.
 
     Args:
-        limit: bytes that an object of this model may have.
+        limit: the most bytes that an object of this model may have.
 
     Raises:
-        NotFoundError: it is gone. LimitError, DigestError: it is not what the document lists. FormatError: it is empty.
+        NotFoundError: it is missing. FormatError: it is empty.
+        LimitError, DigestError: it is not what the document lists.
     """
     check_stored_size(bucket, ref)
     if ref.bytes > limit:
         raise LimitError(
-            f"object {ref.key} has {ref.bytes} bytes, more than the {limit} that one of this model may have"
+            f"object {ref.key} has {ref.bytes} bytes, more than the {limit} that an object of this model may have"
         )
     if ref.bytes == 0:
         raise FormatError(f"object {ref.key} is empty")
@@ -224,7 +232,7 @@ def file_digest(path: Path) -> str:
 
 
 def map_cached_object(run: RunDocuments, ref: ObjectRef) -> np.ndarray | None:
-    """An object of a run, checked and mapped from the cache; None: there is no cache for it, or it is empty.
+    """Map an object of a run from the cache, checked; None if no cache holds it, or it is empty.
 
     Raises:
         As ``RunDocuments.fetch``.

@@ -1,4 +1,4 @@
-"""Reading ahead and keeping: the small documents of a run are fetched early, several at a time, and manifests once."""
+"""``Prefetcher`` fetches a run's small documents early and in parallel, and caches manifests during checks."""
 
 import threading
 from collections import OrderedDict
@@ -14,13 +14,13 @@ from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
 
 LOCAL_SCHEMES = ("file", "memory")
-"""Schemes of stores that answer sooner than a thread is started."""
+"""Schemes of stores that answer faster than a thread starts, so that prefetching does not pay."""
 MAX_EXPECTED = 4
-"""Manifests of new versions that are asked for before it is known that they are there."""
+"""The most manifests of new versions that are requested before it is known whether they exist."""
 KEPT_BYTES = 128 * 1024**2
-"""Of manifests that are kept while a run is checked: some 100,000 of them."""
+"""Memory for manifests that are cached while a run is checked; holds some 100,000 of them."""
 READ_AHEAD = 32
-"""Documents that are read before the one at hand is done with."""
+"""The most documents that ``read_ahead`` reads before the caller has taken them."""
 _BATCH = 4096
 
 _Item = TypeVar("_Item")
@@ -28,19 +28,20 @@ _Found = TypeVar("_Found")
 
 
 def read_ahead(read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterator[_Found]:
-    """Yield ``read(item)`` in the order of the items, with several reads under way, and ``READ_AHEAD`` of them in memory.
+    """Yield ``read(item)`` for each item in order. Reads run in parallel, up to ``READ_AHEAD`` of them ahead.
 
-    Raises what the first read that fails raises.
+    Raises:
+        Whatever the first failing ``read`` raises.
     """
     for start in range(0, len(items), _BATCH):
         yield from in_parallel(read, items[start : start + _BATCH], READ_AHEAD)
 
 
 class Prefetcher:
-    """A bucket's small documents, some of them fetched before they are asked for, or kept for when they are again.
+    """Reads a bucket's small documents; some are fetched before they are needed, and manifests can be cached.
 
-    What was found early is taken from there, once. What was missing is asked for again: a document that names it may
-    have been read after it.
+    A prefetched document is used once. One that was missing is requested again, because a document that names it may
+    have been read later.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -51,10 +52,10 @@ class Prefetcher:
 
     @contextmanager
     def prefetching(self, wanted: dict[str, int]) -> Iterator[None]:
-        """Within the block, ``get`` has begun to fetch these already.
+        """Begin to fetch documents that ``get`` will need within the block.
 
         Args:
-            wanted: by key, how many bytes it may have.
+            wanted: key → the most bytes that the document may have.
         """
         if self._is_remote:
             self._under_way = {key: begun(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
@@ -65,7 +66,7 @@ class Prefetcher:
 
     @contextmanager
     def caching_manifests(self) -> Iterator[None]:
-        """Within the block a manifest is fetched once, by any thread, as long as ``KEPT_BYTES`` hold those read last.
+        """Within the block, fetch each manifest once; the cache holds the last used ``KEPT_BYTES``, for all threads.
 
         For checks and listings: if a manifest is replaced meanwhile, the bytes read first are used.
         """
@@ -89,7 +90,7 @@ class Prefetcher:
         return self.stored(key, max_bytes)
 
     def stored(self, key: str, max_bytes: int) -> bytes:
-        """As ``get``, and never what ``reading`` has fetched."""
+        """As ``get``, but never from what was prefetched."""
         cache = self._manifest_cache
         if cache is None or not key.startswith(VERSIONS_PREFIX):
             return self._bucket.get(key, max_bytes=max_bytes)
@@ -99,7 +100,7 @@ class Prefetcher:
 
 
 class _ManifestCache:
-    """Documents by key; those used last, as far as they fit. What could not be read is not cache."""
+    """Documents by key, with least-recently-used eviction. Failed reads are not cached."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +108,7 @@ class _ManifestCache:
         self._bytes = 0
 
     def get(self, key: str, fetch: Callable[[], bytes]) -> bytes:
-        """The document; while another thread fetches it, that is waited for."""
+        """Return the document; if another thread is fetching it, wait for that."""
         with self._lock:
             known = self._documents.get(key)
             if known is None:
@@ -117,7 +118,7 @@ class _ManifestCache:
                 self._documents.move_to_end(key)
         if known is not None:
             ended(known)
-            # The other one may have failed for a reason of its own.
+            # The other thread may have failed for a reason that does not concern this one.
             return known.result() if known.exception() is None else fetch()
         try:
             data = fetch()

@@ -1,4 +1,4 @@
-"""What checking a run finds, and what it says at the end."""
+"""``VerifyReport``: the outcome of checking a run, with its ``Finding``s."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,13 @@ from vllm_delta_sync.format.manifest import ObjectRef, RunFile, Sidecar
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that does not hold.
+    """One problem in a run.
 
     Attributes:
-        key: of the object or document that is bad. error: what is wrong with it.
-        version: of the chain, if it belongs to one. document: key of what lists it, if it is an object.
-        ref: how that lists it. tensor: the first one that is not as declared, where that can be told.
-        sidecar: how its version lists it, if it is one. run_file: how run.json lists it, if it is one.
+        key: of the bad object or document. error: what is wrong with it.
+        version: the version that it belongs to, if any. document: key of the document that lists it, for an object.
+        ref: the entry in that document. tensor: the first tensor that is not as declared, if known.
+        sidecar: the entry in the version's manifest, for a sidecar. run_file: the entry in run.json, for a run file.
     """
 
     key: str
@@ -28,10 +28,10 @@ class Finding:
 
 
 class Findings:
-    """Takes findings: keeps them all, or raises the first.
+    """Collects findings: keeps all of them, or raises the first.
 
     Attributes:
-        items: those taken.
+        items: the findings so far.
     """
 
     def __init__(self, keep: bool) -> None:
@@ -39,13 +39,13 @@ class Findings:
         self.items: list[Finding] = []
 
     def add(self, finding: Finding) -> None:
-        """Keep the finding, and raise its error if one is enough."""
+        """Add the finding, and raise its error unless all findings are kept."""
         self.items.append(finding)
         if not self._keep:
             raise finding.error
 
     def contains(self, error: DeltaSyncError) -> bool:
-        """Whether an error is that of a finding, rather than of something that kept the check from being made."""
+        """Whether an error belongs to a finding; other errors mean that the check itself failed."""
         return any(finding.error is error for finding in self.items)
 
 
@@ -54,21 +54,21 @@ class VerifyReport:
     """Outcome of ``Run.verify``.
 
     Attributes:
-        versions: how many versions were walked, from 0 to the head.
-        head: newest version number; the newest good one where findings are kept.
+        versions: how many versions were checked, from 0 to the head.
+        head: newest version; if findings are kept, the newest good one.
         files, objects, sidecars, bytes: run files, objects and sidecars read, and their size in all.
-        replayed: True if the weights of every version that is kept were rebuilt and compared with its fingerprint;
-            False if the run's base is not at hand, in which case digests, chain and declared fingerprints were checked.
-        anchors, folds: documents beside the chain that hold, with their objects.
-        gone: versions whose own objects were removed by retention.
-        unreadable: versions that nothing leads to any more, though retention kept them.
-        refused: versions that the chain went past, since the key that signed them was retired or revoked before them.
-        signed: public key of run.json's signature; None if it has none. checked: whether signatures were asked for.
+        replayed: True if the weights of every kept version were rebuilt and compared with its fingerprint. False if
+            the run's base is not there; then only digests, history and declared fingerprints were checked.
+        anchors, folds: how many standalone anchors and merged deltas are good, with their objects.
+        gone: how many versions had their own objects removed by retention.
+        unreadable: kept versions that can no longer be rebuilt.
+        refused: versions whose signing key was retired or revoked before them; later versions descend from them.
+        signed: public key of run.json's signature; None if it has none. checked: whether signatures were checked.
         pointed: version that HEAD.json names; None if it is missing or damaged.
-        undecoded: keys of documents of codec ``context`` whose streams were not read, since the weights that they build
-            on were not at hand; their digests, tables and declared fingerprints were checked.
-        notes: what is worth knowing and no error.
-        findings: all that does not hold, where they are kept.
+        undecoded: keys of documents of codec ``context`` whose streams were not decoded, because their base bits were
+            not available; their digests, tables and declared fingerprints were checked.
+        notes: remarks that are not errors.
+        findings: all problems, if findings are kept.
     """
 
     versions: int = 0
