@@ -85,7 +85,7 @@ class Counting(Bucket):
 class EachDelta(Run):
     """A reader that knows of no folded ranges."""
 
-    def folded(self, first: int, last: int) -> MergedDelta:
+    def merged_delta(self, first: int, last: int) -> MergedDelta:
         raise NotFoundError(f"folded range {first} to {last} is not looked for")
 
 

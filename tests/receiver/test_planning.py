@@ -164,7 +164,7 @@ def test_rebuild_that_lacks_its_base_leaves_what_is_served(tmp_path: Path) -> No
     server.reaches(4, commits=1)
     chain.grow(2, base=2)
     hidden = (tmp_path / "base").rename(tmp_path / "hidden")
-    with pytest.raises(ChainError, match="cannot be taken back"):
+    with pytest.raises(ChainError, match="cannot be reverted"):
         server.receiver.advance()
     server.serves(4)
     hidden.rename(tmp_path / "base")

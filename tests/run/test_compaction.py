@@ -187,7 +187,7 @@ def test_what_the_versions_declare_must_add_up(tmp_path: Path) -> None:
     nothing = sha256(b"").hexdigest()
     written.bucket.put(object_key(nothing), b"")
     empty = ObjectRef(key=object_key(nothing), bytes=0, sha256=nothing)
-    for change, named in (({"objects": [empty]}, "is empty"), ({"changed": step.changed + 1}, "it says")):
+    for change, named in (({"objects": [empty]}, "is empty"), ({"changed": step.changed + 1}, "it declares")):
         with pytest.raises(FormatError, match=named):
             open_step_objects(type(step)(run, step.document.model_copy(update=change)), tmp_path)
     assert decode_objects(step.document, run.table, [run.fetch(ref) for ref in step.objects]).changed == step.changed

@@ -110,7 +110,7 @@ def test_version_that_replaces_bits_cannot_be_taken_back(tree: Written) -> None:
     grow(tree, 3)
     tree.delta("full")
     tree.delta(base=2)
-    with pytest.raises(GapError, match="cannot be taken back"):
+    with pytest.raises(GapError, match="cannot be reverted"):
         find_steps(tree.run, 4, 5)
     expect(tree, find_steps(tree.run, 3, 5), 3, 5)
     # From the root there is a path all the same.

@@ -304,4 +304,4 @@ def test_codec_context_is_read_through_a_file_and_said(
     assert found["d"] == []
     assert len(asked) == 1
     assert asked[0] >= TABLE.full_bytes
-    assert f"{version_key(2)} is of codec 'context'" in caplog.text
+    assert f"{version_key(2)} has codec 'context'" in caplog.text

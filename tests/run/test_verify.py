@@ -160,7 +160,7 @@ def test_a_folded_range_that_leads_elsewhere_is_named(whole: Whole) -> None:
     replace_object(whole, key, whole.run.merged_delta(0, 4).objects[0].key, data)
     error = first(whole)
     assert isinstance(error, FingerprintError)
-    assert "folded range 0 to 4: tensor 'b' does not have the declared fingerprint" in error.message
+    assert "merged delta 0 to 4: tensor 'b' does not have the declared fingerprint" in error.message
     assert [(found.key, found.tensor) for found in all_of(whole).findings] == [(key, "b")]
 
 
@@ -259,7 +259,7 @@ def test_a_folded_range_stands_in_for_a_lost_version(whole: Whole) -> None:
     assert ["version 4: its own objects" in note for note in report.notes] == [True]
     assert report.replayed
     whole.flip(whole.run.merged_delta(3, 4).objects[0].key)
-    with pytest.raises(DigestError, match="folded range 3 to 4"):
+    with pytest.raises(DigestError, match="merged delta 3 to 4"):
         verify_run(whole.run)
     assert {whole.object_of(4)} < {finding.key for finding in all_of(whole).findings}
 

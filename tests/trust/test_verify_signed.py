@@ -112,7 +112,7 @@ def test_hints_need_no_signature(signed: Signed) -> None:
 def test_a_head_that_has_run_out_is_noted(signed: Signed) -> None:
     signed.bucket.put(keys.HEAD_KEY, make_head(signed.writer.manifests[8], ROOT, seconds=-1).to_bytes())
     report = verify_run(signed.run)
-    assert ["HEAD.json has run out at" in note for note in report.notes] == [True]
+    assert ["HEAD.json expired at" in note for note in report.notes] == [True]
     signed.bucket.put(keys.HEAD_KEY, make_head(signed.writer.manifests[8], ROOT).to_bytes())
     assert verify_run(signed.run).notes == []
 

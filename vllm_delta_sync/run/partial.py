@@ -181,7 +181,7 @@ class PartialState:
             if measured.get(tensor, Fingerprint() if kept.complete else declared) != declared:
                 raise FingerprintError(
                     f"tensor {self._table[tensor].name!r} does not have the declared fingerprint after the change: "
-                    "the object was made for other weights, or is damaged"
+                    "the object was made against other weights, or is damaged"
                 )
             kept.fingerprint += declared
         self.fingerprint += changes.fingerprint

@@ -255,9 +255,9 @@ class ReadPlanner:
 
     def _first(self, ranges: list[tuple[int, int]]) -> Step | None:
         for first, last in ranges:
-            folded = self._merged_delta(first, last)
-            if folded is not None:
-                return Step(self._run, folded)
+            merged = self._merged_delta(first, last)
+            if merged is not None:
+                return Step(self._run, merged)
         return None
 
     def _merged_delta(self, first: int, last: int) -> MergedDelta | None:

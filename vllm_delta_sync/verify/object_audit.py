@@ -148,7 +148,7 @@ class ObjectAudit:
 
 def wrong_tensor(what: str, tensor: str) -> FingerprintError:
     return FingerprintError(
-        f"{what}: tensor {tensor!r} does not have the declared fingerprint after the change: the object was made for "
+        f"{what}: tensor {tensor!r} does not have the declared fingerprint after the change: the object was made against "
         "other weights, or is damaged"
     )
 
