@@ -95,11 +95,11 @@ def check_tensor_fingerprints(manifest: Manifest | Anchor, table: TensorTable) -
     declared = manifest.tensor_fingerprints
     if declared is None:
         return
-    odd = next((spec.name for spec in table if spec.name not in declared), None)
-    odd = odd or next((name for name in declared if name not in table), None)
-    if odd is not None:
+    unpaired = next((spec.name for spec in table if spec.name not in declared), None)
+    unpaired = unpaired or next((name for name in declared if name not in table), None)
+    if unpaired is not None:
         raise TensorMismatchError(
-            f"version {manifest.version}: tensor {odd[:120]!r} is in only one of tensor_fingerprints and the table"
+            f"version {manifest.version}: tensor {unpaired[:120]!r} is in only one of tensor_fingerprints and the table"
         )
     total = sum((Fingerprint.from_hex(value) for value in declared.values()), Fingerprint())
     if total != manifest.model_fingerprint:

@@ -66,10 +66,10 @@ def restore_boxes(
     check_base(base)
     for name, wanted in boxes.items():
         shape = run.table.by_name(name).shape
-        odd = next((box for box in wanted if box.whole != shape), None)
-        if odd is not None:
+        mismatch = next((box for box in wanted if box.whole != shape), None)
+        if mismatch is not None:
             raise TensorMismatchError(
-                f"a box of tensor {name!r} is for shape {list(odd.whole)}, the tensor of the run has {list(shape)}"
+                f"a box of tensor {name!r} is for shape {list(mismatch.whole)}, the tensor of the run has {list(shape)}"
             )
 
     def load(found: Plan) -> ModelState | PartialState:
@@ -266,12 +266,12 @@ def any_sharded(targets: TargetTensors) -> bool:
 
 def fill_shards(run: RunDocuments, manifest: Manifest, targets: TargetTensors, base: str | Path | None) -> None:
     """Write a version's weights into the parts that this process holds. Errors as ``restore_boxes``."""
-    held = {spec.name: _pieces(spec.name, targets[spec.name]) for spec in run.table if spec.name in targets}
-    boxes = {name: [box for box, _ in pieces] for name, pieces in held.items()}
+    pieces_by_name = {spec.name: _pieces(spec.name, targets[spec.name]) for spec in run.table if spec.name in targets}
+    boxes = {name: [box for box, _ in pieces] for name, pieces in pieces_by_name.items()}
     with torch.no_grad():
         for name, found in restore_boxes(run, manifest, boxes, base).items():
             dtype = run.table.by_name(name).dtype
-            for (box, local), bits in zip(held[name], found, strict=True):
+            for (box, local), bits in zip(pieces_by_name[name], found, strict=True):
                 local.copy_(tensor_from_bits(bits, TensorSpec(name, dtype, box.shape)))
 
 
@@ -299,9 +299,11 @@ def check_targets(targets: TargetTensors, specs: Mapping[str, TensorSpec], stric
                 remedy = f"it has {longer!r}: pass the module inside the wrapper that adds to the names"
             raise TensorMismatchError(f"tensor {absent!r} of the run is not in the target; {remedy}")
         extra = (name for name in targets if name not in specs)
-        odd = next((name for name in extra if _memory(targets[name]) not in filled), None)
-        if odd is not None:
-            raise TensorMismatchError(f"tensor {odd!r} of the target is not in the run; pass strict=False to leave it")
+        unknown = next((name for name in extra if _memory(targets[name]) not in filled), None)
+        if unknown is not None:
+            raise TensorMismatchError(
+                f"tensor {unknown!r} of the target is not in the run; pass strict=False to leave it"
+            )
     for name, spec in specs.items():
         if name in targets:
             _check_target(name, targets[name], spec)

@@ -148,31 +148,31 @@ class ReadPlanner:
         """Add manifests that were read already, so that they are not read again."""
         self._manifests.update({manifest.version: manifest for manifest in manifests})
 
-    def path(self, held: int, target: int) -> list[Step]:
+    def path(self, start: int, target: int) -> list[Step]:
         """The steps from one version to another; each fits the manifests at both its ends. Empty if they are the same.
 
         Raises:
             GapError: there is no path; the message names the obstacle. StoreError: the store failed.
         """
-        while held != target:
-            steps = self._find_steps(held, target)
-            odd = self._first_contradiction(steps, (held, target))
-            if odd is None:
+        while start != target:
+            steps = self._find_steps(start, target)
+            mismatch = self._first_contradiction(steps, (start, target))
+            if mismatch is None:
                 return steps
-            if not isinstance(odd.document, MergedDelta):
-                self._rewritten.add(odd.high)
-            elif not self._read_ends(odd):
-                self._merged[odd.low, odd.high] = None
+            if not isinstance(mismatch.document, MergedDelta):
+                self._rewritten.add(mismatch.high)
+            elif not self._read_ends(mismatch):
+                self._merged[mismatch.low, mismatch.high] = None
         return []
 
-    def _read_ends(self, odd: Step) -> bool:
+    def _read_ends(self, mismatch: Step) -> bool:
         """Read the manifests at both ends of a merged delta, to find out which of two documents that disagree is wrong.
 
         Returns:
             Whether a manifest was read that was not known before.
         """
         known = len(self._manifests)
-        for version in (odd.low, odd.high):
+        for version in (mismatch.low, mismatch.high):
             try:
                 self.manifest(version)
             except StoreError:
@@ -181,14 +181,14 @@ class ReadPlanner:
                 continue
         return len(self._manifests) > known
 
-    def _find_steps(self, held: int, target: int) -> list[Step]:
-        top = self.manifest(max(held, target))
+    def _find_steps(self, start: int, target: int) -> list[Step]:
+        top = self.manifest(max(start, target))
         self._breaks = {item.version: item.base_version for item in top.breaks}
-        up, down = _lineage(held, self._breaks), _lineage(target, self._breaks)
+        up, down = _lineage(start, self._breaks), _lineage(target, self._breaks)
         starts = [begin for begin, _ in down]
         common = next((index for index, (begin, _) in enumerate(up) if begin in starts), None)
         if common is None:
-            raise GapError(f"version {target} does not descend from version {held}: an anchor lies between them")
+            raise GapError(f"version {target} does not descend from version {start}: an anchor lies between them")
         steps: list[Step] = []
         for begin, end in up[:common]:
             self._back(end, begin, steps)
@@ -314,12 +314,12 @@ class ReadPlanner:
         known = {version: self._manifests[version].digest for version in ends if version in self._manifests}
         deltas = [step for step in steps if not isinstance(step.document, MergedDelta)]
         for step in sorted(deltas, key=lambda step: -step.high):
-            if (odd := _contradicts(step, known)) is not None:
-                return odd
+            if (mismatch := _contradicts(step, known)) is not None:
+                return mismatch
         for version, manifest in self._manifests.items():
             known.setdefault(version, manifest.digest)
         folds = (step for step in steps if isinstance(step.document, MergedDelta))
-        return next((odd for step in folds if (odd := _contradicts(step, known)) is not None), None)
+        return next((mismatch for step in folds if (mismatch := _contradicts(step, known)) is not None), None)
 
 
 def _contradicts(step: Step, known: dict[int, str]) -> Step | None:
@@ -352,9 +352,9 @@ def _sizes(at: int, span: int) -> list[int]:
     return sizes[::-1]
 
 
-def find_steps(run: RunDocuments, held: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
+def find_steps(run: RunDocuments, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
     """The steps from one version of a run to another; see ``ReadPlanner.path``."""
-    return ReadPlanner(run, avoid).path(held, target)
+    return ReadPlanner(run, avoid).path(start, target)
 
 
 def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), anchors: bool = True) -> Plan:

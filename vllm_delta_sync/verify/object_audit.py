@@ -148,8 +148,8 @@ class ObjectAudit:
 
 def wrong_tensor(what: str, tensor: str) -> FingerprintError:
     return FingerprintError(
-        f"{what}: tensor {tensor!r} does not have the declared fingerprint after the change: the object was made against "
-        "other weights, or is damaged"
+        f"{what}: tensor {tensor!r} does not have the declared fingerprint after the change: the object was made "
+        "against other weights, or is damaged"
     )
 
 

@@ -33,7 +33,7 @@ class ReplayAudit:
         base: as ``run.restore.restore``.
 
     Attributes:
-        held, state: the version that is loaded, and its weights; None if there is none.
+        loaded, state: the version that is loaded, and its weights; None if there is none.
         causes: why versions were not reached: damage (``bad``), retention (``gone``), a missing base (``base``), or a
             key that was retired or revoked before them (``refused``).
         unreadable: versions that cannot be rebuilt because of damage.
@@ -61,7 +61,7 @@ class ReplayAudit:
         self._good: set[str] = set()
         # (first, last) of a merged delta → the fingerprints by tensor id that it should lead to.
         self._expected: dict[tuple[int, int], list[Fingerprint]] = {}
-        self.held: int | None = None
+        self.loaded: int | None = None
         self.state: ModelState | None = None
         self.causes: dict[int, _Cause] = {}
         self.unreadable: set[int] = set()
@@ -96,18 +96,18 @@ class ReplayAudit:
 
     def _audit_manifest(self, manifest: Manifest) -> None:
         version = manifest.version
-        gone = self._is_gone(version)
+        collected = self._is_gone(version)
         lost: list[Finding] = []
-        if gone:
+        if collected:
             self._report.gone += 1
         elif manifest.kind == "delta":
             lost = self._apply_delta(manifest)
         else:
             lost = self._load_whole(manifest)
-        if gone or lost:
+        if collected or lost:
             self._avoid.add(version_key(version))
         # Any other version cannot be reached if the version before it was not.
-        if self.held != version and (version in self._ends or manifest.base_version != version - 1):
+        if self.loaded != version and (version in self._ends or manifest.base_version != version - 1):
             self._reach_otherwise(manifest)
         if version in self._anchors:
             self._check_anchor(manifest)
@@ -115,13 +115,13 @@ class ReplayAudit:
             self._record = self._run.retention()
             if self._is_gone(version):
                 # Garbage collection removed the version during this audit.
-                gone, lost = True, []
+                collected, lost = True, []
                 self._report.gone += 1
         self._settle_lost(manifest, lost)
-        if self.held == version:
+        if self.loaded == version:
             self._compare(manifest)
         else:
-            self._explain(manifest, gone, lost)
+            self._explain(manifest, collected, lost)
 
     # A version's own objects
 
@@ -130,17 +130,17 @@ class ReplayAudit:
         base = manifest.base_version if manifest.base_version is not None else 0
         at_base = base not in self.causes and self._move(base)
         key = version_key(manifest.version)
-        held = self.state if at_base else None
-        changes, lost = self._objects.read(manifest, key, manifest.version, held)
+        base_state = self.state if at_base else None
+        changes, lost = self._objects.read(manifest, key, manifest.version, base_state)
         if changes is None:
             return lost
         before = self._documents.fingerprints.get(base)
         error = self._objects.fingerprint_error(manifest, changes, before, manifest.fingerprint)
-        if error is None and held is not None:
-            wrong = first_mismatch(self._run.table, changes.fingerprints, simulate_fingerprints(held, changes))
+        if error is None and base_state is not None:
+            wrong = first_mismatch(self._run.table, changes.fingerprints, simulate_fingerprints(base_state, changes))
             if wrong is None:
-                held.apply(changes)
-                self.held = manifest.version
+                base_state.apply(changes)
+                self.loaded = manifest.version
                 return []
             error = wrong_tensor(f"version {manifest.version}", wrong)
             return [Finding(key, error, manifest.version, tensor=wrong)]
@@ -152,10 +152,10 @@ class ReplayAudit:
         lost = self._objects.check_whole(manifest, key, manifest.version, None) if manifest.kind == "anchor" else []
         if lost:
             return lost
-        self.held = self.state = None
+        self.loaded = self.state = None
         try:
             self.state = load_root(self._run, manifest, base=self._base)
-            self.held = manifest.version
+            self.loaded = manifest.version
         except StoreError:
             raise
         except BaseUnavailableError as error:
@@ -178,13 +178,13 @@ class ReplayAudit:
             anchor = self._run.anchor(version)
         except NotFoundError:
             return  # removed after it was listed
-        state = self.state if self.held == version else None
+        state = self.state if self.loaded == version else None
         if self._report_standalone(key, self._objects.check_whole(anchor, key, version, state)):
             self._report.anchors += 1
             if state is None:
-                self.held = self.state = None
+                self.loaded = self.state = None
                 self.state = load_root(self._run, manifest, standalone=True)
-                self.held = version
+                self.loaded = version
 
     def _check_merged_delta(self, first: int, last: int) -> None:
         """Check a merged delta: its objects, what they declare, and what they would make of the loaded weights."""
@@ -193,7 +193,7 @@ class ReplayAudit:
             merged = self._run.merged_delta(first, last)
         except NotFoundError:
             return
-        state = self.state if self.held == first else None
+        state = self.state if self.loaded == first else None
         changes, found = self._objects.read(merged, key, last, state)
         if changes is not None:
             ends = merged.first_fingerprint, merged.last_fingerprint
@@ -230,7 +230,7 @@ class ReplayAudit:
 
     def _move(self, target: int) -> bool:
         """Load a version that was reached before."""
-        if self.held == target:
+        if self.loaded == target:
             return True
         manifest = self._documents.manifest(target)
         return self._follow(target) or (manifest is not None and self._restart(manifest))
@@ -238,14 +238,14 @@ class ReplayAudit:
     def _reach_otherwise(self, manifest: Manifest) -> None:
         """Reach a version without its own delta, as a reader would: from an older version or a root."""
         newest_break = max((item.version for item in manifest.breaks), default=0)
-        if self.held is None or self.held < newest_break or not self._follow(manifest.version):
+        if self.loaded is None or self.loaded < newest_break or not self._follow(manifest.version):
             self._restart(manifest)
 
     def _follow(self, target: int) -> bool:
         """Apply or revert deltas and merged deltas from the loaded version to ``target``."""
-        while self.held is not None and self.held != target:
+        while self.loaded is not None and self.loaded != target:
             try:
-                steps = ReadPlanner(self._run, self._avoid).path(self.held, target)
+                steps = ReadPlanner(self._run, self._avoid).path(self.loaded, target)
             except StoreError:
                 raise
             except DeltaSyncError:
@@ -253,7 +253,7 @@ class ReplayAudit:
             for step in steps:
                 if not self._apply(step):
                     break
-        return self.held == target
+        return self.loaded == target
 
     def _apply(self, step: Step) -> bool:
         state = self.state
@@ -267,7 +267,7 @@ class ReplayAudit:
             # It is a finding already, or becomes one when its version is audited.
             self._avoid.add(step.key)
             return False
-        self.held = step.end
+        self.loaded = step.end
         return True
 
     def _apply_merged_delta(self, first: int, last: int) -> bool:
@@ -283,13 +283,13 @@ class ReplayAudit:
         try:
             plan_read(self._run, manifest, self._avoid)
             # Released only when a plan exists, and before loading: one model is in memory at a time.
-            self.held = self.state = None
+            self.loaded = self.state = None
             self.state = restore(self._run, manifest, self._base).state
         except StoreError:
             raise
         except DeltaSyncError:
             return False
-        self.held = manifest.version
+        self.loaded = manifest.version
         return True
 
     # Results
@@ -324,13 +324,13 @@ class ReplayAudit:
             replacement = fold_key(before, version)
         else:
             replacement = anchor_key(version)
-        if replacement in self._good and self.held == version:
+        if replacement in self._good and self.loaded == version:
             self._note(f"version {version}: its own objects are damaged or missing; {replacement} replaces them")
             return
         for finding in lost:
             self._findings.add(finding)
 
-    def _explain(self, manifest: Manifest, gone: bool, lost: list[Finding]) -> None:
+    def _explain(self, manifest: Manifest, collected: bool, lost: list[Finding]) -> None:
         """Record why a version was not reached; a finding if it should be kept and nothing else explains it."""
         version = manifest.version
         base = manifest.base_version
@@ -347,8 +347,8 @@ class ReplayAudit:
             if lost or (alternatives & self._avoid and below != "base"):
                 self.causes[version] = "bad"
             else:
-                self.causes[version] = below or ("gone" if gone else "bad")
-        if self.causes[version] == "gone" and not self._may_be_gone(version, gone):
+                self.causes[version] = below or ("gone" if collected else "bad")
+        if self.causes[version] == "gone" and not self._may_be_gone(version, collected):
             error = GapError(
                 f"version {version} is kept, but neither a merged delta nor an anchor that is left leads to it"
             )
@@ -360,10 +360,10 @@ class ReplayAudit:
     def _is_gone(self, version: int) -> bool:
         return self._record is not None and self._record.is_gone(version)
 
-    def _may_be_gone(self, version: int, gone: bool) -> bool:
+    def _may_be_gone(self, version: int, collected: bool) -> bool:
         """Whether retention allowed the version to become unreachable."""
         if self._record is None or self._record.head is None:
-            return gone
+            return collected
         return self._record.gave_up(version)
 
     def _note(self, text: str) -> None:

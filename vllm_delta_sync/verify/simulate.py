@@ -106,20 +106,20 @@ def _first_damaged_in(part: LazyDelta, table: TensorTable, state: ModelState | N
     bad = []
     for tensor in part.full:
         try:
-            held = Changes(full=[part.full[tensor]])
+            changes = Changes(full=[part.full[tensor]])
         except DeltaSyncError:
             bad.append(tensor)
             continue
-        if not _fits(part, held, tensor, state):
+        if not _fits(part, changes, tensor, state):
             bad.append(tensor)
     for dtype, (ids, _) in part.directory.items():
         for tensor in ids.tolist():
             try:
-                held = Changes(part.take(dtype, tensor + 1))
+                changes = Changes(part.take(dtype, tensor + 1))
             except DeltaSyncError:
                 bad.append(tensor)
                 break
-            if not _fits(part, held, tensor, state):
+            if not _fits(part, changes, tensor, state):
                 bad.append(tensor)
                 break
     return table[min(bad)].name if bad else None
