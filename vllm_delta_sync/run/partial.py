@@ -298,11 +298,11 @@ def check_targets(targets: TargetTensors, specs: Mapping[str, TensorSpec], stric
             if longer is not None:
                 remedy = f"it has {longer!r}: pass the module inside the wrapper that adds to the names"
             raise TensorMismatchError(f"tensor {absent!r} of the run is not in the target; {remedy}")
-        extra = (name for name in targets if name not in specs)
-        extra_name = next((name for name in extra if _memory(targets[name]) not in filled), None)
-        if extra_name is not None:
+        unlisted = (name for name in targets if name not in specs)
+        extra = next((name for name in unlisted if _memory(targets[name]) not in filled), None)
+        if extra is not None:
             raise TensorMismatchError(
-                f"tensor {unknown!r} of the target is not in the run; pass strict=False to leave it"
+                f"tensor {extra!r} of the target is not in the run; pass strict=False to leave it"
             )
     for name, spec in specs.items():
         if name in targets:
