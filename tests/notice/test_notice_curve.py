@@ -145,7 +145,7 @@ def test_generated_keys(tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match="exists already"):
         curve.generate(path)
     path.unlink()
-    with pytest.raises(ConflictError, match=r"key\.pub is there already"):
+    with pytest.raises(ConflictError, match=r"key\.pub exists already"):
         curve.generate(path)
     assert not path.exists()
     with pytest.raises(StoreError, match="cannot be written"):

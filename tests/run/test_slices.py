@@ -247,7 +247,7 @@ def test_boxes_of_other_tensors_are_refused(grove: Grove) -> None:
     manifest = grove.run.manifest(9)
     with pytest.raises(TensorMismatchError, match="'z'"):
         restore_boxes(grove.run, manifest, {"z": [Box.all_of((3,))]})
-    with pytest.raises(TensorMismatchError, match=r"'a' is of a tensor \[3, 40\], the run's \[40, 3\]"):
+    with pytest.raises(TensorMismatchError, match=r"'a' is for shape \[3, 40\], the tensor of the run has \[40, 3\]"):
         restore_boxes(grove.run, manifest, {"a": [Box.all_of((3, 40))]})
     with pytest.raises(NotFoundError, match="nowhere"):
         restore_boxes(grove.run, manifest, {}, base="nowhere")
