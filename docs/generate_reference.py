@@ -28,8 +28,8 @@ import vllm_delta_sync.engine.api.async_llm
 import vllm_delta_sync.engine.api.offline
 import vllm_delta_sync.fleet.fleet
 import vllm_delta_sync.run.documents
-import vllm_delta_sync.run.report
 import vllm_delta_sync.trust.keyring
+import vllm_delta_sync.verify.report
 from vllm_delta_sync import admin_token, cli, errors
 from vllm_delta_sync import settings as config
 from vllm_delta_sync.engine import WORKER_EXTENSION
@@ -328,7 +328,7 @@ def python() -> Iterator[str]:
     yield stub(vllm_delta_sync.run.documents, "RunDocuments")
     yield stub(vllm_delta_sync.fleet.fleet, "Fleet")
     yield stub(vllm_delta_sync.fleet.fleet, "Replica")
-    yield stub(vllm_delta_sync.run.report, "VerifyReport")
+    yield stub(vllm_delta_sync.verify.report, "VerifyReport")
     yield "### `from vllm_delta_sync.trust import Keyring`"
     yield stub(vllm_delta_sync.trust.keyring, "Keyring")
     yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach, attach_async`"

@@ -33,7 +33,7 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Claim, claim_key
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, timestamp, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.head import end_of_block
+from vllm_delta_sync.run.head import last_consecutive
 
 _READ_BYTES = 1 << 24
 
@@ -108,7 +108,7 @@ def _highest(run: Run, newest: Manifest | None) -> int:
     if not versions:
         raise NotFoundError(f"{run.bucket.url} has no version yet")
     lost = run.pointer.version if run.pointer is not None else versions[0]
-    highest = end_of_block({*versions, lost}, versions[0] if newest is None else newest.version)
+    highest = last_consecutive({*versions, lost}, versions[0] if newest is None else newest.version)
     if highest not in versions:
         highest -= 1
     try:
@@ -160,7 +160,7 @@ def claim(run: Run, found: HistoryTail) -> EpochToken:
         StoreError: the store failed; at worst a claim is left that fences the former writer.
     """
     bucket, writer = run.bucket, secrets.token_hex(16)
-    epoch = max(run.newest_claim(), 0 if found.manifest is None else found.manifest.epoch) + 1
+    epoch = max(run.newest_epoch(), 0 if found.manifest is None else found.manifest.epoch) + 1
     while True:
         document = run.keyring.signed(
             Claim(

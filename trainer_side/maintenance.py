@@ -40,7 +40,7 @@ class BackgroundMaintenance:
         self._run: Run | None = None
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME)
         self._thread.start()
-        self._renewal = HeadRenewal(writer, options.keyring.signs)
+        self._renewal = HeadRenewal(writer, options.keyring.has_signing_key)
 
     def offer(self, manifest: Manifest) -> None:
         """A version is durable; returns at once."""

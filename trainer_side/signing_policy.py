@@ -6,7 +6,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import DeltaSyncError, ForkError, SignatureError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.manifest import RUN_KEY, RunInfo, version_key
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.run.documents import revoked_manifest
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import RunKeys, short
 
@@ -35,7 +35,7 @@ def open_vouched(bucket: Bucket, keyring: Keyring) -> Run:
         DeltaSyncError: run.json, tensors.json or keys.json is missing or damaged.
     """
     info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
-    if keyring.signs and info.signature is None:
+    if keyring.has_signing_key and info.signature is None:
         raise SignatureError(
             f"the run at {bucket.url} is not signed, and signing_key is set: nobody can vouch for what it holds; "
             "publish to a new run URL, or without signing_key"
@@ -43,7 +43,7 @@ def open_vouched(bucket: Bucket, keyring: Keyring) -> Run:
     if info.signature is not None:
         _check_has_key(bucket, keyring)
     run = Run(bucket, keyring)
-    refused = key_refused(run.authentic.keys, keyring)
+    refused = key_refused(run.verifier.keys, keyring)
     if refused is not None:
         raise SignatureError(f"{refused} ({bucket.url})")
     return run
@@ -56,7 +56,7 @@ def check_end(run: Run, found: HistoryTail) -> None:
     it may be in the place of what receivers hold, who would take the version after it for another history. What
     keys.json gave up is another thing: receivers that had believed it follow only what goes on behind it.
     """
-    if not run.keyring.signs:
+    if not run.keyring.has_signing_key:
         if found.manifest is not None and found.manifest.signature is not None:
             _check_has_key(run.bucket, run.keyring)
     elif (found.problem is not None or found.manifest is None) and not is_given_up(run, found):
@@ -74,7 +74,7 @@ def is_given_up(run: Run, found: HistoryTail) -> bool:
         return False
     digest = last.digest
     for version in range(last.version + 1, found.version + 1):
-        given_up = refused_manifest(run, version)
+        given_up = revoked_manifest(run, version)
         if given_up is None or given_up.parent != digest:
             return False
         digest = given_up.digest
@@ -95,13 +95,13 @@ def forged(error: BaseException | None) -> DeltaSyncError | None:
 
 def refuse_forged(run: Run, found: HistoryTail, error: DeltaSyncError) -> None:
     """Raise SignatureError if a version cannot be rebuilt because of what somebody else has written."""
-    reason = forged(error) if run.keyring.checks else None
+    reason = forged(error) if run.keyring.checks_signatures else None
     if reason is not None:
         raise _written_by_others(run, found, reason) from error
 
 
 def _check_has_key(bucket: Bucket, keyring: Keyring) -> None:
-    if not keyring.signs:
+    if not keyring.has_signing_key:
         raise SignatureError(
             f"the run at {bucket.url} is signed, and a version without a signature would be refused by its receivers; "
             "pass signing_key= with a key that may sign it, or publish to a new run URL"

@@ -142,7 +142,7 @@ def begin(
         SignatureError: the signing key is not one to begin a run with.
     """
     keyring = options.keyring
-    keyring.check_begins()
+    keyring.check_can_start_run()
     info = keyring.signed(new_run(whole.table, files))
     writer = RunWriter(bucket, info, 0, options, document_limit(whole.table))
     if base is not None and difference is not None:

@@ -35,7 +35,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
-from vllm_delta_sync.run.restore import BaseError, restore
+from vllm_delta_sync.run.restore import BaseUnavailableError, restore
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
 
@@ -181,7 +181,7 @@ class Takeover:
             found = self._end()
             try:
                 done.append(self._restored(found))
-            except BaseError:
+            except BaseUnavailableError:
                 # Nothing of the chain is lost: somebody has to say where the base is.
                 raise
             except (*UNREADABLE, SignatureError) as error:

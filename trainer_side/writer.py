@@ -44,7 +44,7 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.verifier import RunVerifier
-from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.trust.head import make_head
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ class RunWriter:
     def leave_head(self) -> None:
         """Point HEAD at the newest version for the last time; a signed one holds for all its time from now on."""
         self._pointed_at = -math.inf
-        if not self._options.keyring.signs:
+        if not self._options.keyring.has_signing_key:
             self.point_head()
         elif not self._fenced:
             self.renew()
@@ -276,7 +276,7 @@ class RunWriter:
             return third
 
     def _write_head(self, newest: Manifest) -> None:
-        head = head_of(newest, self._options.keyring, self._options.head_seconds)
+        head = make_head(newest, self._options.keyring, self._options.head_seconds)
         if not self._head_is_ahead(head):
             self._bucket.put(HEAD_KEY, head.to_bytes())
         self._pointed, self._pointed_at = newest, time.monotonic()
@@ -287,7 +287,7 @@ class RunWriter:
             present = Head.from_bytes(self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
             if present.run != wanted.run:
                 return self._bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) != self._info
-            self._authentic.head(present, HEAD_KEY)
+            self._authentic.check_head(present, HEAD_KEY)
         except SignatureError as error:
             logger.error("%s, which somebody else has written to the bucket, is overwritten: %s", HEAD_KEY, error)
             return False
@@ -365,7 +365,7 @@ class RunWriter:
         key, newest = version_key(version), self.newest
         try:
             theirs = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
-            self._authentic.manifest(theirs, key)
+            self._authentic.check_manifest(theirs, key)
         except SignatureError as error:
             theirs = None
             reason = (

@@ -1,4 +1,4 @@
-"""Read a run without vLLM and without a trainer: its head, its log, and the weights of any version, bit for bit."""
+"""``open_run`` opens a run for reading, without vLLM or a trainer: its head, log, and any version's exact weights."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -11,9 +11,8 @@ from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.fleet.fleet import Fleet
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.model_files import read_file
+from vllm_delta_sync.run.model_files import read_file, read_sidecar
 from vllm_delta_sync.run.restore import Progress, restore
-from vllm_delta_sync.run.sidecars import read_sidecar
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
@@ -40,16 +39,16 @@ def open_run(
     Args:
         url: run URL, such as ``hf://buckets/me/runs/a``, ``s3://bucket/runs/a`` or a plain path.
         keyring: trusted keys, such as ``Keyring.load("trainer.pub")``. None: the setting ``trusted_keys``; where that
-            is not set either, signatures are not checked. ``Keyring()``: they are not checked in any case.
-        store: how to talk to the store; None: as the settings say.
-        cache: what objects are read through; None: each is fetched whenever it is needed.
+            is not set either, signatures are not checked. ``Keyring()``: signatures are never checked.
+        store: store options; None: from the settings.
+        cache: cache for objects; None: each object is fetched whenever it is needed.
 
     Raises:
-        UsageError: the URL's scheme is not understood.
-        SettingsError: a setting is unknown or does not fit, or a key file cannot be used.
+        UsageError: the URL's scheme is unknown.
+        SettingsError: a setting is unknown or invalid, or a key file cannot be used.
         NotFoundError: there is no run at the URL.
         FormatError: run.json or tensors.json is malformed.
-        SignatureError: the keyring has trusted keys, and none of them stands for the run.
+        SignatureError: the keyring has trusted keys, and run.json is not validly signed.
     """
     if keyring is None:
         keyring = client_settings().keyring()
@@ -60,7 +59,7 @@ def open_run(
 
 
 class Run(RunDocuments):
-    """One run in a bucket, read only: its documents, and the weights of its versions."""
+    """One run in a bucket, opened for reading: its documents, and the weights of its versions."""
 
     def snapshot(
         self,
@@ -73,14 +72,14 @@ class Run(RunDocuments):
 
         Args:
             version: a number, ``tag:NAME``, or None for the head.
-            base: checkpoint directory of version 0, where the run refers to one that is not at the recorded path; or
-                the URL of the run that this one branches from.
-            in_memory: see ``run.restore.restore``. progress: called with bytes so far and in all.
+            base: checkpoint directory of version 0, if it is not at the recorded path; or the URL of the run that this
+                one branches from.
+            in_memory: see ``run.restore.restore``. progress: called with bytes done and bytes in all.
 
         Raises:
-            NotFoundError: there is no such version, or the base is not at hand.
-            FingerprintError, TensorMismatchError: weights, or those of the base, are not as declared.
-            DeltaSyncError: something that is needed is damaged or missing.
+            NotFoundError: there is no such version, or the base is not there.
+            FingerprintError, TensorMismatchError: the weights, or those of the base, are not as declared.
+            DeltaSyncError: a document or object that is needed is damaged or missing.
         """
         check_base(base)
         return restore(self, self.resolve(version), base, in_memory, progress).state
@@ -88,15 +87,15 @@ class Run(RunDocuments):
     def tensors(
         self, version: Version = None, base: str | Path | None = None, names: Collection[str] | None = None
     ) -> "Iterator[tuple[str, torch.Tensor]]":
-        """(checkpoint name, tensor) of a version, bit-exact, in the served dtypes.
+        """Yield (checkpoint name, tensor) of a version, bit-exact, in the served dtypes.
 
-        Tensors of large models lie in a temporary file, and are read from it when they are touched.
+        Tensors of large models are mapped from a temporary file, and read from it when they are used.
 
         Args:
-            version, base: as ``snapshot``. names: only these.
+            version, base: as ``snapshot``. names: only these tensors.
 
         Raises:
-            TensorMismatchError: the run has no tensor of one of the names. Else as ``snapshot``.
+            TensorMismatchError: the run has no tensor of one of the names. Otherwise as ``snapshot``.
         """
         from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
@@ -115,61 +114,61 @@ class Run(RunDocuments):
     ) -> None:
         """Write a version's weights into a model or a state dict, in place, one tensor at a time.
 
-        Where tensors of the target are sharded (DTensors, such as of FSDP2, or parameters that ZeRO-3 has partitioned),
-        every rank calls this, each fills what it holds, and none takes the memory of more than that: see
-        ``run.partial.restore_boxes``. The ranks do not talk to each other; while a publisher is at work, name the
-        version, since the head may be another one for each rank.
+        If tensors of the target are sharded (DTensors, as in FSDP2, or parameters partitioned by ZeRO-3), call this on
+        every rank. Each rank fills the parts that it holds and needs no more memory than those; see
+        ``run.partial.restore_boxes``. The ranks do not communicate, so name the version while a publisher is running:
+        each rank might see another head.
 
         Args:
-            target: what has the run's tensor names; a model that fuses tensors of its checkpoint in memory (such as
-                the experts of a mixture) has others. A tensor that another of its names fills already (a tied head)
-                need not be in the run.
+            target: a model or state dict with the run's tensor names. A model that fuses tensors of its checkpoint in
+                memory (such as the experts of a mixture) has other names. A tensor that is filled under another name
+                (a tied head) need not be in the run.
             version, base: as ``snapshot``.
             strict: whether every tensor of the target must be in the run, and the reverse.
 
         Raises:
             TensorMismatchError: names or shapes do not fit, a target's dtype cannot hold the values exactly, or a
-                target has no memory (device ``meta``); nothing is written. ModelError: it is sharded in a way that is
-                not understood. Else as ``snapshot``.
+                target has no memory (device ``meta``); nothing is written. ModelError: a tensor is sharded in an
+                unsupported way. Otherwise as ``snapshot``.
         """
         import torch
 
-        from vllm_delta_sync.run.load_into import any_sharded, check_places, fill_shards
+        from vllm_delta_sync.run.partial import any_sharded, check_targets, fill_shards
 
-        places = dict(target.state_dict(keep_vars=True) if isinstance(target, torch.nn.Module) else target)
-        check_places(places, {spec.name: spec for spec in self.table}, strict)
-        if any_sharded(places):
-            fill_shards(self, self.resolve(version), places, base)
+        targets = dict(target.state_dict(keep_vars=True) if isinstance(target, torch.nn.Module) else target)
+        check_targets(targets, {spec.name: spec for spec in self.table}, strict)
+        if any_sharded(targets):
+            fill_shards(self, self.resolve(version), targets, base)
             return
         with torch.no_grad():
             for name, tensor in self.tensors(version, base):
-                if name in places:
-                    places[name].copy_(tensor)
+                if name in targets:
+                    targets[name].copy_(tensor)
 
     def sidecar(self, version: Version, name: str) -> bytes:
-        """What the publisher stored beside a version under a name, bit for bit.
+        """The bytes of a sidecar that the publisher stored with a version.
 
         Args:
             version: as ``snapshot``. name: one of those in ``manifest(version).sidecars``.
 
         Raises:
             NotFoundError: there is no such version or sidecar, or retention removed it with the version.
-            DigestError, LimitError: it is not what the manifest lists. StoreError: the store failed. Else as
+            DigestError, LimitError: it is not what the manifest lists. StoreError: the store failed. Otherwise as
                 ``resolve``.
         """
         return read_sidecar(self, self.resolve(version), name)
 
     def file(self, name: str) -> bytes:
-        """One of the model's small files that the run keeps, such as ``config.json``; ``info.files`` lists them.
+        """The bytes of one of the model's files in the run, such as ``config.json``; ``info.files`` lists them.
 
         Raises:
-            NotFoundError: the run has no file of that name, or the bucket has lost it.
+            NotFoundError: the run has no file of that name, or the bucket lost it.
             DigestError, LimitError: it is not what run.json lists. StoreError: the store failed.
         """
         return read_file(self, name)
 
     def fleet(self) -> Fleet:
-        """The receivers that follow the run and say so in it (setting ``receiver_id``): who serves what, who is gone.
+        """The receivers of the run that write heartbeats (setting ``receiver_id``): what each serves, and which ended.
 
         Raises:
             StoreError: the store failed.
@@ -184,17 +183,17 @@ class Run(RunDocuments):
         progress: Callable[[VerifyReport], None] | None = None,
         findings: bool = False,
     ) -> VerifyReport:
-        """Check all of the run: chain, digests, contents, and the weights of every version that is kept.
+        """Check the whole run: history, digests, contents, and the weights of every version that is kept.
 
         Args:
-            base: as ``snapshot``. progress: called with the report so far, now and then.
-            findings: go on after something that does not hold, and list it in the report, rather than raise it.
+            base: as ``snapshot``. progress: called with the report so far after each version.
+            findings: list problems in the report and continue, instead of raising the first.
 
         Raises:
             NotFoundError: ``base`` is given and not there. StoreError: the store failed.
-            DeltaSyncError: without ``findings``, the first thing that does not hold, by version, object and tensor.
+            DeltaSyncError: without ``findings``, the first problem; names version, object and tensor.
         """
-        # A mirror or cache in front of the bucket would hide what is damaged in there.
+        # A mirror or cache in front of the bucket would hide damage in the bucket.
         bucket = self.bucket.origin if isinstance(self.bucket, OpenedBucket) else self.bucket
         bare = bucket is self.bucket and self.cache is None
         return verify_run(self if bare else type(self)(bucket, self.keyring), base, progress, findings)

@@ -25,8 +25,8 @@ from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
 from vllm_delta_sync.maintenance.compact import compact
-from vllm_delta_sync.run.plan import Planner
-from vllm_delta_sync.run.restore import apply_step, restore, whole
+from vllm_delta_sync.run.read_plan import ReadPlanner
+from vllm_delta_sync.run.restore import apply_step, load_root, restore
 
 BENCH = "catchup"
 LR = 1.1e-6
@@ -85,7 +85,7 @@ class Counting(Bucket):
 class EachDelta(Run):
     """A reader that knows of no folded ranges."""
 
-    def folded(self, first: int, last: int) -> MergedDelta:
+    def merged_delta(self, first: int, last: int) -> MergedDelta:
         raise NotFoundError(f"folded range {first} to {last} is not looked for")
 
 
@@ -139,10 +139,10 @@ def measure(url: str, span: int) -> list[Row]:
         bucket.requests = bucket.objects = bucket.bytes = 0
         began = time.perf_counter()
         if ways == "fresh_anchor":
-            state = whole(run, head, beside=True)
+            state = load_root(run, head, standalone=True)
         else:
-            planner = Planner(run)
-            planner.know(held, head)
+            planner = ReadPlanner(run)
+            planner.add_manifests(held, head)
             for step in planner.path(held.version, head.version):
                 apply_step(step, state)
         seconds = time.perf_counter() - began
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
             row(BENCH, case, "model", run.table.full_bytes / 1e6, "MB"),
             row(BENCH, case, "deltas", payload / 1e6, "MB"),
         ]
-        folded = sum(run.folded(*pair).payload_bytes for pair in run.folds())
+        folded = sum(run.merged_delta(*pair).payload_bytes for pair in run.merged_deltas())
         rows.append(row(BENCH, case, "folded ranges", folded / 1e6, "MB"))
         rows.append(row(BENCH, case, "making them", report.seconds, "s"))
         for span in spans:

@@ -22,7 +22,7 @@ from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.tables import grid
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber, curve
 from vllm_delta_sync.trust import Keyring, keys
-from vllm_delta_sync.trust.key_files import PUBLIC_SUFFIX
+from vllm_delta_sync.trust.keys import PUBLIC_SUFFIX
 
 BENCH = "notice"
 RUN = "0" * 32

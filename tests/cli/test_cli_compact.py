@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import SMALL, Written
-from vllm_delta_sync.run.plan import path
+from vllm_delta_sync.run.read_plan import find_steps
 from vllm_delta_sync.run.restore import restore
 
 
@@ -23,7 +23,7 @@ def test_folds_and_an_anchor(written: Written) -> None:
     url = str(written.folder)
     planned = answer("compact", "--bucket", url, "--anchor", "16", "--dry-run")
     assert planned["dry_run"]
-    assert not written.run.folds()
+    assert not written.run.merged_deltas()
     document = answer("compact", DELTA_SYNC_BUCKET=url)
     pairs = [(row["first"], row["last"]) for row in document["folds"]]
     assert pairs == [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)]
@@ -32,10 +32,10 @@ def test_folds_and_an_anchor(written: Written) -> None:
     assert (document["head"], document["skipped"], document["anchor"]) == (17, [], None)
     for pair in pairs:
         written.check(*pair)
-    assert len(path(written.run, 0, 17)) == 2
+    assert len(find_steps(written.run, 0, 17)) == 2
     anchored = answer("compact", "--bucket", url, "--no-folds", "--anchor", "head")
     assert (anchored["anchor"], anchored["anchor_present"], anchored["folds"]) == (17, False, [])
-    assert restore(written.run, written.run.head()).plan.beside
+    assert restore(written.run, written.run.head()).plan.standalone
 
 
 def test_codec_context(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_codec_context(tmp_path: Path) -> None:
         written.publish(share=0.3, codec="context")
     document = answer("compact", "--bucket", written.folder, "--codec", "context")
     assert (document["folds"], document["skipped"]) == ([{"first": 0, "last": 4}], [])
-    assert written.run.folded(0, 4).requires == ["context", "zstd"]
+    assert written.run.merged_delta(0, 4).requires == ["context", "zstd"]
     written.check(0, 4)
     checked = answer("verify", "--bucket", written.folder)
     assert (checked["verdict"], checked["undecoded"], checked["folds"]) == (True, [], 1)
@@ -112,7 +112,7 @@ def test_interrupted_in_the_middle(written: Written, tmp_path: Path, times: int)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert not list(scratch.iterdir())
-    made = written.run.folds()
+    made = written.run.merged_deltas()
     assert len(made) == 1
     written.check(*made[0])
     document = answer("compact", "--bucket", written.folder)

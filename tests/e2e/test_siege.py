@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.siege import ATTACKS
-from tests.e2e.siege.world import Attack, Siege, carry_out
+from tests.e2e.siege.world import Attack, Siege, execute_plan
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("signed")]
 ROWS = [
@@ -14,4 +14,4 @@ ROWS = [
 
 @pytest.mark.parametrize("attack", ROWS)
 def test_attack(siege: Siege, attack: Attack) -> None:
-    carry_out(siege, attack)
+    execute_plan(siege, attack)

@@ -30,7 +30,7 @@ from vllm_delta_sync.format.manifest import FEATURES, Document, Head, Manifest, 
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.key_list import CHANGES_PREFIX
 from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit
-from vllm_delta_sync.run.head import BAD_DOCUMENTS, BAD_IN_A_ROW
+from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
 
@@ -71,7 +71,9 @@ def test_largest_document() -> None:
     assert document_limit(many) == 1_048_576 + 70_000 * (2 * 6 + 64) + 256 * 65_536
     for part in ("Σ (2 · bytes of the tensor's name + 64)", "256 · objects", f"+ {PLAUSIBLE_RANKS:,})"):
         assert part in section("Limits")
-    assert f"more than {BAD_IN_A_ROW} that follow each other, or more than {BAD_DOCUMENTS} times" in section("Limits")
+    assert f"more than {MAX_BAD_IN_A_ROW} that follow each other, or more than {MAX_BAD_DOCUMENTS} times" in section(
+        "Limits"
+    )
 
 
 def test_dtypes() -> None:

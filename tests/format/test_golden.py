@@ -159,7 +159,7 @@ def test_what_lies_beside_the_chain_is_read() -> None:
         assert all(np.array_equal(found, expected) for found, expected in zip(state.bits, bits[right], strict=True))
     with pytest.raises(NotFoundError):
         run.snapshot(3)
-    assert (run.folds(), run.anchors(), run.newest_claim()) == ([(0, 4)], [5], 1)
+    assert (run.merged_deltas(), run.anchors(), run.newest_epoch()) == ([(0, 4)], [5], 1)
     assert run.resolve("tag:best").version == run.tag("best").version == run.claim(1).version == 5
     retention = run.retention()
     assert retention is not None
@@ -181,7 +181,7 @@ def test_the_signed_run_is_read_with_the_first_key_alone_and_not_without_it() ->
     run = open_run(str(SIGNED), Keyring([first]))
     assert run.head().version == 2
     assert run.tag("best").version == 2
-    assert run.anchor(2).fingerprint == run.folded(0, 2).last_fingerprint == FINGERPRINTS[2]
+    assert run.anchor(2).fingerprint == run.merged_delta(0, 2).last_fingerprint == FINGERPRINTS[2]
     assert [manifest.signature.key for manifest in run.log() if manifest.signature] == [first, first, second]
     with pytest.raises(SignatureError, match="not among trusted_keys"):
         open_run(str(SIGNED), Keyring([second]))

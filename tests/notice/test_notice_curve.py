@@ -142,10 +142,10 @@ def test_generated_keys(tmp_path: Path) -> None:
     assert curve.load_public(public(path)) == pair.public
     assert zmq.auth.load_certificate(path) == (pair.public, pair.secret)
     assert zmq.auth.load_certificate(public(path)) == (pair.public, None)
-    with pytest.raises(ConflictError, match="is there already"):
+    with pytest.raises(ConflictError, match="exists already"):
         curve.generate(path)
     path.unlink()
-    with pytest.raises(ConflictError, match=r"key\.pub is there already"):
+    with pytest.raises(ConflictError, match=r"key\.pub exists already"):
         curve.generate(path)
     assert not path.exists()
     with pytest.raises(StoreError, match="cannot be written"):
@@ -180,7 +180,7 @@ def test_secret_keys_that_are_refused(tmp_path: Path) -> None:
     path, other = keys.make("key"), keys.make("other")
     for mode in (0o640, 0o604, 0o666):
         path.chmod(mode)
-        with pytest.raises(SettingsError, match="can be read by other users; chmod 600 it"):
+        with pytest.raises(SettingsError, match="is readable by other users; chmod 600 it"):
             curve.load_secret(path)
     path.chmod(0o600)
     copy = tmp_path / "copy"

@@ -34,7 +34,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.run.plan import Step
+from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.base_bits import BaseTensor
 from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes

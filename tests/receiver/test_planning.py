@@ -24,7 +24,7 @@ from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.run.restore import restore
 
 
@@ -164,7 +164,7 @@ def test_rebuild_that_lacks_its_base_leaves_what_is_served(tmp_path: Path) -> No
     server.reaches(4, commits=1)
     chain.grow(2, base=2)
     hidden = (tmp_path / "base").rename(tmp_path / "hidden")
-    with pytest.raises(ChainError, match="cannot be taken back"):
+    with pytest.raises(ChainError, match="cannot be reverted"):
         server.receiver.advance()
     server.serves(4)
     hidden.rename(tmp_path / "base")
@@ -350,13 +350,13 @@ class Story:
 
     def compact(self) -> None:
         breaks = {item.version for item in self.chain.breaks}
-        size = FOLD_WIDTH
+        size = MERGE_WIDTH
         while size <= self.head:
             for first in range(0, self.head + 1 - size, size):
                 if not breaks.intersection(range(first + 1, first + size + 1)) and self.chance.random() < 0.6:
                     self.chain.fold(first, first + size)
                     self.folds.append((first, first + size))
-            size *= FOLD_WIDTH
+            size *= MERGE_WIDTH
         for version in self.chance.sample(range(1, self.head + 1), k=self.chance.randint(0, 2)):
             self.chain.beside_it(version)
             self.anchors.append(version)
@@ -367,7 +367,7 @@ class Story:
         share = chance.choice([0.0, 0.1, 0.3, 0.8])
         run = open_run(chain.url)
         documents: list[Manifest | MergedDelta | Anchor] = [*chain.manifests[1:]]
-        documents += [run.folded(*pair) for pair in self.folds]
+        documents += [run.merged_delta(*pair) for pair in self.folds]
         documents += [run.anchor(version) for version in self.anchors]
         for document in documents:
             if chance.random() < share and all((chain.folder / ref.key).exists() for ref in document.objects):

@@ -43,8 +43,8 @@ from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.checks import decode_objects
-from vllm_delta_sync.run.lazy_objects import open_step, scratch_folder
-from vllm_delta_sync.run.plan import GapError, path
+from vllm_delta_sync.run.objects import open_step_objects, scratch_folder
+from vllm_delta_sync.run.read_plan import GapError, find_steps
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
 
@@ -88,16 +88,22 @@ def test_a_merged_delta_does_what_its_versions_do(tmp_path: Path) -> None:
     run = written.run
     for first, last in [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 17), (3, 14)]:
         folded = make_fold(run, first, last)
-        assert folded.digest == run.folded(first, last).digest
+        assert folded.digest == run.merged_delta(first, last).digest
         written.check(first, last)
-    assert [(step.start, step.end) for step in path(run, 0, 20)] == [(0, 16), (16, 17), (17, 18), (18, 19), (19, 20)]
+    assert [(step.start, step.end) for step in find_steps(run, 0, 20)] == [
+        (0, 16),
+        (16, 17),
+        (17, 18),
+        (18, 19),
+        (19, 20),
+    ]
 
 
 def test_merged_deltas_are_made_of_merged_deltas_but_of_no_damaged_one(tmp_path: Path) -> None:
     written = make(tmp_path, 16)
     for first in range(0, 16, 4):
         make_fold(written.run, first, first + 4)
-    bad = written.run.folded(4, 8).objects[0]
+    bad = written.run.merged_delta(4, 8).objects[0]
     good = written.bucket.get(bad.key)
     written.bucket.put(bad.key, b"x" * bad.bytes)
     make_fold(written.run, 0, 16)
@@ -175,15 +181,15 @@ def test_what_the_versions_declare_must_add_up(tmp_path: Path) -> None:
     written.bucket.put(version_key(4), fourth.to_bytes())
     with pytest.raises(FingerprintError, match="version"):
         make_fold(written.run, 0, 4)
-    assert not written.run.folds()
+    assert not written.run.merged_deltas()
     # So must an object and its document.
-    run, step = written.run, path(written.run, 0, 1)[0]
+    run, step = written.run, find_steps(written.run, 0, 1)[0]
     nothing = sha256(b"").hexdigest()
     written.bucket.put(object_key(nothing), b"")
     empty = ObjectRef(key=object_key(nothing), bytes=0, sha256=nothing)
-    for change, named in (({"objects": [empty]}, "is empty"), ({"changed": step.changed + 1}, "it says")):
+    for change, named in (({"objects": [empty]}, "is empty"), ({"changed": step.changed + 1}, "it declares")):
         with pytest.raises(FormatError, match=named):
-            open_step(type(step)(run, step.document.model_copy(update=change)), tmp_path)
+            open_step_objects(type(step)(run, step.document.model_copy(update=change)), tmp_path)
     assert decode_objects(step.document, run.table, [run.fetch(ref) for ref in step.objects]).changed == step.changed
 
 
@@ -198,7 +204,7 @@ def test_another_maker_was_first(tmp_path: Path) -> None:
         real()
 
     made = with_put(put, lambda: make_fold(written.run, 0, 4))
-    assert made.digest == theirs[0].digest == written.run.folded(0, 4).digest
+    assert made.digest == theirs[0].digest == written.run.merged_delta(0, 4).digest
     written.check(0, 4)
 
 
@@ -220,7 +226,7 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Mer
         written.check(0, 4)
     else:
         with_put(put, lambda: make_anchor(written.run, 4))
-        assert restore(written.run, written.run.manifest(4)).plan.beside
+        assert restore(written.run, written.run.manifest(4)).plan.standalone
     assert len(removed) == 1
 
 
@@ -244,22 +250,22 @@ def test_ranges_over_codec_context(tmp_path: Path, codec: Folding, batch: int, m
     with pytest.raises(UnsupportedError):
         make_fold(run, 0, 4)
     upkeep(run, written.writer.manifests[8])
-    assert not run.folds(), "without weights nothing is merged"
+    assert not run.merged_deltas(), "without weights nothing is merged"
     weights = RollingWeights(run, scratch=tmp_path)
     for first, last in [(0, 4), (4, 8), (0, 8), (3, 5)]:
         folded = make_fold(run, first, last, codec=codec, weights=weights)
         assert codec in folded.requires
         written.check(first, last)
-    assert run.folded(4, 8).reversible == (codec == "packed")
+    assert run.merged_delta(4, 8).reversible == (codec == "packed")
     report = verify_run(run)
     assert (report.folds, report.replayed, report.undecoded) == (4, True, [])
     assert_bits(run.snapshot(8), written.writer.bits[8])
     # Backwards over a range of codec packed, though its versions cannot be taken back.
     if codec == "packed":
-        assert [(step.start, step.end) for step in path(run, 8, 4)] == [(8, 4)]
+        assert [(step.start, step.end) for step in find_steps(run, 8, 4)] == [(8, 4)]
     else:
         with pytest.raises(GapError):
-            path(run, 8, 4)
+            find_steps(run, 8, 4)
 
 
 def test_packed_versions_become_a_range_of_codec_context_which_is_repaired(tmp_path: Path) -> None:
@@ -341,7 +347,7 @@ def test_an_anchor_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert make_anchor(written.run, 5).digest == anchor.digest
     for version in (5, 6):
         restored = restore(written.run, written.run.manifest(version))
-        assert (restored.plan.beside, restored.plan.root.version) == (True, 5)
+        assert (restored.plan.standalone, restored.plan.root.version) == (True, 5)
         assert restored.state.fingerprint == written.writer.manifests[version].model_fingerprint
     # A damaged one is made anew.
     for bad in (anchor.to_bytes()[:-3], anchor.model_copy(update={"manifest": "0" * 64}).to_bytes()):
@@ -352,7 +358,7 @@ def test_an_anchor_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rolling_weights, "IN_MEMORY_BYTES", 0)
     written.publish(codec="raw")
     assert make_anchor(written.run, 7).payload_bytes >= TABLE.full_bytes
-    assert restore(written.run, written.run.manifest(7)).plan.beside
+    assert restore(written.run, written.run.manifest(7)).plan.standalone
 
 
 # Scratch files
@@ -413,7 +419,7 @@ def test_whatever_ends_it_leaves_nothing(tmp_path: Path, scratch: Path, monkeypa
             maker()
     assert not list(scratch.iterdir())
     assert set((written.folder / "objects").iterdir()) == before
-    assert (written.run.folds(), written.run.anchors()) == ([], [])
+    assert (written.run.merged_deltas(), written.run.anchors()) == ([], [])
 
 
 SMALL_FILES = """
@@ -443,12 +449,12 @@ def test_scratch_that_fills_up(tmp_path: Path, scratch: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "free space there" in done.stdout
     assert not list(scratch.iterdir())
-    assert not written.run.folds()
+    assert not written.run.merged_deltas()
 
 
 HOLD = """
 import sys
-from vllm_delta_sync.run.lazy_objects import scratch_folder
+from vllm_delta_sync.run.objects import scratch_folder
 with scratch_folder(sys.argv[1], "a test", 0) as folder:
     (folder / "left").write_bytes(b"x")
     print(folder, flush=True)
@@ -502,9 +508,9 @@ def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
             for _ in range(often):
                 manifest = written.publish(share=0.001)
             made += upkeep(run, manifest)
-        assert written.run.folds() == sorted(due_folds(0, 18, []))
+        assert written.run.merged_deltas() == sorted(due_folds(0, 18, []))
         assert sorted(made) == sorted(folds(*due_folds(0, 18, [])))
-        for pair in written.run.folds():
+        for pair in written.run.merged_deltas():
             written.check(*pair)
     assert upkeep(make(tmp_path / "without", 4).run, manifest, fold=False) == []
 
@@ -540,7 +546,7 @@ def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> No
     asked = iter([False] * 20)
     stopped = upkeep(written.run, written.writer.manifests[64], stop=lambda: next(asked, True))
     assert 0 < len(stopped) < 5
-    assert sorted(stopped) == folds(*written.run.folds())
+    assert sorted(stopped) == folds(*written.run.merged_deltas())
     for key in stopped:
         written.lose(key)
     first = upkeep(written.run, written.writer.manifests[64])
@@ -548,7 +554,7 @@ def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> No
     run = written.run
     for left in (8, 5, 0):
         assert len(upkeep(run, written.writer.manifests[64])) == left
-    assert written.run.folds() == sorted(due_folds(0, 64, []))
+    assert written.run.merged_deltas() == sorted(due_folds(0, 64, []))
 
 
 def test_maintenance_leaves_what_is_gone_or_was_left_behind(tmp_path: Path) -> None:
@@ -639,21 +645,21 @@ def test_what_cannot_be_made_is_said_once_and_the_rest_is_made(
 def test_compact_a_run(tmp_path: Path) -> None:
     written = make(tmp_path, 37)
     planned = compact(written.run, anchor="head", dry_run=True)
-    assert (written.run.folds(), written.run.anchors()) == ([], [])
+    assert (written.run.merged_deltas(), written.run.anchors()) == ([], [])
     seen: list[tuple[int, int]] = []
     report = compact(written.run, anchor="head", progress=lambda done, work, _what: seen.append((done, work)))
     assert planned.folds == report.folds == list(due_folds(0, 37, []))
     assert (planned.anchor, report.anchor, report.anchor_present) == (37, 37, False)
     assert (seen[0], seen[-1]) == ((0, len(report.folds) + 1), (len(report.folds) + 1,) * 2)
-    for pair in written.run.folds():
+    for pair in written.run.merged_deltas():
         written.check(*pair)
-    folded = sum(written.run.folded(*pair).payload_bytes for pair in report.folds)
+    folded = sum(written.run.merged_delta(*pair).payload_bytes for pair in report.folds)
     assert report.bytes == folded + written.run.anchor(37).payload_bytes
     again = compact(written.run, anchor=37)
     assert (again.folds, again.present, again.bytes, again.anchor_present) == ([], len(report.folds), 0, True)
     # A reader takes few steps from anywhere.
-    assert len(path(written.run, 0, 37)) == 4
-    assert max(len(path(written.run, held, 37)) for held in range(37)) <= 9
+    assert len(find_steps(written.run, 0, 37)) == 4
+    assert max(len(find_steps(written.run, held, 37)) for held in range(37)) <= 9
 
 
 def test_compact_skips_what_cannot_be_made(tmp_path: Path) -> None:
@@ -673,4 +679,4 @@ def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="base="):
         compact(run, anchor=1)
     assert compact(run, tmp_path / "base", anchor=1).anchor == 1
-    assert restore(run, run.manifest(1)).plan.beside
+    assert restore(run, run.manifest(1)).plan.standalone

@@ -22,8 +22,8 @@ from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.run import restore as chain_read
-from vllm_delta_sync.run.plan import GapError, Step, path
-from vllm_delta_sync.run.restore import apply_mapped, apply_step
+from vllm_delta_sync.run.read_plan import GapError, Step, find_steps
+from vllm_delta_sync.run.restore import apply_step, apply_step_mapped
 from vllm_delta_sync.verify.verify import verify_run
 
 
@@ -81,12 +81,12 @@ def test_nothing_is_read_without_the_weights_before(mixed: Written) -> None:
 
 def test_a_version_is_not_taken_back(mixed: Written) -> None:
     run = mixed.run
-    with pytest.raises(GapError, match="cannot be taken back"):
-        path(run, 2, 1)
+    with pytest.raises(GapError, match="cannot be reverted"):
+        find_steps(run, 2, 1)
     # One that lies about it is refused all the same, and found.
     state = state_of(TABLE, mixed.writer.bits[2])
     liar = run.manifest(2).model_copy(update={"reversible": True})
-    for apply in (apply_step, apply_mapped):
+    for apply in (apply_step, apply_step_mapped):
         with pytest.raises(UnsupportedError, match="at hand"):
             apply(Step(run, liar, backwards=True), state)
     assert_bits(state, mixed.writer.bits[2])
@@ -95,15 +95,15 @@ def test_a_version_is_not_taken_back(mixed: Written) -> None:
     whole.writer.manifests[1] = whole.writer.manifests[1].model_copy(update={"reversible": True})
     whole.bucket.put(keys.version_key(1), whole.writer.manifests[1].to_bytes())
     whole.writer.head(1)
-    with pytest.raises(FormatError, match="take the bits before to read"):
+    with pytest.raises(FormatError, match="need base bits for decoding"):
         verify_run(whole.run)
 
 
-@pytest.mark.parametrize("apply", [apply_step, apply_mapped])
+@pytest.mark.parametrize("apply", [apply_step, apply_step_mapped])
 def test_other_weights_are_refused_and_stay(mixed: Written, apply: object) -> None:
     run = mixed.run
     for version in (2, 4, 6):
-        step = path(run, version - 1, version)[0]
+        step = find_steps(run, version - 1, version)[0]
         other = nudge(mixed.writer.bits[version - 1], np.random.default_rng(8), 0.01)
         state = state_of(TABLE, other)
         with pytest.raises(DeltaSyncError, match=r"other weights|lead to fingerprint"):
@@ -202,7 +202,7 @@ def test_a_lost_manifest_is_crossed_by_its_object() -> None:
     whole.bucket.delete(keys.version_key(2))
     report = repair(whole.run)
     assert report.repaired == [f"{side.fold_key(1, 2)}: leads across version 2, whose manifest is lost"]
-    folded = whole.run.folded(1, 2)
+    folded = whole.run.merged_delta(1, 2)
     assert (folded.requires, folded.reversible) == (["context", "zstd"], False)
     assert whole.is_readable(4)
 

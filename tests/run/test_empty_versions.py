@@ -33,13 +33,13 @@ def test_a_manifest_is_all_there_is(tmp_path: Path) -> None:
         assert_bits(run.snapshot(version), bits)
     # It is merged, also where nothing else is.
     compact(run)
-    folded = run.folded(0, 4)
+    folded = run.merged_delta(0, 4)
     assert (folded.objects, folded.changed, folded.requires, folded.reversible) == ([], 0, [], True)
-    assert len(run.folded(4, 8).objects) == 1
+    assert len(run.merged_delta(4, 8).objects) == 1
     state = state_of(TABLE, written.writer.bits[0])
     for first in (0, 4):
         written.check(first, first + 4)
-        state.apply(run.changes(run.folded(first, first + 4)))
+        state.apply(run.changes(run.merged_delta(first, first + 4)))
     assert state.fingerprint == written.writer.manifests[8].model_fingerprint
 
 

@@ -26,7 +26,7 @@ from vllm_delta_sync.format.manifest import RunInfo
 from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
 from vllm_delta_sync.maintenance.tags import set_tag
-from vllm_delta_sync.run.plan import Planner, path
+from vllm_delta_sync.run.read_plan import ReadPlanner, find_steps
 
 quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
@@ -210,7 +210,7 @@ def test_what_goes_and_what_stays(tmp_path: Path) -> None:
     assert set(report.kept) == {38, 39, 40}
     assert report.kept[40] == ["head"]
     # From 0 over 16 and 32 to 36, and then one by one or all at once.
-    assert grown.run_.folds() == [(0, 16), (16, 32), (32, 36), (36, 40)]
+    assert grown.run_.merged_deltas() == [(0, 16), (16, 32), (32, 36), (36, 40)]
     assert report.gone == [[1, 36]]
     assert sorted(dry.objects) == sorted(report.objects)
     record = grown.run_.retention()
@@ -279,7 +279,7 @@ def test_a_receiver_with_a_lease_finds_its_way_on(tmp_path: Path) -> None:
     write_heartbeat(grown.run_, "slow", 7, target=19, seconds=600)
     report = collect(grown.run_, RetentionPolicy(keep_last=1))
     assert report.kept[7] == report.kept[19] == ["lease slow"]
-    for step in path(grown.run_, 7, 40, [side.fold_key(0, 4)]):
+    for step in find_steps(grown.run_, 7, 40, [side.fold_key(0, 4)]):
         assert {ref.key for ref in step.objects} <= objects(grown.memory)
     grown.memory.clock += 600
     assert 7 not in collect(grown.run_, RetentionPolicy(keep_last=1)).kept
@@ -414,7 +414,7 @@ def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: 
     manifest = grown.manifests[4]
     tag = Tag(run="0" * 32, name="foreign", version=4, manifest=manifest.digest, created_at=manifest.created_at)
     grown.bucket.put(side.tag_key("foreign"), tag.to_bytes())
-    folded = grown.run_.folded(0, 4)
+    folded = grown.run_.merged_delta(0, 4)
     other = MergedDelta.model_validate({**folded.model_dump(), "last_manifest": "0" * 64})
     grown.bucket.put(side.fold_key(0, 4), other.to_bytes())
     grown.memory.clock += 2 * HOUR
@@ -423,7 +423,7 @@ def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: 
     assert any("tag ignored" in note for note in report.notes)
     assert any(note.startswith("folds/0000000000-0000000004.json does not fit") for note in report.notes)
     assert {ref.key for ref in other.objects} <= objects(grown.memory)
-    assert grown.run_.folded(0, 4).last_manifest == "0" * 64
+    assert grown.run_.merged_delta(0, 4).last_manifest == "0" * 64
     assert grown.equals(12)
 
 
@@ -457,7 +457,7 @@ def leads_on(reader: Run, first: int, last: int) -> None:
     """There is a way whose objects are all there, as a receiver looks for one."""
     gone: set[str] = set()
     while True:
-        steps = Planner(reader, gone).path(first, last)
+        steps = ReadPlanner(reader, gone).path(first, last)
         before = len(gone)
         for step in steps:
             try:

@@ -42,9 +42,9 @@ from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.merge_writer import make_fold
 from vllm_delta_sync.run import prefetch
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.head import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
+from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.precheck import GLANCE_BYTES, check_glance
+from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
 from vllm_delta_sync.verify.verify import verify_run
 
 VERSIONS = 40
@@ -86,7 +86,7 @@ def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
     run = RunDocuments(bucket)
     bucket.asked.clear()
     bucket.answer_together(4)
-    with run.looking(0, expected=1):
+    with run.prefetching(0, expected=1):
         assert run.is_current()
         assert run.head().version == 1
     # The probe for the version after it comes last: only what lies beyond what was found tells that nothing does.
@@ -98,14 +98,14 @@ def test_what_was_missing_is_asked_for_again_and_nothing_outlives_the_poll(tmp_p
     bucket = Far(chain.bucket)
     run = RunDocuments(bucket)
     asked = threading.Event()
-    with run.looking(0, expected=1):
+    with run.prefetching(0, expected=1):
         while version_key(1) not in bucket.asked:
             asked.wait(0.01)
         with pytest.raises(NotFoundError):
             run.manifest(1)
         chain.grow()
         assert run.head().version == 1
-    with run.looking(0):
+    with run.prefetching(0):
         assert run.is_current()
     chain.grow()
     assert run.head().version == 2
@@ -250,7 +250,7 @@ def test_a_long_signed_run_is_read_once(tmp_path: Path) -> None:
     assert (report.head, report.checked, report.findings) == (30, True, [])
     assert slow.reads == once(range(31))
     slow = Slow(tmp_path / "run", 2, Keyring(ROOT.trusted))
-    with slow.run.keeping():
+    with slow.run.caching_manifests():
         document, failure = log_document(slow.run, None)
     assert (failure, len(document["versions"])) == (None, 31)
     assert without_probe(slow.reads, 30) == once(range(31))
@@ -260,7 +260,7 @@ def test_nothing_is_kept_that_could_not_be_read(folder: Path) -> None:
     file = folder / version_key(7)
     data = file.read_bytes()
     run = open_run(str(folder))
-    with run.keeping():
+    with run.caching_manifests():
         file.unlink()
         with pytest.raises(DeltaSyncError):
             run.manifest(7)
@@ -386,14 +386,14 @@ def test_large_junk_behind_the_head_is_not_parsed(whose: str, chain: Chain, ring
     with reading(run) as read, parsing() as parsed:
         manifest, error = run.reachable_head()
     assert (manifest.version, type(error)) == (HEAD, SignatureError)
-    assert 0 < max(parsed) < GLANCE_BYTES
-    assert sum(read) < (BAD_DOCUMENTS + 1) * run.document_limit
+    assert 0 < max(parsed) < PRECHECK_BYTES
+    assert sum(read) < (MAX_BAD_DOCUMENTS + 1) * run.document_limit
     # Nor is what lies beside the history.
     for at in (side.anchor_key(2), side.fold_key(0, 2)):
         (chain.folder / at).parent.mkdir()
         (chain.folder / at).write_bytes(junk(chain, 2, 20_000, ring.public or ""))
     with parsing() as parsed:
-        for get in (lambda: run.anchor(2), lambda: run.folded(0, 2)):
+        for get in (lambda: run.anchor(2), lambda: run.merged_delta(0, 2)):
             with pytest.raises(SignatureError):
                 get()
     assert parsed == []
@@ -405,7 +405,11 @@ def test_junk_without_keys_is_read_up_to_a_size(chain: Chain) -> None:
     with reading(run) as read:
         manifest, error = run.reachable_head()
     assert (manifest.version, type(error)) == (HEAD, FormatError)
-    assert BAD_DOCUMENTS * run.document_limit < sum(read) < (BAD_DOCUMENTS + 1) * run.document_limit + GLANCE_BYTES
+    assert (
+        MAX_BAD_DOCUMENTS * run.document_limit
+        < sum(read)
+        < (MAX_BAD_DOCUMENTS + 1) * run.document_limit + PRECHECK_BYTES
+    )
 
 
 def test_more_than_the_limit_is_not_read(chain: Chain, ring: Keyring) -> None:
@@ -414,15 +418,18 @@ def test_more_than_the_limit_is_not_read(chain: Chain, ring: Keyring) -> None:
     with reading(run) as read:
         manifest, error = run.reachable_head()
     assert (manifest.version, type(error)) == (HEAD, LimitError)
-    assert sum(read) < GLANCE_BYTES
-    for key, get in ((side.anchor_key(2), lambda: run.anchor(2)), (side.fold_key(0, 2), lambda: run.folded(0, 2))):
+    assert sum(read) < PRECHECK_BYTES
+    for key, get in (
+        (side.anchor_key(2), lambda: run.anchor(2)),
+        (side.fold_key(0, 2), lambda: run.merged_delta(0, 2)),
+    ):
         (chain.folder / key).parent.mkdir()
         (chain.folder / key).write_bytes(b" " * (run.document_limit + 1))
         with pytest.raises(LimitError):
             get()
 
 
-@pytest.mark.parametrize("count", [1, BAD_IN_A_ROW])
+@pytest.mark.parametrize("count", [1, MAX_BAD_IN_A_ROW])
 @pytest.mark.parametrize("far", [0, 2000])
 def test_the_head_is_found_without_head_json(count: int, far: int, chain: Chain, ring: Keyring) -> None:
     put(chain, b"{}", *range(HEAD + 1, HEAD + 1 + count), *range(9_000_000_000, 9_000_000_000 + far))
@@ -433,18 +440,18 @@ def test_the_head_is_found_without_head_json(count: int, far: int, chain: Chain,
     assert (manifest.version, type(error)) == (HEAD, FormatError)
     assert error is not None
     assert HEAD_KEY in error.message
-    assert len(read) < 4 * BAD_IN_A_ROW
+    assert len(read) < 4 * MAX_BAD_IN_A_ROW
 
 
 def test_more_junk_than_is_passed_over(chain: Chain, ring: Keyring) -> None:
-    put(chain, b"{}", *range(HEAD + 1, HEAD + 2 + BAD_IN_A_ROW))
+    put(chain, b"{}", *range(HEAD + 1, HEAD + 2 + MAX_BAD_IN_A_ROW))
     run = open_run(chain.url, ring)
     manifest, error = run.reachable_head()
     assert (manifest.version, type(error)) == (HEAD, FormatError)
     (chain.folder / HEAD_KEY).write_bytes(b"{}")
     with reading(run) as read, pytest.raises(FormatError, match=HEAD_KEY):
         run.reachable_head()
-    assert len(read) < 2 * BAD_IN_A_ROW
+    assert len(read) < 2 * MAX_BAD_IN_A_ROW
 
 
 def test_a_lost_manifest_hides_nothing_beyond_it(chain: Chain, ring: Keyring) -> None:
@@ -460,7 +467,7 @@ def test_a_large_version_behind_large_junk(tmp_path: Path) -> None:
     run = open_run(chain.url)
     last = json.loads((chain.folder / version_key(HEAD)).read_bytes())
     put(chain, dump_canonical({**last, "zzz": "x" * (run.document_limit // 2)}), HEAD)
-    put(chain, b"x" * (run.document_limit * 15 // 16), *range(HEAD + 1, HEAD + 1 + BAD_DOCUMENTS))
+    put(chain, b"x" * (run.document_limit * 15 // 16), *range(HEAD + 1, HEAD + 1 + MAX_BAD_DOCUMENTS))
     (chain.folder / HEAD_KEY).write_bytes(b"{}")
     manifest, error = run.reachable_head()
     assert (manifest.version, type(error)) == (HEAD, FormatError)
@@ -478,8 +485,8 @@ def test_newest_before_at_its_edges(chain: Chain) -> None:
     def lacks(version: int) -> Manifest:
         raise NotFoundError("between listing and reading")
 
-    assert newest_before({3: 50, 2: 100}, 100, read, 9, reason).version == 3
-    assert newest_before({3: 101, 2: 100}, 100, read, 9, reason).version == 2
+    assert newest_good_before({3: 50, 2: 100}, 100, read, 9, reason).version == 3
+    assert newest_good_before({3: 101, 2: 100}, 100, read, 9, reason).version == 2
     for sizes, reader, before, error in (
         ({}, read, 5, ChainError),
         ({3: 50}, read, 3, ChainError),
@@ -487,7 +494,7 @@ def test_newest_before_at_its_edges(chain: Chain) -> None:
         ({3: 50}, lacks, 9, ChainError),
     ):
         with pytest.raises(error):
-            newest_before(sizes, 100, reader, before, reason)
+            newest_good_before(sizes, 100, reader, before, reason)
 
 
 # The precheck of signatures
@@ -501,7 +508,7 @@ def signed(ring: Keyring, **fields: Any) -> bytes:
 
 
 def check(data: bytes, ring: Keyring, kind: str = "manifest") -> None:
-    check_glance(data, kind, ring, frozenset([ring.public or ""]), "it")
+    precheck_signature(data, kind, ring, frozenset([ring.public or ""]), "it")
 
 
 def test_a_good_signature_wherever_it_stands(ring: Keyring) -> None:
@@ -535,7 +542,7 @@ def test_what_the_precheck_refuses(ring: Keyring, tmp_path: Path) -> None:
 def test_large_documents_that_are_good(chain: Chain, ring: Keyring) -> None:
     fields = chain.manifests[HEAD].model_dump(mode="json")
     fields |= {"version": HEAD + 1, "parent": chain.manifests[HEAD].digest, "base_version": HEAD}
-    fields |= {"zzz": "x" * 2 * GLANCE_BYTES}
+    fields |= {"zzz": "x" * 2 * PRECHECK_BYTES}
     del fields["signature"]
     put(chain, signed(ring, **fields), HEAD + 1)
     assert open_run(chain.url, ring).head().version == HEAD + 1

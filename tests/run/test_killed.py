@@ -113,7 +113,7 @@ def test_publisher_killed_again_and_again_leaves_whole_states(
     finally:
         nursery.close()
     assert expect_whole(open_run(url), Recorded.read(log), head, chance) > kills
-    assert open_run(url).newest_claim() >= kills // 2
+    assert open_run(url).newest_epoch() >= kills // 2
 
 
 def end_claim(url: str) -> None:

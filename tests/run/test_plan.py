@@ -15,8 +15,8 @@ from tests.support.written import Written, assert_bits
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.run.plan import FOLD_WIDTH, GapError, Planner, Step, path, plan
-from vllm_delta_sync.run.restore import apply_mapped, apply_step
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH, GapError, ReadPlanner, Step, find_steps, plan_read
+from vllm_delta_sync.run.restore import apply_step, apply_step_mapped
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def spans(steps: list[Step]) -> list[tuple[int, int]]:
 
 def expect(tree: Written, steps: list[Step], held: int, target: int) -> None:
     """The steps turn the bits of one version into those of the other."""
-    for apply in (apply_step, apply_mapped):
+    for apply in (apply_step, apply_step_mapped):
         state = state_of(TABLE, tree.writer.bits[held])
         at = held
         for step in steps:
@@ -54,22 +54,22 @@ def forge(tree: Written, key: str, document: Any, **fields: Any) -> None:
 
 def test_versions_one_by_one_without_merged_deltas(tree: Written) -> None:
     grow(tree, 6)
-    steps = path(tree.run, 1, 5)
+    steps = find_steps(tree.run, 1, 5)
     assert spans(steps) == [(1, 2), (2, 3), (3, 4), (4, 5)]
     expect(tree, steps, 1, 5)
-    assert path(tree.run, 3, 3) == []
+    assert find_steps(tree.run, 3, 3) == []
 
 
 def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     grow(tree, 75)
     tree.folds()
-    steps = path(tree.run, 3, 75)
+    steps = find_steps(tree.run, 3, 75)
     assert spans(steps) == [(3, 4), (4, 8), (8, 12), (12, 16), (16, 32), (32, 48), (48, 64), (64, 68), (68, 72), (72, 73), (73, 74), (74, 75)]  # fmt: skip # noqa: E501
     expect(tree, steps, 3, 75)
-    assert spans(path(tree.run, 0, 64)) == [(0, 64)]
+    assert spans(find_steps(tree.run, 0, 64)) == [(0, 64)]
     for held in range(0, 75, 12):
         # Three ranges of each length up to the longest that fits, and three on the way down.
-        assert len(path(tree.run, held, 75)) <= 6 * (math.log(75 - held, FOLD_WIDTH) + 1)
+        assert len(find_steps(tree.run, held, 75)) <= 6 * (math.log(75 - held, MERGE_WIDTH) + 1)
     run, read = tree.run, []
     get = run.bucket.get
 
@@ -78,14 +78,14 @@ def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monk
         return get(key, max_bytes=max_bytes)
 
     monkeypatch.setattr(run.bucket, "get", counted)
-    assert len(Planner(run).path(1, 69)) == 11
+    assert len(ReadPlanner(run).path(1, 69)) == 11
     assert len(read) <= 16
 
 
 def test_backwards_takes_the_same_versions_back(tree: Written) -> None:
     grow(tree, 9)
     tree.folds()
-    steps = path(tree.run, 9, 1)
+    steps = find_steps(tree.run, 9, 1)
     assert spans(steps) == [(9, 8), (8, 4), (4, 3), (3, 2), (2, 1)]
     expect(tree, steps, 9, 1)
 
@@ -94,36 +94,36 @@ def test_version_that_builds_on_an_older_one(tree: Written) -> None:
     grow(tree, 5)
     tree.delta(base=2)
     grow(tree, 2)
-    steps = path(tree.run, 5, 8)
+    steps = find_steps(tree.run, 5, 8)
     assert spans(steps) == [(5, 4), (4, 3), (3, 2), (2, 6), (6, 7), (7, 8)]
     expect(tree, steps, 5, 8)
     # From before them, versions that were left behind are not passed.
-    assert spans(path(tree.run, 1, 7)) == [(1, 2), (2, 6), (6, 7)]
-    assert spans(path(tree.run, 7, 4)) == [(7, 6), (6, 2), (2, 3), (3, 4)]
+    assert spans(find_steps(tree.run, 1, 7)) == [(1, 2), (2, 6), (6, 7)]
+    assert spans(find_steps(tree.run, 7, 4)) == [(7, 6), (6, 2), (2, 3), (3, 4)]
     # Nothing stands in for such a version.
     tree.writer.fold(5, 6)
     with pytest.raises(GapError, match="version 6 is damaged or missing"):
-        path(tree.run, 1, 6, avoid={keys.version_key(6)})
+        find_steps(tree.run, 1, 6, avoid={keys.version_key(6)})
 
 
 def test_version_that_replaces_bits_cannot_be_taken_back(tree: Written) -> None:
     grow(tree, 3)
     tree.delta("full")
     tree.delta(base=2)
-    with pytest.raises(GapError, match="cannot be taken back"):
-        path(tree.run, 4, 5)
-    expect(tree, path(tree.run, 3, 5), 3, 5)
+    with pytest.raises(GapError, match="cannot be reverted"):
+        find_steps(tree.run, 4, 5)
+    expect(tree, find_steps(tree.run, 3, 5), 3, 5)
     # From the root there is a path all the same.
-    assert [step.end for step in plan(tree.run, tree.run.head()).steps] == [1, 2, 5]
+    assert [step.end for step in plan_read(tree.run, tree.run.head()).steps] == [1, 2, 5]
 
 
 def test_damaged_merged_delta_is_avoided(tree: Written) -> None:
     grow(tree, 17)
     tree.folds()
     tree.bucket.put(side.fold_key(0, 16), b"{}")
-    assert spans(path(tree.run, 0, 17)) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 17)]
-    forge(tree, side.fold_key(4, 8), tree.run.folded(4, 8), last_manifest="ab" * 32)
-    steps = path(tree.run, 0, 17)
+    assert spans(find_steps(tree.run, 0, 17)) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 17)]
+    forge(tree, side.fold_key(4, 8), tree.run.merged_delta(4, 8), last_manifest="ab" * 32)
+    steps = find_steps(tree.run, 0, 17)
     assert spans(steps) == [(0, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 12), (12, 16), (16, 17)]
     expect(tree, steps, 0, 17)
 
@@ -135,9 +135,9 @@ def test_bad_version_is_crossed_by_a_range_of_one(tree: Written, how: str) -> No
     if how == "rewritten":
         forge(tree, keys.version_key(2), tree.run.manifest(2), step=7)
     with pytest.raises(GapError, match=f"version 2 is {'damaged or missing' if how == 'lost' else 'not the one'}"):
-        path(tree.run, 0, 4, avoid)
+        find_steps(tree.run, 0, 4, avoid)
     tree.writer.fold(1, 2)
-    expect(tree, path(tree.run, 0, 4, avoid), 0, 4)
+    expect(tree, find_steps(tree.run, 0, 4, avoid), 0, 4)
 
 
 def test_gap_is_crossed_by_a_step_back_and_a_merged_delta(tree: Written) -> None:
@@ -146,12 +146,12 @@ def test_gap_is_crossed_by_a_step_back_and_a_merged_delta(tree: Written) -> None
     tree.folds()
     for version in (6, 7):
         tree.bucket.delete(keys.version_key(version))
-    steps = path(tree.run, 5, 9)
+    steps = find_steps(tree.run, 5, 9)
     assert spans(steps) == [(5, 4), (4, 8), (8, 9)]
     expect(tree, steps, 5, 9)
     tree.bucket.delete(side.fold_key(4, 8))
     with pytest.raises(GapError):
-        path(tree.run, 5, 9)
+        find_steps(tree.run, 5, 9)
 
 
 def test_what_retention_says_is_gone_is_not_planned_once_a_hole_was_met(tree: Written) -> None:
@@ -160,23 +160,23 @@ def test_what_retention_says_is_gone_is_not_planned_once_a_hole_was_met(tree: Wr
     gone = side.Retention(run=tree.run.info.run, gone=[[1, 7]], created_at="2026-01-02T03:04:05Z")
     tree.bucket.put(side.RETENTION_KEY, gone.to_bytes())
     with pytest.raises(GapError, match="version 6 is no longer kept"):
-        path(tree.run, 5, 8, avoid={"something"})
-    assert spans(path(tree.run, 0, 8, avoid={"something"})) == [(0, 4), (4, 8)]
+        find_steps(tree.run, 5, 8, avoid={"something"})
+    assert spans(find_steps(tree.run, 0, 8, avoid={"something"})) == [(0, 4), (4, 8)]
 
 
 def test_cheapest_root_is_taken(tree: Written) -> None:
     grow(tree, 12)
     run, head = tree.run, tree.run.head()
-    assert (plan(run, head).root.version, plan(run, head).beside) == (0, False)
+    assert (plan_read(run, head).root.version, plan_read(run, head).standalone) == (0, False)
     for version in (3, 11):
         tree.beside(version)
-    best = plan(tree.run, head)
-    assert (best.root.version, best.beside, spans(best.steps)) == (11, True, [(11, 12)])
-    assert plan(tree.run, head, avoid={side.anchor_key(11)}).root.version == 3
-    assert plan(tree.run, head, anchors=False).root.version == 0
-    assert plan(tree.run, tree.run.manifest(2)).root.version == 0
+    best = plan_read(tree.run, head)
+    assert (best.root.version, best.standalone, spans(best.steps)) == (11, True, [(11, 12)])
+    assert plan_read(tree.run, head, avoid={side.anchor_key(11)}).root.version == 3
+    assert plan_read(tree.run, head, anchors=False).root.version == 0
+    assert plan_read(tree.run, tree.run.manifest(2)).root.version == 0
     with pytest.raises(NotFoundError, match="version 0"):
-        plan(tree.run, head, avoid={keys.version_key(0)}, anchors=False)
+        plan_read(tree.run, head, avoid={keys.version_key(0)}, anchors=False)
 
 
 @given(st.data())
@@ -191,7 +191,7 @@ def test_every_path_in_a_random_tree_is_exact(tmp_path_factory: pytest.TempPathF
     held, target = data.draw(st.integers(0, tree.head)), data.draw(st.integers(0, tree.head))
     avoid = {keys.version_key(version) for version in data.draw(st.sets(st.integers(1, max(1, tree.head)), max_size=2))}
     try:
-        steps = path(tree.run, held, target, avoid)
+        steps = find_steps(tree.run, held, target, avoid)
     except GapError:
         # Only what was avoided, or what replaces bits, can be in the way.
         full_versions = {manifest.version for manifest in tree.writer.manifests if not manifest.reversible}

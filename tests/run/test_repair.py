@@ -24,7 +24,7 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.deltas import difference, lost_object, put_anchor, put_fold, put_lost_shard
 from vllm_delta_sync.maintenance.repair.repair import RepairReport, repair
-from vllm_delta_sync.verify.simulate import measure
+from vllm_delta_sync.verify.simulate import simulate_fingerprints
 from vllm_delta_sync.verify.verify import verify_run
 
 SEEDS = st.integers(0, 2**32)
@@ -177,7 +177,9 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
     for key in (side.anchor_key(5), side.fold_key(0, 4), side.fold_key(8, 12)):
         if what != "document":
             run = whole.run
-            listed = run.anchor(5) if key == side.anchor_key(5) else run.folded(*(side.fold_of_key(key) or (0, 0)))
+            listed = (
+                run.anchor(5) if key == side.anchor_key(5) else run.merged_delta(*(side.fold_of_key(key) or (0, 0)))
+            )
             whole.flip(listed.objects[0].key)
         if what != "object":
             whole.bucket.put(key, b"{")
@@ -483,7 +485,7 @@ def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:
     for relative in (True, False):
         before, after = (state_of(TABLE, bits) for bits in whole.writer.bits[1:3])
         changes = difference(before, after, relative=relative)
-        assert measure(before, changes) == changes.fingerprints
+        assert simulate_fingerprints(before, changes) == changes.fingerprints
         before.apply(changes)
         assert before.fingerprints == after.fingerprints
         assert [bits.tobytes() for bits in before.bits] == [bits.tobytes() for bits in after.bits]
@@ -510,7 +512,7 @@ def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     with counted() as most:
         put_fold(run, first, last, before, after, object_bytes=1024 * 1024)
     assert most[0] < 12 * 1024 * 1024, most
-    folded = run.folded(0, 1)
+    folded = run.merged_delta(0, 1)
     assert len(folded.objects) > 1
     before.apply(run.changes(folded))
     assert before.fingerprints == after.fingerprints

@@ -24,8 +24,8 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.run import restore as chain_read
-from vllm_delta_sync.run.plan import Step, path
-from vllm_delta_sync.run.restore import apply_mapped, apply_step, restore, scratch_file
+from vllm_delta_sync.run.read_plan import Step, find_steps
+from vllm_delta_sync.run.restore import apply_step, apply_step_mapped, restore, scratch_file
 from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 
 State = dict[str, torch.Tensor]
@@ -101,7 +101,7 @@ def test_large_models_lie_in_a_file_without_a_name(
 
 
 def test_damaged_merged_delta_or_delta_is_avoided(tree: Written) -> None:
-    tree.flip(tree.run.folded(0, 4).objects[0].key)
+    tree.flip(tree.run.merged_delta(0, 4).objects[0].key)
     expect(tree.run, tree, 9, 9)
     tree.flip(tree.object_of(2))
     with pytest.raises(DigestError):
@@ -121,9 +121,9 @@ def test_damaged_merged_delta_or_delta_is_avoided(tree: Written) -> None:
 def test_what_a_step_declares_is_checked_before_it_is_applied(tree: Written) -> None:
     run = tree.run
     for held, target, field in ((8, 9, "fingerprint"), (0, 4, "first_fingerprint"), (0, 4, "last_fingerprint")):
-        [step] = path(run, held, target)
+        [step] = find_steps(run, held, target)
         liar = Step(run, step.document.model_copy(update={field: "0" * 32}))
-        for apply in (apply_step, apply_mapped):
+        for apply in (apply_step, apply_step_mapped):
             state = state_of(TABLE, tree.writer.bits[held])
             with pytest.raises(FingerprintError):
                 apply(liar, state)

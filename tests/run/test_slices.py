@@ -22,7 +22,7 @@ from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.partial import fingerprint_box, restore_boxes
-from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
 
 TABLE = TensorTable(
@@ -124,7 +124,7 @@ def row_boxes(table: TensorTable, rank: int, size: int) -> Boxes:
 def grove(tmp_path: Path) -> Grove:
     made = Grove(tmp_path)
     made.grow(*["delta", "shards"] * 4, "delta")
-    made.folds(FOLD_WIDTH)
+    made.folds(MERGE_WIDTH)
     return made
 
 
@@ -143,7 +143,7 @@ def test_random_boxes_of_random_runs(
                 patch.setattr(chain_read, bound, 0)
         made = Grove(Path(folder), start, seed)
         made.grow(*kinds)
-        made.folds(FOLD_WIDTH)
+        made.folds(MERGE_WIDTH)
         for version in {0, len(made.writer.manifests) - 1, int(made.random.integers(len(made.writer.manifests)))}:
             made.expect(version, random_boxes(made.random))
 
@@ -181,7 +181,7 @@ def test_a_cache_is_read_through(grove: Grove, tmp_path: Path, monkeypatch: pyte
 
 def test_damaged_documents_are_walked_around(grove: Grove) -> None:
     boxes = row_boxes(TABLE, 1, 2)
-    grove.flip(grove.run.folded(0, 4).objects[0].key)
+    grove.flip(grove.run.merged_delta(0, 4).objects[0].key)
     grove.expect(9, boxes)
     grove.beside(2)
     grove.flip(grove.object_of(1))
@@ -247,7 +247,7 @@ def test_boxes_of_other_tensors_are_refused(grove: Grove) -> None:
     manifest = grove.run.manifest(9)
     with pytest.raises(TensorMismatchError, match="'z'"):
         restore_boxes(grove.run, manifest, {"z": [Box.all_of((3,))]})
-    with pytest.raises(TensorMismatchError, match=r"'a' is of a tensor \[3, 40\], the run's \[40, 3\]"):
+    with pytest.raises(TensorMismatchError, match=r"'a' is for shape \[3, 40\], the tensor of the run has \[40, 3\]"):
         restore_boxes(grove.run, manifest, {"a": [Box.all_of((3, 40))]})
     with pytest.raises(NotFoundError, match="nowhere"):
         restore_boxes(grove.run, manifest, {}, base="nowhere")
@@ -304,4 +304,4 @@ def test_codec_context_is_read_through_a_file_and_said(
     assert found["d"] == []
     assert len(asked) == 1
     assert asked[0] >= TABLE.full_bytes
-    assert f"{version_key(2)} is of codec 'context'" in caplog.text
+    assert f"{version_key(2)} has codec 'context'" in caplog.text

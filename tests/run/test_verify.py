@@ -29,7 +29,7 @@ from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.verify.simulate import measure
+from vllm_delta_sync.verify.simulate import simulate_fingerprints
 from vllm_delta_sync.verify.verify import VerifyReport, verify_run
 
 SEEDS = st.integers(0, 2**32)
@@ -127,7 +127,7 @@ def replace_object(whole: Whole, listing: str, old: str, data: bytes) -> None:
     run = whole.run
     version = side.anchor_of_key(listing)
     pair = side.fold_of_key(listing)
-    document = run.anchor(version) if version is not None else run.folded(*pair) if pair is not None else None
+    document = run.anchor(version) if version is not None else run.merged_delta(*pair) if pair is not None else None
     assert document is not None
     objects = [ref if item.key == old else item for item in document.objects]
     changed = document.model_copy(
@@ -157,10 +157,10 @@ def test_a_folded_range_that_leads_elsewhere_is_named(whole: Whole) -> None:
         if group.dtype == "F32":
             group.data[:1] += np.uint32(1)
     data = encode(changes, TABLE, "packed", "zstd", DeltaContext(RUN, 4, 0))
-    replace_object(whole, key, whole.run.folded(0, 4).objects[0].key, data)
+    replace_object(whole, key, whole.run.merged_delta(0, 4).objects[0].key, data)
     error = first(whole)
     assert isinstance(error, FingerprintError)
-    assert "folded range 0 to 4: tensor 'b' does not have the declared fingerprint" in error.message
+    assert "merged delta 0 to 4: tensor 'b' does not have the declared fingerprint" in error.message
     assert [(found.key, found.tensor) for found in all_of(whole).findings] == [(key, "b")]
 
 
@@ -238,7 +238,9 @@ def test_a_version_that_is_kept_has_to_be_reachable() -> None:
     whole = Whole()
     whole.deltas(*["packed"] * 6)
     whole.retire((1, 3))
-    with pytest.raises(ChainError, match="version 4 is kept, and nothing that is left leads to it"):
+    with pytest.raises(
+        ChainError, match="version 4 is kept, but neither a merged delta nor an anchor that is left leads to it"
+    ):
         verify_run(whole.run)
     report = all_of(whole)
     assert ([finding.version for finding in report.findings], report.unreadable) == ([4], [4, 5, 6])
@@ -258,8 +260,8 @@ def test_a_folded_range_stands_in_for_a_lost_version(whole: Whole) -> None:
     report = verify_run(whole.run)
     assert ["version 4: its own objects" in note for note in report.notes] == [True]
     assert report.replayed
-    whole.flip(whole.run.folded(3, 4).objects[0].key)
-    with pytest.raises(DigestError, match="folded range 3 to 4"):
+    whole.flip(whole.run.merged_delta(3, 4).objects[0].key)
+    with pytest.raises(DigestError, match="merged delta 3 to 4"):
         verify_run(whole.run)
     assert {whole.object_of(4)} < {finding.key for finding in all_of(whole).findings}
 
@@ -282,11 +284,11 @@ def test_what_changes_would_make_of_weights_is_what_they_make(seed: int, share: 
     new = nudge(old, random, share)
     changes = changes_between(TABLE, old, new, "raw" if raw else "packed", full=(0,) if full else ())
     state = state_of(TABLE, old)
-    assert measure(state, changes) == changes.fingerprints
+    assert simulate_fingerprints(state, changes) == changes.fingerprints
     assert all(np.array_equal(*pair) for pair in zip(state.bits, old, strict=True))
     # Twice the same elements: the second time from where the first left them.
     twice = Changes(changes.sparse * 2, [])
-    measured = measure(state, twice)
+    measured = simulate_fingerprints(state, twice)
     before = dict(enumerate(state.fingerprints))
     state.apply(twice)
     for tensor, change in measured.items():

@@ -133,11 +133,11 @@ def _changes(url: str, version: int) -> int:
 def _pieces(url: str, version: int, scratch: str) -> int:
     """As ``_changes``, as large objects are read: from scratch files, piece by piece."""
     from vllm_delta_sync.client import open_run
-    from vllm_delta_sync.run.lazy_objects import open_step
-    from vllm_delta_sync.run.plan import Step
+    from vllm_delta_sync.run.objects import open_step_objects
+    from vllm_delta_sync.run.read_plan import Step
 
     run = open_run(url)
-    parts = open_step(Step(run, run.manifest(version)), Path(scratch))
+    parts = open_step_objects(Step(run, run.manifest(version)), Path(scratch))
     return sum(piece.changed for part in parts for piece in part.pieces())
 
 
@@ -145,7 +145,7 @@ def _folded(url: str, first: int, last: int) -> int:
     from vllm_delta_sync.client import open_run
 
     run = open_run(url)
-    return run.changes(run.folded(first, last)).changed
+    return run.changes(run.merged_delta(first, last)).changed
 
 
 def _anchor(url: str, version: int) -> int:

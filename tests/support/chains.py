@@ -93,7 +93,7 @@ class Chain(RunWriter):
 
     def branch(self, name: str, version: int, seed: int) -> "Chain":
         """A run that begins with a version of this one."""
-        branch = Chain(self.root, name, seed, keyring=self.keyring if self.keyring.signs else None)
+        branch = Chain(self.root, name, seed, keyring=self.keyring if self.keyring.has_signing_key else None)
         source = self.manifests[version]
         base = {"location": self.url, "run": self.run, "version": version, "manifest": source.digest}
         branch._commit(self.bits[version], [], "reference", 0, requires=[], base=base)

@@ -18,7 +18,7 @@ from vllm_delta_sync.format.documents import Tag
 from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy
-from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.tensors.bits import Bits
 
 TABLE = TensorTable([TensorSpec("a", "F32", (31,)), TensorSpec("b", "I64", (3, 5))])
@@ -167,12 +167,12 @@ class Grown(RunWriter):
     def fold_all(self) -> None:
         """Every folded range that readers look for."""
         breaks = {item.version for item in self.breaks}
-        size = FOLD_WIDTH
+        size = MERGE_WIDTH
         while size <= self.newest:
             for first in range(0, self.newest - size + 1, size):
                 if not any(first < number <= first + size for number in breaks):
                     self.fold(first, first + size)
-            size *= FOLD_WIDTH
+            size *= MERGE_WIDTH
 
 
 def objects(bucket: MemoryBucket) -> set[str]:

@@ -219,8 +219,8 @@ class RunWriter:
             manifest=manifest.digest,
             epoch=manifest.epoch,
             parent=manifest.parent,
-            created_at=manifest.created_at if self.keyring.signs else None,
-            expires_at=self.expires_at if self.keyring.signs else None,
+            created_at=manifest.created_at if self.keyring.has_signing_key else None,
+            expires_at=self.expires_at if self.keyring.has_signing_key else None,
         )
         self.bucket.put(keys.HEAD_KEY, self.keyring.signed(head).to_bytes())
 

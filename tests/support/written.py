@@ -18,7 +18,7 @@ from vllm_delta_sync.format.anchor_file import write_anchor
 from vllm_delta_sync.format.documents import Claim, Retention, Tag
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.run.plan import FOLD_WIDTH
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.base_bits import BaseTensor
 from vllm_delta_sync.tensors.bits import Bits
@@ -156,13 +156,13 @@ class Written:
 
     def folds(self, longest: int = 10**6) -> None:
         """Every merged delta that a run of this length may have, up to a length."""
-        size = FOLD_WIDTH
+        size = MERGE_WIDTH
         breaks = {item.version for item in self.writer.breaks}
         while size <= min(self.head, longest):
             for first in range(0, self.head - size + 1, size):
                 if not breaks & set(range(first + 1, first + size + 1)):
                     self.writer.fold(first, first + size)
-            size *= FOLD_WIDTH
+            size *= MERGE_WIDTH
 
     def beside(self, version: int, shards: int = 2) -> None:
         """A standalone anchor."""
@@ -218,7 +218,7 @@ class Written:
     def check(self, first: int, last: int) -> None:
         """The merged delta does exactly what its versions do."""
         run = self.run
-        folded = run.folded(first, last)
+        folded = run.merged_delta(first, last)
         state = state_of(self.writer.table, self.writer.bits[first])
         changes = run.changes(folded, state.old)
         state.apply(changes)

@@ -16,7 +16,7 @@ from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format.documents import ANCHORS_PREFIX, FOLDS_PREFIX, anchor_key, fold_key
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.run.plan import plan
+from vllm_delta_sync.run.read_plan import plan_read
 
 
 class Watched(Hooked):
@@ -67,7 +67,7 @@ def test_merged_deltas_are_made_in_the_background(watched: Watched, trainer: Tra
     with Publisher(trainer.live, watched) as publisher:
         publish(publisher, trainer, 4)
         watched.wait_for(fold_key(0, 4))
-    assert open_run(watched.url).folded(0, 4).last == 4
+    assert open_run(watched.url).merged_delta(0, 4).last == 4
 
 
 def test_anchors_are_made_of_each_kth(watched: Watched) -> None:
@@ -242,5 +242,5 @@ def test_shards_that_are_removed_before_their_anchor_is_there_are_put_again(buck
     objects = run.anchor(1).objects
     assert {ref.key for ref in objects} == set(removed)
     assert len(objects) > 1
-    assert plan(run, run.head()).beside
+    assert plan_read(run, run.head()).standalone
     assert_holds(bucket, 1, trainer.copy())

@@ -248,13 +248,13 @@ def test_cold_start_honours_the_mark_and_leaves_it(tmp_path: Path) -> None:
 
 def test_mark_keeps_whom_it_was_told_to_be_revoked(tmp_path: Path) -> None:
     file = LastSeenStore(tmp_path, "file:///run")
-    file.raise_to(LastSeen("r", 1, 5, "five"))
+    file.advance_to(LastSeen("r", 1, 5, "five"))
     kept = json.loads(file.path.read_bytes())
     assert kept.pop("revoked") == []
     file.path.write_bytes(json.dumps(kept).encode())
     assert file.load() == LastSeen("r", 1, 5, "five")
-    file.raise_to(LastSeen("r", 1, 4, "four", revoked=("b",)))
-    file.raise_to(LastSeen("r", 1, 6, "six", revoked=("a",)))
+    file.advance_to(LastSeen("r", 1, 4, "four", revoked=("b",)))
+    file.advance_to(LastSeen("r", 1, 6, "six", revoked=("a",)))
     assert file.load() == LastSeen("r", 1, 6, "six", revoked=("a", "b"))
     for wrong in ("a", [1], None):
         file.path.write_bytes(json.dumps({**kept, "revoked": wrong}).encode())

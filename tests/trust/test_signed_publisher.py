@@ -51,7 +51,7 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.compact import compact, make_anchor, make_fold, upkeep
-from vllm_delta_sync.run.plan import path as way
+from vllm_delta_sync.run.read_plan import find_steps as way
 
 
 @pytest.fixture
@@ -646,6 +646,6 @@ def test_goes_on_behind_what_a_stolen_key_has_published(folder: Path, keys: Keys
     run = Run(open_bucket(str(folder)), keys.readers("root"))
     head = run.head()
     assert (head.version, run.manifest(5).kind) == (6, "anchor")
-    assert run.authentic.ancestor(6, head.digest, 2) == last.digest
+    assert run.verifier.ancestor_digest(6, head.digest, 2) == last.digest
     with pytest.raises(SignatureError, match="revoked after version 2"):
         run.manifest(4)

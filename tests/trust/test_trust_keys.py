@@ -69,7 +69,7 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, Signature, version_key
 from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.trust.keyring import RunKeys
 from vllm_delta_sync.trust.keys import MAX_KEY_BYTES, generate, load_private, load_public
 from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
@@ -151,7 +151,7 @@ def _refused(document: dict[str, Any], kind: type[Document]) -> None:
     except (FormatError, UnsupportedError):
         return
     with pytest.raises(SignatureError):
-        keys.check_side(found, 9, "it")
+        keys.check_standalone(found, 9, "it")
 
 
 def _flipped(value: Any) -> list[Any]:
@@ -213,10 +213,10 @@ def test_a_document_of_one_kind_is_not_taken_for_another() -> None:
         for other in kinds:
             taken = other.from_bytes(signed.to_bytes())
             if other is kind:
-                keys.check_side(taken, 3, "it")
+                keys.check_standalone(taken, 3, "it")
             else:
                 with pytest.raises(SignatureError, match="was changed"):
-                    keys.check_side(taken, 3, "it")
+                    keys.check_standalone(taken, 3, "it")
 
 
 def test_messages_of_one_kind_are_not_taken_for_another() -> None:
@@ -263,11 +263,11 @@ def test_keys_that_are_no_keys(key: str) -> None:
 
 def test_head_of_a_version() -> None:
     newest = by(TRAINER, manifest(4, manifest(3), epoch=2))
-    plain = head_of(newest, Keyring())
+    plain = make_head(newest, Keyring())
     assert (plain.version, plain.manifest, plain.parent, plain.epoch) == (4, newest.digest, newest.parent, 2)
     assert (plain.created_at, plain.expires_at, plain.signature) == (None, None, None)
-    signed = head_of(newest, ring(TRAINER, TRAINER), 60)
-    RunKeys(ring(None, TRAINER), RUN).check_side(signed, 4, "HEAD.json")
+    signed = make_head(newest, ring(TRAINER, TRAINER), 60)
+    RunKeys(ring(None, TRAINER), RUN).check_standalone(signed, 4, "HEAD.json")
     from datetime import datetime, timedelta
 
     begins, ends = (datetime.fromisoformat(time or "") for time in (signed.created_at, signed.expires_at))
@@ -285,8 +285,8 @@ def test_a_keyring_that_trusts_nobody_checks_nothing(tmp_path: Path) -> None:
     bucket.put(KEYS_KEY, b"garbage")
     found = RunVerifier(bucket, Keyring(), INFO)
     found.refresh()
-    found.manifest(manifest(0), "it")
-    found.head(Head(run=RUN, version=0, manifest="0" * 64), "it")
+    found.check_manifest(manifest(0), "it")
+    found.check_head(Head(run=RUN, version=0, manifest="0" * 64), "it")
 
 
 @pytest.mark.parametrize("signer", [None, STRANGER])
@@ -295,7 +295,7 @@ def test_everything_of_others_is_refused(signer: Any) -> None:
     checks: list[tuple[Callable[..., object], Document, tuple[Any, ...]]] = [
         (keys.check_info, INFO, ()),
         (keys.check_manifest, manifest(0), (0, "it")),
-        (keys.check_side, Head(run=RUN, version=0, manifest="0" * 64), (0, "it")),
+        (keys.check_standalone, Head(run=RUN, version=0, manifest="0" * 64), (0, "it")),
     ]
     for check, document, rest in checks:
         offered = document if signer is None else by(signer, document)
@@ -309,11 +309,11 @@ def test_delegated_keys() -> None:
     signed = by(TRAINER, manifest(0))
     with pytest.raises(SignatureError, match="not trusted"):
         keys.check_manifest(signed, 0, "it")
-    keys.take(key_file([entry(TRAINER)]))
+    keys.accept(key_file([entry(TRAINER)]))
     assert keys.check_manifest(signed, 0, "it") is None
     assert keys.allowed() == {public(ROOT), public(TRAINER)}
     # Who is taken out of the list altogether is nobody any more.
-    keys.take(key_file([entry(NEXT)], 2))
+    keys.accept(key_file([entry(NEXT)], 2))
     with pytest.raises(SignatureError, match="not trusted"):
         keys.check_manifest(signed, 0, "it")
     assert keys.allowed() == {public(ROOT), public(NEXT)}
@@ -325,7 +325,7 @@ def test_list_of_keys_vouches_for_run_json() -> None:
     with pytest.raises(SignatureError, match="not trusted"):
         keys.check_info(info)
     # Also after the key that began the run was stolen.
-    keys.take(key_file([entry(TRAINER, revoked=True)]))
+    keys.accept(key_file([entry(TRAINER, revoked=True)]))
     keys.check_info(info)
     with pytest.raises(SignatureError, match="revoked"):
         keys.check_info(by(TRAINER, INFO.model_copy(update={"total": 101})))
@@ -334,16 +334,16 @@ def test_list_of_keys_vouches_for_run_json() -> None:
 def test_only_roots_change_the_list() -> None:
     """A delegated key lists one of its own."""
     keys = RunKeys(ring(None, ROOT), RUN)
-    keys.take(key_file([entry(TRAINER)]))
+    keys.accept(key_file([entry(TRAINER)]))
     listed = [entry(TRAINER), entry(STRANGER)]
     value = json.loads(key_file(listed, 2).to_bytes())
     unsigned, changed = {**value, "signature": None}, {**value, "sequence": 3}
     forged = [key_file(listed, 2, TRAINER), key_file(listed, 2, STRANGER)]
     for one in [*forged, *(KeyFile.from_bytes(dump_canonical(one)) for one in (unsigned, changed))]:
         with pytest.raises(SignatureError):
-            keys.take(one)
+            keys.accept(one)
     with pytest.raises(ChainError, match="belongs to run"):
-        keys.take(key_file([entry(TRAINER)], 2, run="cd" * 16))
+        keys.accept(key_file([entry(TRAINER)], 2, run="cd" * 16))
     assert keys.allowed() == {public(ROOT), public(TRAINER)}
     assert keys.file is not None
     assert keys.file.sequence == 1
@@ -351,43 +351,43 @@ def test_only_roots_change_the_list() -> None:
 
 def test_list_that_was_put_back() -> None:
     keys = RunKeys(ring(None, ROOT), RUN)
-    keys.take(key_file([entry(TRAINER)], 1))
-    keys.take(key_file([entry(TRAINER, manifest(3))], 2))
-    keys.take(key_file([entry(TRAINER, manifest(3))], 2))
+    keys.accept(key_file([entry(TRAINER)], 1))
+    keys.accept(key_file([entry(TRAINER, manifest(3))], 2))
+    keys.accept(key_file([entry(TRAINER, manifest(3))], 2))
     for old in (key_file([entry(TRAINER)], 1), None):
         with pytest.raises(ReplayError, match="2 was seen before"):
-            keys.take(old)
+            keys.accept(old)
     assert keys.allowed() == {public(ROOT)}
     fresh = RunKeys(ring(None, ROOT), RUN)
     with pytest.raises(ReplayError, match="sequence 1, and 2"):
-        fresh.take(key_file([entry(TRAINER)], 1), at_least=2)
+        fresh.accept(key_file([entry(TRAINER)], 1), at_least=2)
     with pytest.raises(ReplayError, match="sequence 0, and 2"):
-        fresh.take(None, at_least=2)
+        fresh.accept(None, at_least=2)
 
 
 def test_revoked_root_does_not_take_it_back() -> None:
     keys = RunKeys(ring(None, ROOT, OTHER_ROOT), RUN)
-    keys.take(key_file([entry(ROOT, revoked=True)], 1, OTHER_ROOT))
+    keys.accept(key_file([entry(ROOT, revoked=True)], 1, OTHER_ROOT))
     with pytest.raises(SignatureError, match="which it revokes"):
-        keys.take(key_file([entry(ROOT, revoked=True)], 2, ROOT))
+        keys.accept(key_file([entry(ROOT, revoked=True)], 2, ROOT))
     with pytest.raises(SignatureError, match="was revoked before"):
-        keys.take(key_file([], 2, ROOT))
+        keys.accept(key_file([], 2, ROOT))
     assert keys.allowed() == {public(OTHER_ROOT)}
-    keys.take(key_file([], 2, OTHER_ROOT))
+    keys.accept(key_file([], 2, OTHER_ROOT))
     assert keys.allowed() == {public(ROOT), public(OTHER_ROOT)}
 
 
 def test_side_documents_of_retired_and_revoked_keys() -> None:
     keys = RunKeys(ring(None, ROOT), RUN)
     at_3, at_4 = (by(TRAINER, Head(run=RUN, version=version, manifest="0" * 64)) for version in (3, 4))
-    keys.take(key_file([entry(TRAINER, manifest(3))]))
-    keys.check_side(at_3, 3, "it")
-    with pytest.raises(SignatureError, match="does not hold for it any more"):
-        keys.check_side(at_4, 4, "it")
-    keys.take(key_file([entry(TRAINER, manifest(3), revoked=True)], 2))
+    keys.accept(key_file([entry(TRAINER, manifest(3))]))
+    keys.check_standalone(at_3, 3, "it")
+    with pytest.raises(SignatureError, match="is not valid for version 4 any more"):
+        keys.check_standalone(at_4, 4, "it")
+    keys.accept(key_file([entry(TRAINER, manifest(3), revoked=True)], 2))
     for head in (at_3, at_4):
-        with pytest.raises(SignatureError, match="does not hold"):
-            keys.check_side(head, head.version, "it")
+        with pytest.raises(SignatureError, match="is not valid"):
+            keys.check_standalone(head, head.version, "it")
 
 
 # Along the chain
@@ -418,7 +418,7 @@ class Chain:
         found = []
         for one in self.manifests:
             try:
-                reader.manifest(one, version_key(one.version))
+                reader.check_manifest(one, version_key(one.version))
             except (SignatureError, ForkError):
                 continue
             found.append(one.version)
@@ -436,8 +436,8 @@ def test_rotation(tmp_path: Path) -> None:
     assert chain.believed() == list(range(7))
     # Nor with another version in the place of one that it did sign.
     again = by(TRAINER, manifest(2, chain.manifests[1], step=99))
-    with pytest.raises(SignatureError, match=r"is not what .* says it had written"):
-        chain.reader().manifest(again, "it")
+    with pytest.raises(SignatureError, match=r"is not among the versions that keys.json accepts"):
+        chain.reader().check_manifest(again, "it")
 
 
 def test_revocation(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_revocation(tmp_path: Path) -> None:
     chain.put(by(NEXT, manifest(4, chain.manifests[3], step=99)))
     assert chain.believed(reader) == [0, 1, 2, 3, 4]
     with pytest.raises(SignatureError, match="was revoked after version 3"):
-        reader.manifest(chain.manifests[4], "it")
+        reader.check_manifest(chain.manifests[4], "it")
 
 
 def test_history_that_is_not_linked_to_a_last_word_is_not_believed(tmp_path: Path) -> None:
@@ -461,11 +461,11 @@ def test_history_that_is_not_linked_to_a_last_word_is_not_believed(tmp_path: Pat
     chain.list_keys(entry(TRAINER, chain.manifests[4], revoked=True))
     chain.bucket.delete(version_key(3))
     with pytest.raises(SignatureError, match="cannot be shown"):
-        chain.reader().manifest(chain.manifests[1], "it")
-    chain.reader().manifest(chain.manifests[4], "it")
+        chain.reader().check_manifest(chain.manifests[1], "it")
+    chain.reader().check_manifest(chain.manifests[4], "it")
     chain.bucket.put(version_key(3), b"{}")
-    with pytest.raises(ForkError, match="another in its place"):
-        chain.reader().manifest(chain.manifests[1], "it")
+    with pytest.raises(ForkError, match="the manifest was replaced"):
+        chain.reader().check_manifest(chain.manifests[1], "it")
     # A thief writes every manifest up to the pin anew, with good signatures and links: only the pin tells.
     forged: list[Manifest] = []
     for version in range(5):
@@ -473,7 +473,7 @@ def test_history_that_is_not_linked_to_a_last_word_is_not_believed(tmp_path: Pat
         chain.bucket.put(version_key(version), forged[-1].to_bytes())
     for one in forged:
         with pytest.raises((ForkError, SignatureError)):
-            chain.reader().manifest(one, version_key(one.version))
+            chain.reader().check_manifest(one, version_key(one.version))
 
 
 def test_each_link_is_read_once_with_many_keys(tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_each_link_is_read_once_with_many_keys(tmp_path: Path) -> None:
     counting.reading = lambda key: read.append(key) if key.startswith("versions/") else None
     reader = RunVerifier(counting, ring(None, ROOT), by(TRAINER, INFO))
     for version in (0, 39, 5, 20, 19, 30, 0):
-        reader.manifest(chain.manifests[version], "it")
+        reader.check_manifest(chain.manifests[version], "it")
     assert 30 <= len(read) == len(set(read)) <= 40
 
 
@@ -497,7 +497,7 @@ def test_threads_that_prove_at_once(tmp_path: Path) -> None:
         def prove(version: int) -> None:
             barrier.wait(120)  # noqa: B023
             try:
-                reader.manifest(chain.manifests[version], "it")  # noqa: B023
+                reader.check_manifest(chain.manifests[version], "it")  # noqa: B023
             except DeltaSyncError as error:
                 failures.append(error)  # noqa: B023
 
@@ -515,13 +515,13 @@ def test_ancestors(tmp_path: Path) -> None:
     reader = chain.reader()
     digests = [one.digest for one in chain.manifests]
     for version in (5, 3):
-        assert [reader.ancestor(version, digests[version], wanted) for wanted in range(version + 1)] == digests[
+        assert [reader.ancestor_digest(version, digests[version], wanted) for wanted in range(version + 1)] == digests[
             : version + 1
         ]
     with pytest.raises(ChainError, match="cannot precede"):
-        reader.ancestor(3, digests[3], 4)
+        reader.ancestor_digest(3, digests[3], 4)
     with pytest.raises(ForkError):
-        reader.ancestor(3, digests[2], 1)
+        reader.ancestor_digest(3, digests[2], 1)
 
 
 # Key files
@@ -542,7 +542,7 @@ def test_generated_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("there", ["trainer", "trainer.pub"])
 def test_keys_that_are_there_are_not_replaced(there: str, tmp_path: Path) -> None:
     (tmp_path / there).write_text("mine")
-    with pytest.raises(ConflictError, match="is there already"):
+    with pytest.raises(ConflictError, match="exists already"):
         generate(tmp_path / "trainer")
     with pytest.raises(StoreError, match="cannot be written"):
         generate(tmp_path / "no" / "folder")
@@ -572,15 +572,15 @@ CURVE = ec.generate_private_key(ec.SECP256R1())
 
 
 BAD_KEYS = {
-    "private: nothing": (b"", "no private key"),
-    "private: text": (b"not a key", "no private key"),
+    "private: nothing": (b"", "not a PEM private key"),
+    "private: text": (b"not a key", "not a PEM private key"),
     "private: password": (_pem(TRAINER, b"secret"), "without a password"),
     "private: another kind": (_pem(CURVE), "not an Ed25519 key"),
-    "private: public": (_public_pem(TRAINER), "no private key"),
+    "private: public": (_public_pem(TRAINER), "not a PEM private key"),
     "private: huge": (_pem(TRAINER) + b"\n" * MAX_KEY_BYTES, "longer than"),
-    "public: nothing": (b"", "no public key"),
-    "public: text": (b"not a key", "no public key"),
-    "public: private": (_pem(TRAINER), r"is a private key; give the public one \(key\.pub\)"),
+    "public: nothing": (b"", "not a PEM public key"),
+    "public: text": (b"not a key", "not a PEM public key"),
+    "public: private": (_pem(TRAINER), r"is a private key; give the public key \(key\.pub\)"),
     "public: another kind": (_public_pem(CURVE), "not an Ed25519 key"),
     "public: huge": (b"\n" * (MAX_KEY_BYTES + 1), "longer than"),
 }
@@ -609,11 +609,21 @@ def test_keyring_from_files(tmp_path: Path) -> None:
     assert Keyring.load(f"{tmp_path / 'a.pub'} , {tmp_path / 'b.pub'},").trusted == {first, second}
     assert Keyring.load([tmp_path / "a.pub", str(tmp_path / "b.pub")]).trusted == {first, second}
     alone = Keyring.load(None, tmp_path / "a")
-    assert (set(alone.trusted), alone.public, alone.signs, alone.checks) == ({first}, first, True, True)
+    assert (set(alone.trusted), alone.public, alone.has_signing_key, alone.checks_signatures) == (
+        {first},
+        first,
+        True,
+        True,
+    )
     apart = Keyring.load(str(tmp_path / "b.pub"), str(tmp_path / "a"))
     assert (set(apart.trusted), apart.public) == ({second}, first)
     none = Keyring.load()
-    assert (none.trusted, none.public, none.signs, none.checks) == (frozenset(), None, False, False)
+    assert (none.trusted, none.public, none.has_signing_key, none.checks_signatures) == (
+        frozenset(),
+        None,
+        False,
+        False,
+    )
     empties: list[str | list[str]] = ["", " , ", []]
     for empty in empties:
         with pytest.raises(SettingsError, match="names no file"):
@@ -624,11 +634,11 @@ def test_keyring_from_files(tmp_path: Path) -> None:
 
 
 def test_a_run_begins_with_a_trusted_key() -> None:
-    ring(ROOT, ROOT).check_begins()
-    ring(None, ROOT).check_begins()
-    Keyring().check_begins()
+    ring(ROOT, ROOT).check_can_start_run()
+    ring(None, ROOT).check_can_start_run()
+    Keyring().check_can_start_run()
     with pytest.raises(SignatureError, match="cannot begin"):
-        ring(TRAINER, ROOT).check_begins()
+        ring(TRAINER, ROOT).check_can_start_run()
 
 
 # What was seen before
@@ -642,7 +652,7 @@ def test_mark_is_kept_and_only_rises(tmp_path: Path) -> None:
     file = LastSeenStore(tmp_path / "state" / "deep", "file:///run")
     assert file.load() is None
     for raised, kept in (((2, 5), (2, 5)), ((1, 4), (2, 5)), ((3, 4), (3, 5)), ((1, 6), (3, 6))):
-        file.raise_to(mark(*raised))
+        file.advance_to(mark(*raised))
         assert LastSeenStore(tmp_path / "state" / "deep", "file:///run").load() == mark(*kept)
     assert LastSeenStore(tmp_path / "state" / "deep", "file:///other").load() is None
     assert stat.S_IMODE((tmp_path / "state" / "deep").stat().st_mode) == 0o700
@@ -651,7 +661,7 @@ def test_mark_is_kept_and_only_rises(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
 def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen: list[tuple[int, int]]) -> None:
     file = LastSeenStore(tmp_path_factory.mktemp("marks"), "x")
-    threads = [threading.Thread(target=file.raise_to, args=(mark(keys, version),)) for keys, version in seen]
+    threads = [threading.Thread(target=file.advance_to, args=(mark(keys, version),)) for keys, version in seen]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -667,9 +677,9 @@ def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen
 )  # fmt: skip
 def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None:
     file = LastSeenStore(tmp_path, "x")
-    file.raise_to(mark(0, 3))
+    file.advance_to(mark(0, 3))
     file.path.write_bytes(data)
-    for call in (file.load, lambda: file.raise_to(mark(0, 4))):
+    for call in (file.load, lambda: file.advance_to(mark(0, 4))):
         with pytest.raises(SettingsError, match="does not say what was seen"):
             call()
     assert file.path.read_bytes() == data
@@ -678,7 +688,7 @@ def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None
 def test_mark_that_cannot_be_kept(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(StoreError, match="state_dir"):
-        LastSeenStore(tmp_path / "state", "x").raise_to(mark(0, 3))
+        LastSeenStore(tmp_path / "state", "x").advance_to(mark(0, 3))
     with pytest.raises(SettingsError, match="set state_dir"):
         LastSeenStore(tmp_path / "state", "x").prepare()
 
@@ -687,18 +697,18 @@ def test_mark_of_another_history_or_run_is_not_written_over(tmp_path: Path) -> N
     file = LastSeenStore(tmp_path, "x")
     file.prepare()
     assert file.load() is None
-    file.raise_to(mark(1, 5))
+    file.advance_to(mark(1, 5))
     with pytest.raises(ForkError, match="history was forked"):
-        file.raise_to(mark(2, 5, manifest="f" * 64))
-    with pytest.raises(ChainError, match="was seen here"):
-        file.raise_to(mark(2, 9, run="cd" * 16))
+        file.advance_to(mark(2, 5, manifest="f" * 64))
+    with pytest.raises(ChainError, match="records run"):
+        file.advance_to(mark(2, 9, run="cd" * 16))
     assert file.load() == mark(1, 5)
 
 
 def test_mark_is_lowered_only_from_what_was_believed(tmp_path: Path) -> None:
     file = LastSeenStore(tmp_path, "x")
-    file.raise_to(mark(1, 9))
-    file.lower_to(mark(1, 8), mark(2, 3))
+    file.advance_to(mark(1, 9))
+    file.retract_to(mark(1, 8), mark(2, 3))
     assert file.load() == mark(1, 9)
-    file.lower_to(mark(1, 9), mark(2, 3))
+    file.retract_to(mark(1, 9), mark(2, 3))
     assert file.load() == mark(2, 3)

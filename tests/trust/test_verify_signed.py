@@ -19,7 +19,7 @@ from vllm_delta_sync.maintenance.key_list import check_signer, list_keys
 from vllm_delta_sync.maintenance.keys import change_keys
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.verify import VerifyReport, verify_run
 
@@ -110,10 +110,10 @@ def test_hints_need_no_signature(signed: Signed) -> None:
 
 
 def test_a_head_that_has_run_out_is_noted(signed: Signed) -> None:
-    signed.bucket.put(keys.HEAD_KEY, head_of(signed.writer.manifests[8], ROOT, seconds=-1).to_bytes())
+    signed.bucket.put(keys.HEAD_KEY, make_head(signed.writer.manifests[8], ROOT, seconds=-1).to_bytes())
     report = verify_run(signed.run)
-    assert ["HEAD.json has run out at" in note for note in report.notes] == [True]
-    signed.bucket.put(keys.HEAD_KEY, head_of(signed.writer.manifests[8], ROOT).to_bytes())
+    assert ["HEAD.json expired at" in note for note in report.notes] == [True]
+    signed.bucket.put(keys.HEAD_KEY, make_head(signed.writer.manifests[8], ROOT).to_bytes())
     assert verify_run(signed.run).notes == []
 
 
@@ -336,12 +336,12 @@ def test_objects_of_a_lost_manifest_are_never_signed(signed: Signed) -> None:
     """Only that manifest said which they are, and others that add up to the same fingerprint are made in seconds."""
     lost = keys.version_key(2)
     signed.bucket.delete(lost)
-    for pair in Run(signed.bucket).folds():
+    for pair in Run(signed.bucket).merged_deltas():
         signed.bucket.delete(side.fold_key(*pair))
     report = repair(signed.bucket, keyring=ROOT)
     assert not any("leads across" in line for line in report.repaired)
     assert any(lost in line for line in report.lost)
-    assert Run(signed.bucket).folds() == []
+    assert Run(signed.bucket).merged_deltas() == []
 
 
 def test_signed_tag_does_not_hold_under_another_name(signed: Signed) -> None:

@@ -210,7 +210,7 @@ def _log(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.cli import log as cli_views
 
     run = opened(options)
-    with run.keeping():
+    with run.caching_manifests():
         document, failure = cli_views.log_document(run, options.last)
     if failure is not None:
         if not options.json:

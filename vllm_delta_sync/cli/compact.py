@@ -72,7 +72,7 @@ def _compact(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.cli.text import ProgressBar
     from vllm_delta_sync.maintenance.compact import compact
     from vllm_delta_sync.run.checks import check_base
-    from vllm_delta_sync.run.roots import BaseError
+    from vllm_delta_sync.run.roots import BaseUnavailableError
 
     anchor = _wanted(options.anchor)
     if options.no_folds and anchor is None:
@@ -101,7 +101,7 @@ def _compact(options: argparse.Namespace) -> Answer:
                 stop=stop,
                 codec=options.codec,
             )
-    except BaseError:
+    except BaseUnavailableError:
         raise
     except NotFoundError as error:
         raise failed_check(error) from error

@@ -118,7 +118,7 @@ def _keys(options: argparse.Namespace) -> Answer:
         "url": run.bucket.url,
         "sequence": found.sequence,
         "signed_by": found.signed_by,
-        "checked": run.keyring.checks,
+        "checked": run.keyring.checks_signatures,
         "keys": [
             {
                 "key": row.key,

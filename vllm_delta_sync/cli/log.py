@@ -15,7 +15,7 @@ from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.canonical_json import load_canonical
 from vllm_delta_sync.format.manifest import Manifest, RunInfo
 from vllm_delta_sync.format.safetensors_file import Container
-from vllm_delta_sync.run.objects import Outline, needs_weights, outline
+from vllm_delta_sync.run.objects import ChangeSummary, needs_base_bits, summarize_changes
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.trust.keyring import short
 
@@ -71,7 +71,7 @@ def _summary(run: Run, manifest: Manifest) -> Document:
 def _signed(run: Run, document: RunInfo | Manifest) -> Document:
     """By which key, and whether that holds: what is read without trusted keys is not checked."""
     key = None if document.signature is None else document.signature.key
-    return {"signed_by": key, "signature_holds": True if run.keyring.checks else None}
+    return {"signed_by": key, "signature_holds": True if run.keyring.checks_signatures else None}
 
 
 def _print_signed(document: Document) -> str:
@@ -187,9 +187,9 @@ def version_document(run: Run, version: int) -> Document:
         raise NotFoundError(f"version {version} is not published; the newest is {head}")
     try:
         manifest = run.manifest(version)
-        if needs_weights(manifest):
+        if needs_base_bits(manifest):
             # Without the weights before it nobody can tell how far elements moved.
-            found = outline(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
+            found = summarize_changes(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
             tensors = [_changed_row(run, tensor, found) for tensor in sorted(found.counts)]
         else:
             tensors = _changed_tensors(run, run.changes(manifest))
@@ -209,7 +209,7 @@ def version_document(run: Run, version: int) -> Document:
     }
 
 
-def _changed_row(run: Run, tensor: int, found: Outline) -> Document:
+def _changed_row(run: Run, tensor: int, found: ChangeSummary) -> Document:
     how = "full" if tensor in found.full else "sparse"
     return {**_row(run, tensor, how), "changed": found.counts[tensor]}
 

@@ -16,7 +16,7 @@ from vllm_delta_sync.cli.arguments import (
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.run.report import Finding, Findings, VerifyReport
+from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 
 EXAMPLES = """\
 Stops at the first thing that does not hold, and names version, object and tensor; --all goes on and lists everything.
@@ -57,7 +57,7 @@ def _verify(options: argparse.Namespace) -> Answer:
     try:
         report, census = examine(run, options.base, lambda so_far: show(bar, so_far), found)
     except DeltaSyncError as error:
-        if found.raised(error):
+        if found.contains(error):
             raise failed_check(error) from error
         raise
     finally:

@@ -90,10 +90,14 @@ class RunProbe:
         self._check_whole(documents, head)
         age = age_of(head.created_at)
         figures |= {"head": head.version, "step": head.step, "age_seconds": round(age)}
-        figures["signatures_checked"] = documents.keyring.checks
+        figures["signatures_checked"] = documents.keyring.checks_signatures
         signed = "not signed"
         if figures["signed"]:
-            signed = "signatures hold" if documents.keyring.checks else "signed, not checked without --trusted-keys"
+            signed = (
+                "signatures hold"
+                if documents.keyring.checks_signatures
+                else "signed, not checked without --trusted-keys"
+            )
         said = f"run {self.run}, head version {head.version}, published {ago(age)}, {signed}; `verify` checks all of it"
         return self._judge(documents, said, figures)
 

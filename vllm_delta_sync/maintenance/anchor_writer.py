@@ -12,7 +12,7 @@ from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, chec
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import file_digest, scratch_folder
+from vllm_delta_sync.run.objects import file_digest, scratch_folder
 from vllm_delta_sync.tensors.state import ModelState
 
 

@@ -33,10 +33,10 @@ from vllm_delta_sync.maintenance.gc.record import lasting_plan
 from vllm_delta_sync.maintenance.tags import delete_tag, put_tag
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import fetch_run_file
-from vllm_delta_sync.run.objects import outline
-from vllm_delta_sync.run.plan import Plan
+from vllm_delta_sync.run.objects import summarize_changes
+from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import check_step
-from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.trust.head import make_head
 
 logger = guarded_logger(__name__)
 
@@ -61,7 +61,7 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
         DigestError, LimitError: a run file, or an object of a delta, is damaged.
         SignatureError: the signing key is not one to begin a run with.
     """
-    run.keyring.check_begins()
+    run.keyring.check_can_start_run()
     with ExitStack() as failing:
         bucket = failing.enter_context(open_beside(run.bucket, url))
         _begin(run, version, bucket)
@@ -95,7 +95,7 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
             delete_tag(run, name)
         raise
     try:
-        bucket.put(HEAD_KEY, head_of(first, run.keyring).to_bytes())
+        bucket.put(HEAD_KEY, make_head(first, run.keyring).to_bytes())
     except DeltaSyncError as error:
         # Readers find version 0 without it.
         logger.warning("the branch stands, but its %s was not written: %s", HEAD_KEY, error)
@@ -139,7 +139,9 @@ def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
     values = {run.table.index(name): Fingerprint.from_hex(value) for name, value in _of_root(run, found).items()}
     reached = found.root.model_fingerprint
     for step in found.steps:
-        changes = outline(step.document, step.run.table, [step.run.fetch(ref) for ref in step.objects]).changes
+        changes = summarize_changes(
+            step.document, step.run.table, [step.run.fetch(ref) for ref in step.objects]
+        ).changes
         if step.backwards:
             changes = changes.reversed()
         reached = check_step(step, reached, changes)
@@ -155,7 +157,7 @@ def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
 
 def _of_root(run: Run, found: Plan) -> dict[str, str]:
     declared = found.root.tensor_fingerprints
-    if found.beside:
+    if found.standalone:
         anchor = run.anchor(found.root.version)
         if anchor.manifest != found.root.digest:
             raise ChainError(f"the anchor of version {anchor.version} was made of another version {anchor.manifest}")

@@ -33,7 +33,7 @@ from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import FOLD_WIDTH, Planner
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
 
 __all__ = [
     "ANCHOR_RATIO",
@@ -67,13 +67,13 @@ def due_folds(first: int, last: int, breaks: list[int]) -> Iterator[Pair]:
     Args:
         breaks: ascending versions that do not build on the one before; no range leads into or across one.
     """
-    for end in range(first - first % FOLD_WIDTH + FOLD_WIDTH, last + 1, FOLD_WIDTH):
-        size = FOLD_WIDTH
+    for end in range(first - first % MERGE_WIDTH + MERGE_WIDTH, last + 1, MERGE_WIDTH):
+        size = MERGE_WIDTH
         while end % size == 0 and end - size >= first:
             if bisect_right(breaks, end) != bisect_right(breaks, end - size):
                 break
             yield end - size, end
-            size *= FOLD_WIDTH
+            size *= MERGE_WIDTH
 
 
 def upkeep(
@@ -86,7 +86,7 @@ def upkeep(
 ) -> list[str]:
     """Make what is due now that a version is committed: for the publisher's background, after each version or some.
 
-    Lists the tags; looks further once for every ``FOLD_WIDTH`` versions, every k-th, and whenever the tags are others,
+    Lists the tags; looks further once for every ``MERGE_WIDTH`` versions, every k-th, and whenever the tags are others,
     as long as ``run`` is the same object. Ranges that were missed, because nobody called in time, are made too: those
     of the aligned window that the newest one closes, ``FOLDS_PER_CALL`` at most, and one anchor at most. Versions of
     codec ``raw`` get no folded ranges. Those of codec ``context`` get them from ``compact`` alone: it takes a version's
@@ -104,7 +104,7 @@ def upkeep(
     Raises:
         StoreError: the store failed, or there is no room for scratch files.
     """
-    aligned = manifest.version - manifest.version % FOLD_WIDTH
+    aligned = manifest.version - manifest.version % MERGE_WIDTH
     kth = manifest.version - manifest.version % anchor_every if anchor_every else 0
     if manifest.version == 0:
         return []
@@ -113,7 +113,7 @@ def upkeep(
     if _looked.get(run, (0, 0, ())) == found:
         return []
     made: list[str] = []
-    run.authentic.refresh()
+    run.verifier.refresh()
     try:
         missed = _missed(run, manifest, aligned) if fold and aligned else []
         for pair in missed[:FOLDS_PER_CALL]:
@@ -147,9 +147,9 @@ def _tried(failure: str, make: Callable[[], object]) -> bool:
 
 def _missed(run: RunDocuments, manifest: Manifest, aligned: int) -> list[Pair]:
     """Ranges to make: those that end at ``aligned``, shortest first, then others that are missing, the newest first."""
-    window = FOLD_WIDTH
+    window = MERGE_WIDTH
     while aligned % window == 0:
-        window *= FOLD_WIDTH
+        window *= MERGE_WIDTH
     start = max(0, aligned - window)
     # Not all of them: a long run has many.
     low, high = f"{start:010d}", f"{aligned - 1:010d}"
@@ -168,7 +168,7 @@ def _missed(run: RunDocuments, manifest: Manifest, aligned: int) -> list[Pair]:
 def _possible(pair: Pair, retention: Retention | None, made: set[Pair]) -> bool:
     """Whether the parts of a range are there, as far as listings and hints tell."""
     first, last = pair
-    size = (last - first) // FOLD_WIDTH
+    size = (last - first) // MERGE_WIDTH
     if size == 1:
         return retention is None or not any(retention.is_gone(version) for version in range(first + 1, last + 1))
     parts = ((start, start + size) for start in range(first, last, size))
@@ -234,8 +234,8 @@ def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | Non
 
 def _costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]) -> bool:
     """Whether a reader who begins at the nearest version that is held whole reads more than an anchor has."""
-    planner = Planner(run)
-    planner.know(manifest)
+    planner = ReadPlanner(run)
+    planner.add_manifests(manifest)
     bases = {item.version: item.base_version for item in manifest.breaks}
     bottom = max((number for number, base in bases.items() if base is None), default=0)
     root = max((anchor for anchor in anchors if bottom <= anchor <= manifest.version), default=bottom)
@@ -348,7 +348,7 @@ def _fold_or_note(make: Callable[[], MergedDelta], pair: Pair, report: CompactRe
 
 def _unfolded(run: RunDocuments, head: Manifest, report: CompactReport) -> Iterator[Pair]:
     """Ranges that are due and not there; what cannot be made for versions that are gone is left out."""
-    listed = believed_folds(run, run.folds())
+    listed = believed_folds(run, run.merged_deltas())
     report.present = len(listed)
     retention = run.retention()
     made = set(listed)

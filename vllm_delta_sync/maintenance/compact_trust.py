@@ -28,7 +28,7 @@ def believed_folds(run: RunDocuments, listed: Iterable[Pair], most: int | None =
         StoreError: the store failed.
     """
     pairs = {fold_key(*pair): pair for pair in sorted(listed, key=lambda pair: (-pair[1], pair))}
-    reads = {key: partial(run.folded, *pair) for key, pair in pairs.items()}
+    reads = {key: partial(run.merged_delta, *pair) for key, pair in pairs.items()}
     return {pairs[key] for key in pairs.keys() - _refused(run, reads, most)}
 
 
@@ -40,9 +40,9 @@ def believed_anchors(run: RunDocuments, listed: Iterable[int], most: int | None 
 
 
 def _refused(run: RunDocuments, reads: Mapping[str, Callable[[], object]], most: int | None) -> set[str]:
-    if not run.keyring.checks:
+    if not run.keyring.checks_signatures:
         return set()
-    file = run.authentic.keys.file
+    file = run.verifier.keys.file
     sequence = 0 if file is None else file.sequence
     known, good = _believed.get(run, (0, set()))
     if known != sequence:

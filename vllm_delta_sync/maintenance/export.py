@@ -41,7 +41,7 @@ from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import fetch_run_file, write_file
 from vllm_delta_sync.run.restore import Progress, restore
-from vllm_delta_sync.run.roots import origin
+from vllm_delta_sync.run.roots import open_branch_source
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import (
     CONFIG_NAME,
@@ -181,7 +181,7 @@ def _chosen(run: Run, version: Version) -> tuple[Manifest, list[str]]:
             "name the version to export (--version)"
         )
     sound = run.manifest(manifest.sound)
-    run.authentic.descends(manifest, sound)
+    run.verifier.check_descends(manifest, sound)
     return sound, [f"version {manifest.version} is quarantined, and left out: {reasons}"]
 
 
@@ -469,7 +469,7 @@ def _of_base(run: RunDocuments, base: str | Path | None, report: ExportReport) -
         first = run.manifest(0)
         recorded = first.base
         if recorded is not None and recorded.run is not None:
-            with origin(run, first, base) as (source, _, further):
+            with open_branch_source(run, first, base) as (source, _, further):
                 return _model_files(source, further, report)
         if base is not None:
             folder = resolve_base(base, weights=False).path

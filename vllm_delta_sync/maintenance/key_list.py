@@ -49,14 +49,17 @@ def check_signer(run: RunDocuments) -> None:
     signature = run.info.signature
     if signature is None:
         return
-    ours, allowed = run.keyring.public, run.authentic.keys.allowed() if run.keyring.checks else {signature.key}
+    ours, allowed = (
+        run.keyring.public,
+        run.verifier.keys.allowed() if run.keyring.checks_signatures else {signature.key},
+    )
     known = ", ".join(sorted(map(short, allowed))) or "none that is in use"
     if ours is None:
         raise SettingsError(
             f"run {run.info.run} is signed, and what is written beside its chain must be too; give --signing-key PATH, "
             f"or set DELTA_SYNC_SIGNING_KEY, with the private key of one of: {known}"
         )
-    if run.keyring.checks and ours not in allowed:
+    if run.keyring.checks_signatures and ours not in allowed:
         raise SettingsError(
             f"signing_key is {short(ours)}, whose signatures readers of run {run.info.run} refuse; give the private "
             f"key of one of: {known}"
@@ -70,8 +73,8 @@ def list_keys(run: RunDocuments) -> KeyList:
         StoreError: the store failed. DeltaSyncError: ``keys.json`` is damaged.
     """
     keyring, found = run.keyring, KeyList()
-    if keyring.checks:
-        file = run.authentic.keys.file
+    if keyring.checks_signatures:
+        file = run.verifier.keys.file
         newest = newest_file(run.bucket, keyring, run.info.run)
         if newest is not None and newest.sequence > (0 if file is None else file.sequence):
             found.notes.append(
@@ -86,7 +89,7 @@ def list_keys(run: RunDocuments) -> KeyList:
         found.sequence, found.signed_by = file.sequence, signer_of(file)
     named = set(keyring.trusted) | entries.keys()
     first = signer_of(run.info)
-    if first is not None and not keyring.checks:
+    if first is not None and not keyring.checks_signatures:
         named.add(first)
     found.rows = [_row(key, key in keyring.trusted, entries.get(key)) for key in sorted(named)]
     if first is None:
@@ -111,7 +114,7 @@ def newest_file(bucket: Bucket, keyring: Keyring, run: str) -> KeyFile | None:
     for name in names:
         try:
             file = KeyFile.from_bytes(bucket.get(name, max_bytes=limits.MAX_SIDE_BYTES), name)
-            RunKeys(keyring, run).take(file)
+            RunKeys(keyring, run).accept(file)
         except StoreError:
             raise
         except DeltaSyncError:

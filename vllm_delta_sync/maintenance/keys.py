@@ -37,7 +37,7 @@ from vllm_delta_sync.format.manifest import HEAD_KEY, Document, Head, Manifest, 
 from vllm_delta_sync.maintenance.key_list import change_key, newest_file, signer_of
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.trust.keyring import RunKeys, short
 
 NOTHING: Literal["none"] = "none"
@@ -102,8 +102,8 @@ def change_keys(
     current = newest_file(bucket, keyring, RunDocuments(bucket).info.run)
     # The first list says of its keys what they said of themselves: that run.json is theirs.
     run = RunDocuments(bucket, Keyring(keyring.trusted | set(add if current is None else ())))
-    if run.authentic.keys.file is not None:
-        RunKeys(keyring, run.info.run).take(run.authentic.keys.file)
+    if run.verifier.keys.file is not None:
+        RunKeys(keyring, run.info.run).accept(run.verifier.keys.file)
     notes: list[str] = []
     entries = {} if current is None else {entry.key: entry for entry in current.keys}
     for key in add:
@@ -170,7 +170,10 @@ def _last_word(run: RunDocuments, version: LastVersion, revoked: bool, notes: li
     manifest = run.manifest(version)
     try:
         head, _ = run.reachable_head()
-        if head.version < version or run.authentic.ancestor(head.version, head.digest, version) != manifest.digest:
+        if (
+            head.version < version
+            or run.verifier.ancestor_digest(head.version, head.digest, version) != manifest.digest
+        ):
             raise NotFoundError(f"version {version} is not in the chain that leads to the head, {head.version}")
     except StoreError:
         raise
@@ -196,7 +199,7 @@ def _signed(run: RunDocuments, keyring: Keyring, current: KeyFile | None, entrie
         )
     )
     # As every reader will.
-    RunKeys(keyring, run.info.run).take(file)
+    RunKeys(keyring, run.info.run).accept(file)
     return file
 
 
@@ -204,8 +207,8 @@ def _signed(run: RunDocuments, keyring: Keyring, current: KeyFile | None, entrie
 
 
 def _find_fallen(run: RunDocuments, keyring: Keyring, change: KeyChange) -> None:
-    before, after = run.authentic.keys, RunKeys(keyring, run.info.run)
-    after.take(change.file)
+    before, after = run.verifier.keys, RunKeys(keyring, run.info.run)
+    after.accept(change.file)
 
     def falls(check: Callable[[RunKeys], object]) -> bool:
         try:
@@ -227,7 +230,7 @@ def _find_fallen(run: RunDocuments, keyring: Keyring, change: KeyChange) -> None
     fallen = in_parallel(version_falls, versions)
     change.versions = [version for version, gone in zip(versions, fallen, strict=True) if gone]
     for key, document, version in _beside(run):
-        if falls(lambda known, d=document, v=version, k=key: known.check_side(d, v, k)):  # type: ignore[misc]
+        if falls(lambda known, d=document, v=version, k=key: known.check_standalone(d, v, k)):  # type: ignore[misc]
             change.documents.append(key)
 
 
@@ -240,7 +243,7 @@ def _beside(run: RunDocuments) -> Iterable[tuple[str, Document, int]]:
         anchor = _read(run.bucket, Anchor, key, limits.MAX_JSON_BYTES)
         if anchor is not None:
             yield key, anchor, version
-    for pair in run.folds():
+    for pair in run.merged_deltas():
         key = fold_key(*pair)
         folded = _read(run.bucket, MergedDelta, key, limits.MAX_JSON_BYTES)
         if folded is not None:
@@ -299,7 +302,7 @@ def _sign_head(run: RunDocuments, change: KeyChange) -> None:
     except DeltaSyncError as error:
         change.notes.append(f"no version of the run is believed any more: {error.message}")
         return
-    run.bucket.put(HEAD_KEY, head_of(newest, run.keyring).to_bytes())
+    run.bucket.put(HEAD_KEY, make_head(newest, run.keyring).to_bytes())
     change.documents.remove(HEAD_KEY)
     change.head = newest.version
 

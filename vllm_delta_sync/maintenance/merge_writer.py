@@ -33,9 +33,8 @@ from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import open_step, scratch_folder
-from vllm_delta_sync.run.objects import declared, needs_weights
-from vllm_delta_sync.run.plan import Planner, Step
+from vllm_delta_sync.run.objects import declared_fingerprint, needs_base_bits, open_step_objects, scratch_folder
+from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -88,7 +87,7 @@ def make_fold(
     """
     if not 0 <= first < last:
         raise UsageError(f"a folded range leads from a version to a later one, not from {first} to {last}")
-    planner = Planner(run)
+    planner = ReadPlanner(run)
     ends = planner.manifest(first), planner.manifest(last)
     found = None if replace else existing_fold(run, *ends)
     if found is not None:
@@ -126,7 +125,7 @@ def write_fold(
 def existing_fold(run: RunDocuments, first: Manifest, last: Manifest) -> MergedDelta | None:
     """The folded range that is there, if it is of these two versions; one that may not be believed counts as none."""
     try:
-        found = run.folded(first.version, last.version)
+        found = run.merged_delta(first.version, last.version)
     except (StoreError, UnsupportedError):
         raise
     except DeltaSyncError:
@@ -181,8 +180,8 @@ class _Fold:
                 return self._publish(written, replace)
 
     def _steps(self) -> list[Step]:
-        planner = Planner(self.run, self.avoid)
-        planner.know(*self.ends)
+        planner = ReadPlanner(self.run, self.avoid)
+        planner.add_manifests(*self.ends)
         steps = planner.path(self.ends[0].version, self.ends[1].version)
         if any(step.backwards for step in steps):
             raise ChainError(
@@ -199,7 +198,7 @@ class _Fold:
 
     def _state(self, steps: list[Step]) -> ModelState | None:
         """The weights at the first version, if they are needed."""
-        lacking = next((step for step in steps if needs_weights(step.document)), None)
+        lacking = next((step for step in steps if needs_base_bits(step.document)), None)
         if lacking is None and self.codec != "context":
             return None
         if self.weights is None:
@@ -217,8 +216,8 @@ class _Fold:
         for step in steps:
             check_stop(self.stop)
             try:
-                opened = open_step(step, folder, moving)
-                reached += sum((declared(part) for part in opened), Fingerprint())
+                opened = open_step_objects(step, folder, moving)
+                reached += sum((declared_fingerprint(part) for part in opened), Fingerprint())
                 if reached != step.high_fingerprint:
                     raise FingerprintError(
                         f"{step.key}: objects lead to fingerprint {reached.hex()}, it says "

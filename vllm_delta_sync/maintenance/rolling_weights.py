@@ -6,8 +6,8 @@ from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.compact_uploads import Stop, check_stop, never
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import Planner
-from vllm_delta_sync.run.restore import advance, restore
+from vllm_delta_sync.run.read_plan import ReadPlanner
+from vllm_delta_sync.run.restore import apply_step_bounded, restore
 from vllm_delta_sync.tensors.state import ModelState
 
 IN_MEMORY_BYTES = 64 * 1024**2
@@ -59,12 +59,12 @@ class RollingWeights:
         """The same weights, moved; None if there is no way, or something on it is bad."""
         if held.version > target.version:
             return None
-        planner = Planner(self._run)
-        planner.know(held, target)
+        planner = ReadPlanner(self._run)
+        planner.add_manifests(held, target)
         try:
             for step in planner.path(held.version, target.version):
                 check_stop(self._stop)
-                advance(step, state, self._scratch)
+                apply_step_bounded(step, state, self._scratch)
         except StoreError:
             raise
         except DeltaSyncError:

@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.notice.sockets import Context, LogThrottle, Socket
-from vllm_delta_sync.trust.key_files import PUBLIC_SUFFIX, check_private, write_pair
+from vllm_delta_sync.trust.keys import PUBLIC_SUFFIX, check_private, write_pair
 
 SUFFIXES = (PUBLIC_SUFFIX, ".key")
 """Suffixes of public certificates in a directory: ours and pyzmq's."""

@@ -86,7 +86,7 @@ class NoticeVerifier:
 
     def __init__(self, keyring: Keyring | None, allowed: Callable[[], frozenset[str]] | None) -> None:
         """Args: allowed: keys in use now; None: the trusted keys."""
-        self._keyring = keyring if keyring is not None and keyring.checks else None
+        self._keyring = keyring if keyring is not None and keyring.checks_signatures else None
         self._allowed = allowed
         self._proven: Message | None = None
         self.rejected = 0

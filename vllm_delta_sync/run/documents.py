@@ -1,4 +1,4 @@
-"""The documents of a run, read and checked one by one: what is committed, the head, and what lies beside the chain."""
+"""``RunDocuments`` reads and checks a run's documents: run.json, manifests, the head, tags, anchors, merged deltas."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -10,7 +10,17 @@ from typing import Self, TypeVar
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, LimitError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    DigestError,
+    FormatError,
+    LimitError,
+    NotFoundError,
+    SignatureError,
+    StoreError,
+    UsageError,
+)
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
@@ -37,13 +47,16 @@ from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
+    TABLE_KEY,
     VERSIONS_PREFIX,
     Head,
     Manifest,
     ObjectRef,
+    RunInfo,
     version_key,
     version_of_key,
 )
+from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import (
     check_follows,
     check_same_store,
@@ -52,30 +65,29 @@ from vllm_delta_sync.run.checks import (
     document_limit,
     object_limit,
 )
-from vllm_delta_sync.run.head import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
-from vllm_delta_sync.run.metadata import read_info, read_table
-from vllm_delta_sync.run.prefetch import MOST_EXPECTED, Prefetcher, read_ahead
+from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
+from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.tensors.base_bits import Old
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.precheck import GLANCE_BYTES, check_glance
+from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
 
 TAG_PREFIX = "tag:"
-_Side = TypeVar("_Side", Anchor, Claim, MergedDelta, Lease, Retention, Tag)
+_Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Lease, Retention, Tag)
 
 
 class RunDocuments:
-    """One run in a bucket, document by document; nothing is ever written.
+    """Reads the documents of one run in a bucket, and never writes.
 
-    Where the keyring has trusted keys, each document that decides about weights is refused with SignatureError unless
-    one of them, or one that they list in keys.json, has signed it.
+    If the keyring has trusted keys, each document that decides about weights must be signed by one of them or by a key
+    that they list in keys.json; otherwise it is refused with SignatureError.
 
     Attributes:
-        bucket: where it lies. cache: what its objects are read through, if anything.
+        bucket: the bucket of the run. cache: the cache that objects are read through, if any.
         info: run.json. table: tensors.json. document_limit: see ``checks.document_limit``.
-        keyring: see there; whoever writes beside the chain signs with it. authentic: its checks in this run.
-        pointer: HEAD.json as it was read last; None if it was not, or may not be believed.
+        keyring: the trusted keys, and the key that signs what is written later. verifier: its checks in this run.
+        pointer: HEAD.json as last read; None if it was not read, or its signature is not valid.
     """
 
     def __init__(self, bucket: Bucket, keyring: Keyring | None = None, cache: ObjectCache | None = None) -> None:
@@ -83,50 +95,50 @@ class RunDocuments:
         self.cache = cache
         self.keyring = Keyring() if keyring is None else keyring
         self.pointer: Head | None = None
-        self._ahead = Prefetcher(bucket)
+        self._prefetcher = Prefetcher(bucket)
         self.info = read_info(bucket)
-        self.authentic = RunVerifier(
-            bucket, self.keyring, self.info, lambda version: self.stored(version, limits.MAX_JSON_BYTES)
+        self.verifier = RunVerifier(
+            bucket, self.keyring, self.info, lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES)
         )
         self.table = read_table(bucket, self.info)
         self.document_limit = document_limit(self.table)
 
-    def looking(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
-        """Within the block, what ``is_current`` and ``reachable_head`` read first is on its way already.
+    def prefetching(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
+        """Begin to fetch what ``is_current`` and ``reachable_head`` will read first within the block.
 
         Args:
-            known: the newest version known. expected: a newer one, of which somebody has told.
+            known: the newest version known. expected: a newer version, if a notice announced one.
         """
         wanted = {RUN_KEY: limits.MAX_JSON_BYTES, HEAD_KEY: limits.MAX_HEAD_BYTES}
         if known is not None:
-            newer = known if expected is None else min(expected, known + MOST_EXPECTED, limits.MAX_VERSION)
+            newer = known if expected is None else min(expected, known + MAX_EXPECTED, limits.MAX_VERSION)
             wanted.update({version_key(version): self.document_limit for version in range(known, newer + 1)})
-        return self._ahead.reading(wanted)
+        return self._prefetcher.prefetching(wanted)
 
-    def keeping(self) -> AbstractContextManager[None]:
-        """Within the block each manifest is read from the store once; for checks and listings of many versions.
+    def caching_manifests(self) -> AbstractContextManager[None]:
+        """Within the block, read each manifest from the store once; for checks and listings of many versions.
 
-        If a manifest is replaced meanwhile, the bytes read first are used. Up to ``ahead.KEPT_BYTES`` are kept, those
-        used last.
+        If a manifest is replaced meanwhile, the bytes read first are used. The cache holds the last used
+        ``prefetch.KEPT_BYTES``.
         """
-        return self._ahead.keeping()
+        return self._prefetcher.caching_manifests()
 
-    def stored(self, version: int, max_bytes: int) -> bytes:
-        """A version's manifest as it is stored, unchecked. Raises NotFoundError, LimitError, StoreError."""
-        return self._ahead.stored(version_key(version), max_bytes)
+    def raw_manifest(self, version: int, max_bytes: int) -> bytes:
+        """The bytes of a version's manifest, unchecked. Raises NotFoundError, LimitError, StoreError."""
+        return self._prefetcher.stored(version_key(version), max_bytes)
 
     def is_current(self) -> bool:
-        """Whether run.json is still the one this object was opened from; False if another run took its place.
+        """Whether run.json is unchanged since this object was opened; False if another run took its place.
 
         Raises:
-            NotFoundError: the run is gone. StoreError: the store failed.
+            NotFoundError: the run was removed. StoreError: the store failed.
         """
         try:
-            return self._ahead.get(RUN_KEY, limits.MAX_JSON_BYTES) == self.info.to_bytes()
+            return self._prefetcher.get(RUN_KEY, limits.MAX_JSON_BYTES) == self.info.to_bytes()
         except NotFoundError as error:
             raise NotFoundError(
-                f"run {self.info.run} is not at {self.bucket.url!r} any more: its {RUN_KEY} is gone; put it back, "
-                f"or check what the store shows ({error.message})"
+                f"run {self.info.run} is no longer at {self.bucket.url!r}: its {RUN_KEY} is missing; restore it, or "
+                f"check the store ({error.message})"
             ) from error
 
     def manifest(self, version: int) -> Manifest:
@@ -134,15 +146,15 @@ class RunDocuments:
 
         Raises:
             NotFoundError: the version was never published, or is no longer kept.
-            FormatError, UnsupportedError, ChainError: malformed, too new, or of another run.
+            FormatError, UnsupportedError, ChainError: it is malformed, too new, or of another run.
         """
         check_limit("version", version, limits.MAX_VERSION, "MAX_VERSION")
         key = version_key(version)
-        return self._parsed(version, self._ahead.get(key, self.document_limit))
+        return self._parsed(version, self._prefetcher.get(key, self.document_limit))
 
     def _parsed(self, version: int, data: bytes) -> Manifest:
         key = version_key(version)
-        self._glance(Manifest.KIND, data, key)
+        self._precheck(Manifest.KIND, data, key)
         manifest = Manifest.from_bytes(data, key)
         if manifest.run != self.info.run or manifest.version != version:
             raise ChainError(
@@ -151,18 +163,18 @@ class RunDocuments:
         if manifest.total != self.table.total or manifest.full_bytes != self.table.full_bytes:
             raise ChainError(f"{key}: total {manifest.total} or full_bytes {manifest.full_bytes} contradicts the table")
         check_tensor_fingerprints(manifest, self.table)
-        self.authentic.manifest(manifest, key)
+        self.verifier.check_manifest(manifest, key)
         return manifest
 
-    def _glance(self, kind: str, data: bytes, key: str) -> None:
-        """Refuse a large document that cannot be good before anything is parsed."""
-        if self.keyring.checks and len(data) > GLANCE_BYTES:
-            file = self.authentic.keys.file
+    def _precheck(self, kind: str, data: bytes, key: str) -> None:
+        """Refuse a large document that is not validly signed, before parsing it."""
+        if self.keyring.checks_signatures and len(data) > PRECHECK_BYTES:
+            file = self.verifier.keys.file
             listed = frozenset(entry.key for entry in file.keys) if file is not None else frozenset()
-            check_glance(data, kind, self.keyring, self.keyring.trusted | listed, key)
+            precheck_signature(data, kind, self.keyring, self.keyring.trusted | listed, key)
 
     def head(self) -> Manifest:
-        """The newest committed manifest. HEAD.json may lag, so what follows it is probed.
+        """The newest committed manifest. HEAD.json may lag, so the versions after it are probed.
 
         Raises:
             NotFoundError: nothing is published yet.
@@ -174,19 +186,19 @@ class RunDocuments:
         return manifest
 
     def reachable_head(self) -> tuple[Manifest, DeltaSyncError | None]:
-        """The newest good manifest, and what is wrong with the one after it: None if there is none after it.
+        """The newest good manifest, and the error of the manifest after it; None if there is no manifest after it.
 
-        Follows the chain from HEAD.json on. Where HEAD.json or its target is bad, the newest good manifest before
-        that is looked for in a listing of the bucket. A damaged manifest is passed over if one that follows names
-        it, as it is stored, as its parent: then a publisher has gone on behind it.
+        Reads the manifests from HEAD.json on. If HEAD.json or the manifest it names is bad, a listing of the bucket
+        gives the newest good manifest before it. A damaged manifest is skipped if a later one names its bytes as its
+        parent: a publisher has then continued after it.
 
         Raises:
-            NotFoundError: nothing is published yet. StoreError: the store failed, so nothing can be said.
-            DeltaSyncError: no manifest is good; the first error met.
+            NotFoundError: nothing is published yet. StoreError: the store failed.
+            DeltaSyncError: no manifest is good; the first error found.
         """
         end = limits.MAX_VERSION + 1
         self.pointer = None
-        self.authentic.refresh()
+        self.verifier.refresh()
         try:
             head = self._pointer()
             if head is not None:
@@ -195,9 +207,9 @@ class RunDocuments:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            words = self.authentic.keys.last_words()
-            before = newest_before(self._listed(), self.document_limit, self.manifest, end, error, words)
-            # Somebody may have gone on behind a damaged manifest without coming to HEAD any more.
+            last = self.verifier.keys.last_signed()
+            before = newest_good_before(self._manifest_sizes(), self.document_limit, self.manifest, end, error, last)
+            # A publisher may have continued after a damaged manifest, and ended before it wrote HEAD.json.
             found, _ = self._probe(before)
             if found.version > end:
                 return found, None
@@ -205,17 +217,18 @@ class RunDocuments:
         return self._probe(manifest)
 
     def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:
-        """What follows ``newest``. Bad manifests that follow each other are read up to a number and a size in all.
+        """The newest good manifest from ``newest`` on, and the error of the one after it.
 
-        Those of a key that was retired or revoked do not count: nobody but its holder can make them.
+        Stops after ``MAX_BAD_IN_A_ROW`` bad manifests in a row, or ``MAX_BAD_DOCUMENTS`` times the size limit of them.
+        Manifests of a retired or revoked key do not count, because only its holder can write them.
         """
         bad: DeltaSyncError | None = None
-        version, digest, passed = newest.version, newest.digest, 0
-        left = spare = BAD_DOCUMENTS * self.document_limit
-        while passed < BAD_IN_A_ROW:
+        version, digest, skipped = newest.version, newest.digest, 0
+        bytes_left = allowed_bytes = MAX_BAD_DOCUMENTS * self.document_limit
+        while skipped < MAX_BAD_IN_A_ROW:
             version += 1
             try:
-                data = self._ahead.get(version_key(version), self.document_limit)
+                data = self._prefetcher.get(version_key(version), self.document_limit)
             except NotFoundError:
                 return newest, bad
             except LimitError as error:
@@ -223,25 +236,25 @@ class RunDocuments:
             try:
                 following = self._parsed(version, data)
                 check_follows(newest, following, digest)
-                newest, bad, left, passed = following, None, spare, 0
+                newest, bad, bytes_left, skipped = following, None, allowed_bytes, 0
             except DeltaSyncError as error:
                 bad = bad or error
-                if self.authentic.gave_up(data, version_key(version)) is None:
-                    left, passed = left - len(data), passed + 1
-                if left <= 0:
+                if self.verifier.signed_by_ended_key(data, version_key(version)) is None:
+                    bytes_left, skipped = bytes_left - len(data), skipped + 1
+                if bytes_left <= 0:
                     break
             digest = sha256(data).hexdigest()
         return newest, bad
 
     def _pointer(self) -> Head | None:
         try:
-            data = self._ahead.get(HEAD_KEY, limits.MAX_HEAD_BYTES)
+            data = self._prefetcher.get(HEAD_KEY, limits.MAX_HEAD_BYTES)
         except NotFoundError:
             return None
         head = Head.from_bytes(data, HEAD_KEY)
         if head.run != self.info.run:
             raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self.info.run}")
-        self.authentic.head(head, HEAD_KEY)
+        self.verifier.check_head(head, HEAD_KEY)
         self.pointer = head
         return head
 
@@ -255,19 +268,19 @@ class RunDocuments:
         return manifest
 
     def versions(self) -> list[int]:
-        """Numbers of all versions that have a manifest, good or not, ascending: one listing."""
-        return list(self._listed())
+        """Numbers of all versions that have a manifest, good or not, ascending; one listing."""
+        return list(self._manifest_sizes())
 
-    def _listed(self) -> dict[int, int]:
-        """Version → size in bytes of its manifest."""
+    def _manifest_sizes(self) -> dict[int, int]:
+        """Version → size in bytes of its manifest, from one listing."""
         listed = self.bucket.list(VERSIONS_PREFIX)
         return {number: item.bytes for item in listed if (number := version_of_key(item.key)) is not None}
 
     def log(self, last: int | None = None, head: Manifest | None = None) -> Iterator[Manifest]:
-        """Manifests from version 0 to the head, each proven to follow its parent; several are read at a time.
+        """Yield the manifests from version 0 to the head, and check that each follows its parent; reads in parallel.
 
         Args:
-            last: only so many of the newest; the one before them is read too, which the first of them has to follow.
+            last: only this many of the newest. The one before them is also read, to check the first of them.
             head: the newest one; None: the run's head.
 
         Raises:
@@ -289,47 +302,51 @@ class RunDocuments:
         """An object's bytes, with size and SHA-256 checked.
 
         Raises:
-            NotFoundError: the object is gone. DigestError: it is not what the manifest lists.
+            NotFoundError: the object is missing. DigestError: it is not what the manifest lists.
         """
         check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(self.table), "object_limit")
         return fetch_object(self.bucket, ref) if self.cache is None else self.cache.get(ref, self.bucket)
 
     def changes(self, document: Manifest | MergedDelta, old: Old | None = None) -> Changes:
-        """Everything that a version or a folded range changes, fetched, verified and decoded.
+        """Fetch, verify and decode everything that a version or a merged delta changes.
 
-        For an anchor that is every tensor in full, with no declared changes of fingerprint.
+        For an anchor, that is every tensor in full, with no declared changes of fingerprint.
 
         Args:
-            old: the bits that the document builds on, such as ``ModelState.old``; codec ``context`` needs it.
+            old: the base bits of the document, such as ``ModelState.old``; codec ``context`` needs them.
 
         Raises:
-            UnsupportedError: codec ``context``, and no old bits.
+            UnsupportedError: the codec is ``context``, and ``old`` is None.
             NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
                 ``codec.delta_object.decode``; also when the objects do not add up to what the manifest declares.
         """
         return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects], old)
 
-    # Documents beside the chain
+    # Documents other than manifests
 
     def resolve(self, version: int | str | None = None) -> Manifest:
-        """The manifest that somebody means.
+        """The manifest of a version given by number or tag, or of the head.
 
         Args:
             version: a number, ``tag:NAME``, or None for the head.
 
         Raises:
-            NotFoundError: there is no such version or tag. UsageError: it is neither.
-            ChainError: a tag names another manifest than the one that is there. Else as ``manifest``.
+            NotFoundError: there is no such version or tag. UsageError: ``version`` is neither.
+            ChainError: a tag names another manifest than the stored one. Otherwise as ``manifest``.
         """
         if version is None:
             return self.head()
         if isinstance(version, str):
             if not version.startswith(TAG_PREFIX):
-                raise UsageError(f"version is {version[:80]!r}; give a number, {TAG_PREFIX}NAME, or none for the head")
+                raise UsageError(
+                    f"version {version[:80]!r} is not a version; give a number, {TAG_PREFIX}NAME, or none for the head"
+                )
             tag = self.tag(version.removeprefix(TAG_PREFIX))
             manifest = self.manifest(tag.version)
             if manifest.digest != tag.manifest:
-                raise ChainError(f"tag {version!r} names manifest {tag.manifest}, version {tag.version} is another")
+                raise ChainError(
+                    f"tag {version!r} names manifest {tag.manifest}, but version {tag.version} has another manifest"
+                )
             return manifest
         head = self.head()
         if not 0 <= version <= head.version:
@@ -337,86 +354,86 @@ class RunDocuments:
         return head if version == head.version else self.manifest(version)
 
     def tag(self, name: str) -> Tag:
-        """A tag. Raises NotFoundError, UsageError (no name at all), FormatError, ChainError (of another run)."""
+        """A tag. Raises NotFoundError, UsageError (not a valid name), FormatError, ChainError (of another run)."""
         key = tag_key(name)
         try:
-            tag = self._side(Tag, key, limits.MAX_SIDE_BYTES)
+            tag = self._read_standalone(Tag, key, limits.MAX_SIDE_BYTES)
         except NotFoundError as error:
             raise NotFoundError(f"run {self.info.run} has no tag {name!r}") from error
         if tag.name != name:
-            raise ChainError(f"{key} is tag {tag.name!r}: it was copied there, and names nothing")
-        self.authentic.side(tag, tag.version, key)
+            raise ChainError(f"{key} contains tag {tag.name!r}: it was copied from another key")
+        self.verifier.check_standalone(tag, tag.version, key)
         return tag
 
     def tags(self) -> dict[str, Tag]:
-        """All tags by name, those that branches set included; one that is damaged raises."""
+        """All tags by name, including those that branches set. A damaged tag raises."""
         names = [tag_of_key(item.key) for item in self.bucket.list(TAGS_PREFIX)]
         return {name: self.tag(name) for name in names if name is not None}
 
     def anchors(self) -> list[int]:
-        """Versions for which there is an anchor beside the chain, ascending: one listing."""
+        """Versions that have a standalone anchor, ascending; one listing."""
         listed = self.bucket.list(ANCHORS_PREFIX)
         return [version for item in listed if (version := anchor_of_key(item.key)) is not None]
 
     def anchor(self, version: int) -> Anchor:
-        """The anchor beside a version. Its digest of the manifest is for the caller to compare.
+        """The standalone anchor of a version. The caller must compare the manifest's digest in it.
 
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or contradicts itself or the table.
         """
         key = anchor_key(version)
-        anchor = self._side(Anchor, key, self.document_limit)
+        anchor = self._read_standalone(Anchor, key, self.document_limit)
         if anchor.version != version:
             raise ChainError(f"{key} is of version {anchor.version}")
-        self.authentic.side(anchor, version, key)
+        self.verifier.check_standalone(anchor, version, key)
         check_tensor_fingerprints(anchor, self.table)
         return anchor
 
-    def folded(self, first: int, last: int) -> MergedDelta:
-        """The folded range between two versions. Its digests of manifests are for the caller to compare.
+    def merged_delta(self, first: int, last: int) -> MergedDelta:
+        """The merged delta between two versions. The caller must compare the manifests' digests in it.
 
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or of other versions.
         """
         key = fold_key(first, last)
-        folded = self._side(MergedDelta, key, self.document_limit)
-        if (folded.first, folded.last) != (first, last):
-            raise ChainError(f"{key} leads from version {folded.first} to {folded.last}")
-        self.authentic.side(folded, last, key)
-        return folded
+        merged = self._read_standalone(MergedDelta, key, self.document_limit)
+        if (merged.first, merged.last) != (first, last):
+            raise ChainError(f"{key} leads from version {merged.first} to {merged.last}")
+        self.verifier.check_standalone(merged, last, key)
+        return merged
 
-    def folds(self) -> list[tuple[int, int]]:
-        """First and last version of every folded range, ascending: one listing."""
+    def merged_deltas(self) -> list[tuple[int, int]]:
+        """First and last version of every merged delta, ascending; one listing."""
         listed = self.bucket.list(FOLDS_PREFIX)
         return [pair for item in listed if (pair := fold_of_key(item.key)) is not None]
 
     def retention(self) -> Retention | None:
-        """What was removed, if anything was. A damaged document counts as none, since it is only a hint."""
+        """The record of what garbage collection removed, if any. A damaged one counts as none: it is only a hint."""
         try:
-            return self._side(Retention, RETENTION_KEY, limits.MAX_JSON_BYTES)
+            return self._read_standalone(Retention, RETENTION_KEY, limits.MAX_JSON_BYTES)
         except StoreError:
             raise
         except DeltaSyncError:
             return None
 
-    def newest_claim(self) -> int:
-        """The newest epoch that a writer claimed; 0 is the first writer's."""
+    def newest_epoch(self) -> int:
+        """The newest epoch that a publisher claimed; 0 is the first publisher's."""
         listed = self.bucket.list(CLAIMS_PREFIX)
         return max((epoch for item in listed if (epoch := claim_of_key(item.key)) is not None), default=0)
 
     def claim(self, epoch: int) -> Claim:
-        """The claim that began an epoch. Raises NotFoundError, FormatError, ChainError."""
-        return self._side(Claim, claim_key(epoch), limits.MAX_SIDE_BYTES)
+        """The claim of an epoch. Raises NotFoundError, FormatError, ChainError."""
+        return self._read_standalone(Claim, claim_key(epoch), limits.MAX_SIDE_BYTES)
 
-    def origin(self, first: Manifest, location: str | None = None) -> Self:
-        """The run that this one branches from; the caller closes it.
+    def open_source(self, first: Manifest, location: str | None = None) -> Self:
+        """Open the run that this one branches from; the caller closes it.
 
         Args:
-            first: version 0 of this run, whose ``base`` names a run.
-            location: URL of that run, where it is not at the recorded one.
+            first: version 0 of this run, whose ``base`` names the source run.
+            location: URL of the source run, if it is not at the recorded one.
 
         Raises:
-            NotFoundError: it is not there. ChainError: another run is there, or its version is another.
+            NotFoundError: it is not there. ChainError: another run is there, or its version differs.
         """
         base = first.base
         if base is None or base.run is None or base.version is None:
@@ -434,13 +451,13 @@ class RunDocuments:
             manifest = source.manifest(base.version)
             if manifest.digest != base.manifest or manifest.fingerprint != first.fingerprint:
                 raise ChainError(
-                    f"version {base.version} of run {base.run} is not the one that {self.info.run} began with"
+                    f"version {base.version} of run {base.run} is not the version that {self.info.run} branched from"
                 )
             failing.pop_all()
         return source
 
     def close(self) -> None:
-        """Close the bucket; safe to call twice. Nothing can be read afterwards."""
+        """Close the bucket; safe to call twice."""
         self.bucket.close()
 
     def __enter__(self) -> Self:
@@ -451,11 +468,62 @@ class RunDocuments:
     ) -> None:
         self.close()
 
-    def _side(self, kind: type[_Side], key: str, max_bytes: int) -> _Side:
+    def _read_standalone(self, kind: type[_Standalone], key: str, max_bytes: int) -> _Standalone:
         data = self.bucket.get(key, max_bytes=max_bytes)
         if kind in (Anchor, MergedDelta):
-            self._glance(kind.KIND, data, key)
+            self._precheck(kind.KIND, data, key)
         document = kind.from_bytes(data, key)
         if document.run != self.info.run:
             raise ChainError(f"{key} belongs to run {document.run}, this is {self.info.run}")
         return document
+
+
+def read_info(bucket: Bucket) -> RunInfo:
+    """Read run.json. Raises NotFoundError (there is no run), FormatError, UnsupportedError, StoreError."""
+    try:
+        data = bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
+    except NotFoundError as error:
+        lacks = "there is no such bucket or folder" if "does not exist" in error.message else "it has no run.json"
+        raise NotFoundError(f"no run at {bucket.url!r}: {lacks}; start a publisher there, or check the URL") from error
+    return RunInfo.from_bytes(data, RUN_KEY)
+
+
+def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
+    """Read tensors.json. Raises NotFoundError, DigestError or FormatError (it does not fit run.json), StoreError."""
+    table = TensorTable.from_bytes(bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES))
+    if table.digest != info.tensors:
+        raise DigestError(f"{TABLE_KEY} has SHA-256 {table.digest}, run.json says {info.tensors}")
+    if info.total != table.total or info.full_bytes != table.full_bytes:
+        raise FormatError(f"{RUN_KEY}: total {info.total} or full_bytes {info.full_bytes} contradicts {TABLE_KEY}")
+    return table
+
+
+def revoked_manifest(run: RunDocuments, version: int) -> Manifest | None:
+    """The manifest of a version whose key was retired or revoked before it; such a version must not be served.
+
+    Returns None if the manifest is valid, missing, damaged, or signed by a key that keys.json does not list. Use the
+    manifest only to follow the history: later versions name it by digest.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    key = version_key(version)
+    try:
+        manifest = run.verifier.signed_by_ended_key(run.raw_manifest(version, run.document_limit), key)
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return None
+    if manifest is None:
+        return None
+    if (manifest.run, manifest.version) != (run.info.run, version):
+        return None
+    try:
+        run.verifier.check_manifest(manifest, key)
+    except SignatureError:
+        return manifest
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        return None
+    return None

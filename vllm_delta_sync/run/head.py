@@ -1,4 +1,4 @@
-"""The newest good version of a run whose HEAD.json does not say it, from a listing that may hold anything."""
+"""``newest_good_before`` finds the newest good version where HEAD.json is damaged, in a listing that is untrusted."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 
@@ -6,43 +6,45 @@ from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.format.documents import KeyValidity
 from vllm_delta_sync.format.manifest import Manifest
 
-BAD_IN_A_ROW = 64
-"""Manifests that are passed over. Who has gone on behind more of them has moved HEAD.json there."""
-BAD_DOCUMENTS = 4
-"""Size of all manifests that are passed over, in manifests as large as may be."""
+MAX_BAD_IN_A_ROW = 64
+"""Bad manifests that are skipped in a row. A publisher that continues after more of them has moved HEAD.json there."""
+MAX_BAD_DOCUMENTS = 4
+"""Size in all of the bad manifests that are read, as a multiple of the largest size that a manifest may have."""
 
 
-def newest_before(
+def newest_good_before(
     sizes: Mapping[int, int],
     limit: int,
     read: Callable[[int], Manifest],
     end: int,
     reason: DeltaSyncError,
-    last_words: Iterable[KeyValidity] = (),
+    last_signed: Iterable[KeyValidity] = (),
 ) -> Manifest:
-    """The newest good manifest of a version below ``end``, of those that are looked at.
+    """Return the newest good manifest of a version below ``end``, within bounds on how many are read.
 
-    A chain has no gaps, so its newest version is in the block of numbers that follow each other from the lowest on.
-    That is looked at last, and always, lest what lies beyond a gap hide it; what does is looked at for the case that a
-    manifest was lost. Of either, from the newest down, ``BAD_IN_A_ROW`` are passed over and no more, so that a look
-    costs little whatever lies there: with up to that many bad ones right behind it the head is still found.
+    Version numbers have no gaps, so the newest version is in the block of consecutive numbers that starts at the
+    lowest. Numbers beyond a gap are tried first, in case a manifest was lost; the block is always tried after them, so
+    that stray files beyond a gap cannot hide it. In each part, at most ``MAX_BAD_IN_A_ROW`` bad manifests are skipped,
+    from the newest down: the cost is bounded whatever the listing holds, and a head with up to that many bad manifests
+    behind it is found.
 
     Args:
-        sizes: version → bytes of its manifest, of all that are listed.
-        limit: bytes that a manifest may have. Where bad ones have used up ``BAD_DOCUMENTS`` times that, those that
-            are larger than what is left are passed over unread; a good one among them follows the one returned.
-        read: gives the manifest of a version, or raises.
-        last_words: of keys that were revoked, the newest first: looked at where nothing else is good, so that the last
-            honest version is found however many a thief has made.
+        sizes: version → size in bytes of its manifest, for all that are listed.
+        limit: the most bytes that a manifest may have. After bad manifests of ``MAX_BAD_DOCUMENTS`` times that size,
+            those larger than what is left are skipped unread; a good one among them follows the one returned.
+        read: returns the manifest of a version, or raises.
+        reason: raised if no manifest is good.
+        last_signed: the last valid versions of revoked keys, the newest first. They are tried if nothing else is good,
+            so that the last honest version is found however many an attacker wrote.
 
     Raises:
-        StoreError: the store failed. DeltaSyncError: ``reason``, if none is good.
+        StoreError: the store failed. DeltaSyncError: ``reason``.
     """
-    reached = end_of_block(sizes, min(sizes, default=0))
+    block_end = last_consecutive(sizes, min(sizes, default=0))
     numbers = sorted((version for version in sizes if version < end), reverse=True)
-    for part in ([n for n in numbers if n > reached], [n for n in numbers if n <= reached]):
-        left = BAD_DOCUMENTS * limit
-        for version in part[: BAD_IN_A_ROW + 1]:
+    for part in ([n for n in numbers if n > block_end], [n for n in numbers if n <= block_end]):
+        left = MAX_BAD_DOCUMENTS * limit
+        for version in part[: MAX_BAD_IN_A_ROW + 1]:
             if sizes[version] > min(left, limit):
                 continue
             try:
@@ -51,20 +53,20 @@ def newest_before(
                 raise
             except DeltaSyncError:
                 left -= sizes[version]
-    for word in last_words:
+    for last in last_signed:
         try:
-            manifest = read(word.version) if word.version < end else None
+            manifest = read(last.version) if last.version < end else None
         except StoreError:
             raise
         except DeltaSyncError:
             continue
-        if manifest is not None and manifest.digest == word.manifest:
+        if manifest is not None and manifest.digest == last.manifest:
             return manifest
     raise reason
 
 
-def end_of_block(numbers: Container[int], start: int) -> int:
-    """The last of the numbers that follow each other from ``start`` on, which is taken to be one of them."""
+def last_consecutive(numbers: Container[int], start: int) -> int:
+    """The end of the block of consecutive numbers that begins at ``start``, which need not be in ``numbers``."""
     while start + 1 in numbers:
         start += 1
     return start

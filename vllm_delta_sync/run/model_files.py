@@ -1,4 +1,7 @@
-"""Run files: the model's configuration, tokenizer and generation settings, read from a run and written to a folder."""
+"""Read a run's files (the model's configuration, tokenizer, generation settings) and a version's sidecars.
+
+``write_files`` writes the run's files to a model folder.
+"""
 
 import os
 import tempfile
@@ -6,10 +9,9 @@ from pathlib import Path
 
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
-from vllm_delta_sync.format.manifest import RUN_KEY, RunFile
+from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunFile
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.report import Finding, VerifyReport
 from vllm_delta_sync.tensors.checkpoint import is_model_file
 
 logger = guarded_logger(__name__)
@@ -19,7 +21,7 @@ def read_file(run: RunDocuments, name: str) -> bytes:
     """The bytes of one of the run's files, with size and SHA-256 checked.
 
     Raises:
-        NotFoundError: the run has no file of that name, or the bucket has lost it.
+        NotFoundError: the run has no file of that name, or the bucket lost it.
         DigestError, LimitError: it is not what run.json lists. StoreError: the store failed.
     """
     found = next((item for item in run.info.files if item.name == name), None)
@@ -30,7 +32,7 @@ def read_file(run: RunDocuments, name: str) -> bytes:
 
 
 def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
-    """The bytes of a file as run.json lists it; raises as ``read_file``."""
+    """The bytes of a file that run.json lists; raises as ``read_file``."""
     try:
         return fetch_object(run.bucket, item)
     except StoreError:
@@ -40,24 +42,24 @@ def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
 
 
 def write_files(run: RunDocuments, folder: Path) -> list[str]:
-    """Write the run's files to a folder; one that is there with the right content stays as it is.
+    """Write the run's files to a folder; a file that has the right content already is not touched.
 
-    Only files that a model folder consists of are written (``checkpoint.is_model_file``): never code, never weights.
+    Only files that belong in a model folder are written (``checkpoint.is_model_file``), never code or weights.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
 
     Returns:
         names of the files.
 
     Raises:
         NotFoundError, DigestError, LimitError: a file is missing from the bucket, or damaged. StoreError: the store
-            failed, or the folder cannot be written.
+            failed, or the folder cannot be written to.
     """
     written = []
     for item in run.info.files:
         if not is_model_file(item.name):
-            logger.warning("%s lists file %r, which no model folder needs; it is left out", RUN_KEY, item.name)
+            logger.warning("%s lists file %r, which no model folder needs; it was not written", RUN_KEY, item.name)
             continue
         write_file(folder / item.name, fetch_run_file(run, item))
         written.append(item.name)
@@ -65,7 +67,7 @@ def write_files(run: RunDocuments, folder: Path) -> list[str]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file so that nobody sees a part of it, unless it has that content already; raises StoreError."""
+    """Write a file atomically, unless it has that content already. Raises StoreError."""
     try:
         if path.is_file() and not path.is_symlink() and path.read_bytes() == data:
             return
@@ -77,28 +79,35 @@ def write_file(path: Path, data: bytes) -> None:
                 os.fsync(opened)
             os.chmod(part, 0o644)
             os.replace(part, path)
-        except BaseException:  # an interrupt leaves no part behind either
+        except BaseException:  # also after an interrupt, no partial file stays
             os.unlink(part)
             raise
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
-def check_files(run: RunDocuments, report: VerifyReport) -> list[Finding]:
-    """Read all files of a run, count them, and return what is wrong.
+def read_sidecar(run: RunDocuments, manifest: Manifest, name: str) -> bytes:
+    """The bytes of one sidecar of a version, with size and SHA-256 checked.
 
     Raises:
-        StoreError: the store failed.
+        NotFoundError: the version has no sidecar of that name, or retention removed it.
+        DigestError, LimitError: it is not what the manifest lists. StoreError: the store failed.
     """
-    findings: list[Finding] = []
-    for item in run.info.files:
-        try:
-            data = fetch_run_file(run, item)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
-            findings.append(Finding(item.key, error, run_file=item))
-            continue
-        report.files += 1
-        report.bytes += len(data)
-    return findings
+    found = next((item for item in manifest.sidecars if item.name == name), None)
+    if found is None:
+        names = ", ".join(repr(item.name) for item in manifest.sidecars)
+        raise NotFoundError(
+            f"version {manifest.version} has no sidecar {name!r}; " + (f"it has {names}" if names else "it has none")
+        )
+    try:
+        return fetch_object(run.bucket, found)
+    except NotFoundError as error:
+        record = run.retention()
+        if record is not None and record.gave_up(manifest.version):
+            raise NotFoundError(
+                f"sidecar {name!r} of version {manifest.version} was removed with the version by retention; tag the "
+                "versions that you want to keep (delta-sync tag)"
+            ) from error
+        raise NotFoundError(
+            f"sidecar {name!r} of version {manifest.version}, {found.key}, is missing: {error.message}"
+        ) from error

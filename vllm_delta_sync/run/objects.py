@@ -1,68 +1,92 @@
-"""The objects of one document, opened: read tensor by tensor, or only asked what they carry."""
+"""Open the objects of a document: ``open_objects`` reads tensor by tensor, ``summarize_changes`` says what they change.
 
+Objects that are too large for memory are fetched to a scratch folder (``scratch_folder``) and mapped.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.hash_timing import hashing
+from vllm_delta_sync.bucket.verified import check_stored_size, damaged
 from vllm_delta_sync.codec.delta_reader import LazyDelta
-from vllm_delta_sync.errors import ChainError, FormatError
+from vllm_delta_sync.errors import ChainError, FormatError, LimitError, StoreError
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.limits import check_limit
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.run.checks import context_of, decode_objects, name_of
+from vllm_delta_sync.run.checks import decode_objects, delta_context, describe_document, object_limit
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.base_bits import Old
 from vllm_delta_sync.tensors.changes import Changes
 
+MAPPED_BYTES = 64 * 1024 * 1024
+"""Objects above this size are mapped, not read into memory, where that is possible."""
+SCRATCH_PREFIX = "delta-sync-scratch-"
+LOCK_NAME = "lock"
 
-def needs_weights(document: Manifest | MergedDelta) -> bool:
-    """Whether its objects are read with the weights at hand that they build on."""
+
+def needs_base_bits(document: Manifest | MergedDelta) -> bool:
+    """Whether decoding the document's objects needs their base bits."""
     return "context" in document.requires
 
 
-def open_parts(
+def open_objects(
     document: Manifest | MergedDelta, table: TensorTable, objects: Iterable[Buffer], old: Old | None = None
 ) -> list[LazyDelta]:
-    """The objects (already checked by digest) that a document lists, to be read tensor by tensor.
+    """Open the objects that a document lists for reading tensor by tensor. Their digests must have been checked.
 
     Args:
         objects: in the document's order. old: see ``LazyDelta``.
 
     Raises:
         UnsupportedError: one has codec ``raw``. ChainError: the document holds whole tensors.
-        FormatError: they are not what the document says, or carry a tensor in full and once more.
+        FormatError: they contradict the document, or carry a tensor in full and once more.
     """
-    context, what = context_of(document), name_of(document)
+    context, what = delta_context(document), describe_document(document)
     if context is None:
-        raise ChainError(f"{what} holds whole tensors, and no changes")
+        raise ChainError(f"{what} holds whole tensors, not changes")
     parts = [LazyDelta(data, table, context, old) for data in objects]
     changed = sum(part.changed for part in parts)
     if changed != document.changed:
-        raise FormatError(f"{what}: objects carry {changed} elements, it says {document.changed}")
-    _refuse_twice(what, parts, table)
+        raise FormatError(f"{what}: objects carry {changed} elements, it declares {document.changed}")
+    _check_carried_once(what, parts, table)
     return parts
 
 
-def _refuse_twice(what: str, parts: list[LazyDelta], table: TensorTable) -> None:
+def _check_carried_once(what: str, parts: list[LazyDelta], table: TensorTable) -> None:
     full = Counter(tensor for part in parts for tensor in part.full)
     sparse = {int(tensor) for part in parts for ids, _ in part.directory.values() for tensor in ids}
-    twice = {tensor for tensor, times in full.items() if times > 1 or tensor in sparse}
-    if twice:
-        raise FormatError(f"{what}: tensor {table[min(twice)].name!r} is carried in full and once more")
+    duplicates = {tensor for tensor, times in full.items() if times > 1 or tensor in sparse}
+    if duplicates:
+        raise FormatError(f"{what}: tensor {table[min(duplicates)].name!r} is carried in full and once more")
 
 
-def declared(part: LazyDelta) -> Fingerprint:
-    """What an object declares that it adds to the model's fingerprint."""
+def declared_fingerprint(part: LazyDelta) -> Fingerprint:
+    """The change of the model's fingerprint that an object declares."""
     return sum(part.fingerprints.values(), Fingerprint())
 
 
 @dataclass(frozen=True)
-class Outline:
-    """What a document changes, without the changes.
+class ChangeSummary:
+    """What a document changes, without the values.
 
     Attributes:
-        counts: elements carried, by tensor id. full: tensors in full. fingerprints: declared changes, by tensor id.
+        counts: elements carried, by tensor id. full: ids of tensors carried in full.
+        fingerprints: declared changes of fingerprint, by tensor id.
     """
 
     counts: dict[int, int]
@@ -71,30 +95,30 @@ class Outline:
 
     @property
     def changes(self) -> Changes:
-        """What is declared of them."""
+        """The declared changes of fingerprint only."""
         return Changes(fingerprints=self.fingerprints)
 
 
-def outline(document: Manifest | MergedDelta, table: TensorTable, objects: Sequence[Buffer]) -> Outline:
-    """What a document changes, for whoever has not the weights that it builds on.
+def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, objects: Sequence[Buffer]) -> ChangeSummary:
+    """Summarize what a document changes, without its base bits.
 
-    Everything is checked that can be: all, or, where objects have codec ``context``, all but their streams.
+    Checks everything; of objects of codec ``context``, everything except their streams.
 
     Args:
-        objects: already checked by digest.
+        objects: with checked digests.
 
     Raises:
-        DeltaSyncError: see ``decode_objects`` and ``open_parts``.
+        DeltaSyncError: see ``decode_objects`` and ``open_objects``.
     """
     counts: Counter[int] = Counter()
-    if not needs_weights(document):
+    if not needs_base_bits(document):
         changes = decode_objects(document, table, objects)
         for group in changes.sparse:
             counts.update(dict(zip(group.ids.tolist(), group.counts.tolist(), strict=True)))
         counts.update({full.id: full.bits.size for full in changes.full})
-        return Outline(counts, frozenset(full.id for full in changes.full), changes.fingerprints)
+        return ChangeSummary(counts, frozenset(full.id for full in changes.full), changes.fingerprints)
     sums: dict[int, Fingerprint] = {}
-    parts = open_parts(document, table, objects)
+    parts = open_objects(document, table, objects)
     for part in parts:
         part.check()
         for ids, sizes in part.directory.values():
@@ -102,4 +126,122 @@ def outline(document: Manifest | MergedDelta, table: TensorTable, objects: Seque
         counts.update({tensor: table[tensor].numel for tensor in part.full})
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
-    return Outline(counts, frozenset(tensor for part in parts for tensor in part.full), sums)
+    return ChangeSummary(counts, frozenset(tensor for part in parts for tensor in part.full), sums)
+
+
+def open_step_objects(step: Step, folder: Path, old: Old | None = None) -> list[LazyDelta]:
+    """Open a step's objects for reading tensor by tensor; fetches them to ``folder``, checks and maps them.
+
+    Args:
+        old: see ``LazyDelta``.
+
+    Raises:
+        NotFoundError, DigestError: an object is missing or damaged. Otherwise as ``open_objects``.
+    """
+    table = step.run.table
+
+    def read(ref: ObjectRef) -> np.ndarray:
+        data = map_cached_object(step.run, ref)
+        if data is None:
+            data = np.memmap(fetch_object_file(step.run.bucket, ref, folder, object_limit(table)), np.uint8, mode="r")
+        return data
+
+    return open_objects(step.document, table, map(read, step.objects), old)
+
+
+@contextmanager
+def scratch_folder(parent: str | Path | None, purpose: str, needed: int) -> Iterator[Path]:
+    """Make a folder with room for ``needed`` bytes, and remove it at the end of the block.
+
+    First removes the scratch folders of processes that were killed.
+
+    Args:
+        parent: the folder to make it in; None for the system's temporary directory.
+
+    Raises:
+        StoreError: it cannot be made, or there is less room than needed.
+    """
+    directory = Path(tempfile.gettempdir() if parent is None else parent)
+    remedy = "set TMPDIR to a folder" if parent is None else "name another folder"
+    with ExitStack() as stack:
+        try:
+            _remove_abandoned(directory)
+            free = shutil.disk_usage(directory).free
+            if free < needed:
+                raise StoreError(
+                    f"{purpose} needs {needed:,} bytes of scratch space in {str(directory)!r}, {free:,} are free; free "
+                    f"space there, or {remedy} with enough"
+                )
+            folder = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=directory, ignore_cleanup_errors=True)
+            path = Path(stack.enter_context(folder))
+            lock = stack.enter_context((path / "new").open("wb"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Renamed only after locking: a process that sees this name and gets the lock knows that the owner ended.
+            os.rename(path / "new", path / LOCK_NAME)
+        except OSError as error:
+            raise StoreError(
+                f"a scratch folder in {str(directory)!r} cannot be made: {error.strerror}; {remedy} that this user can "
+                "write to"
+            ) from error
+        yield path
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove scratch folders of this user whose processes ended without removing them."""
+    for path in directory.glob(f"{SCRATCH_PREFIX}*"):
+        try:
+            if path.is_symlink() or path.lstat().st_uid != os.geteuid():
+                continue
+            with (path / LOCK_NAME).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            # It is in use, has no lock yet, or another process is removing it.
+            continue
+
+
+def fetch_object_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) -> Path:
+    """Copy an object to a file in ``folder`` and check it, in bounded memory.
+
+    Args:
+        limit: the most bytes that an object of this model may have.
+
+    Raises:
+        NotFoundError: it is missing. FormatError: it is empty.
+        LimitError, DigestError: it is not what the document lists.
+    """
+    check_stored_size(bucket, ref)
+    if ref.bytes > limit:
+        raise LimitError(
+            f"object {ref.key} has {ref.bytes} bytes, more than the {limit} that an object of this model may have"
+        )
+    if ref.bytes == 0:
+        raise FormatError(f"object {ref.key} is empty")
+    path = folder / ref.sha256
+    bucket.get_file(ref.key, path)
+    digest = file_digest(path)
+    if digest != ref.sha256 or path.stat().st_size != ref.bytes:
+        raise damaged(ref, digest)
+    return path
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hex."""
+    with path.open("rb") as file, hashing():
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def map_cached_object(run: RunDocuments, ref: ObjectRef) -> np.ndarray | None:
+    """Map an object of a run from the cache, checked; None if no cache holds it, or it is empty.
+
+    Raises:
+        As ``RunDocuments.fetch``.
+    """
+    if run.cache is None or ref.bytes == 0:
+        return None
+    check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(run.table), "object_limit")
+    file = run.cache.open(ref, run.bucket)
+    if file is None:
+        return None
+    with file:
+        return np.memmap(file, np.uint8, mode="r")

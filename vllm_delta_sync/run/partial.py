@@ -1,10 +1,10 @@
-"""Boxes of a version's tensors, rebuilt without the rest: what one rank of a sharded trainer holds.
+"""``restore_boxes`` rebuilds parts of a version's tensors; ``fill_shards`` writes them into a sharded model.
 
-Everything that leads to the version is read, since an object is proven by the SHA-256 of all of it, and a tensor of an
-anchor or a checkpoint by the fingerprint of all of it. Only the boxes are kept. A change of a tensor is held against
-the fingerprint that it declares where the boxes together are the whole tensor, or the change carries all of it; of
-other changes it is proven that they are those that the chain lists, and that the fingerprints they declare lead to the
-version's. ``fingerprint_box`` of all ranks' boxes, added up, proves the rest.
+All objects on the path to the version are read in full, because the SHA-256 of an object and the fingerprint of a
+tensor in an anchor or checkpoint cover all of it. Only the boxes are kept. A change of a tensor is compared with its
+declared fingerprint if the boxes together are the whole tensor, or the change carries the whole tensor. Other changes
+are verified as listed by the run's documents, and their declared fingerprints must add up to the version's; the sum of
+``fingerprint_box`` over the boxes of all ranks verifies the rest.
 """
 
 import math
@@ -14,79 +14,83 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, check_tensor
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import needs_weights
-from vllm_delta_sync.run.plan import Plan
-from vllm_delta_sync.run.restore import carry_out, held_whole, whole
-from vllm_delta_sync.run.roots import branches, origin
+from vllm_delta_sync.run.objects import needs_base_bits
+from vllm_delta_sync.run.read_plan import Plan
+from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
+from vllm_delta_sync.run.roots import is_branch, open_branch_source
 from vllm_delta_sync.tensors.base_bits import BaseTensor
 from vllm_delta_sync.tensors.bits import Bits, Positions, apply_distances
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.tensors.state import ModelState
+from vllm_delta_sync.tensors.torch_sharding import Pieces, is_sharded, local_boxes, whole_shape
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
 
 logger = guarded_logger(__name__)
 
 Boxes = Mapping[str, Sequence[Box]]
-"""Boxes of tensors by checkpoint name. They may overlap, be empty, and leave out what is not wanted."""
+"""Boxes of tensors by checkpoint name. They may overlap, be empty, and cover a tensor in part."""
+TargetTensors = Mapping[str, torch.Tensor]
+"""The tensors to write to, by checkpoint name."""
 
 
 def restore_boxes(
     run: RunDocuments, manifest: Manifest, boxes: Boxes, base: str | Path | None = None
 ) -> dict[str, list[Bits]]:
-    """Rebuild some boxes of a version, with other ways around what is damaged or missing, as ``read.restore``.
+    """Rebuild some boxes of a version; like ``restore``, takes another path around damaged or missing objects.
 
-    Takes the memory of the boxes, of one object of up to ``read.MAPPED_BYTES`` (larger ones go through a temporary
-    file, or the run's cache), and of one decoded step of up to ``read.DECODED_ELEMENTS`` (larger ones are decoded in
-    pieces, except those of codec ``raw``). Where a step of codec ``context`` leads to the version, the whole model is
-    rebuilt in a temporary file: such a step is read with all that it builds on at hand.
+    Takes the memory of the boxes, of one object of up to ``MAPPED_BYTES`` (larger ones go through a temporary file or
+    the run's cache), and of one decoded step of up to ``DECODED_ELEMENTS`` (larger ones are decoded in pieces, except
+    those of codec ``raw``). If a step has codec ``context``, the whole model is rebuilt in a temporary file, because
+    decoding the step needs all base bits.
 
     Args:
-        boxes: of tensors of the run. base: as ``read.restore``.
+        boxes: of tensors of the run. base: as ``restore``.
 
     Returns:
         for each name, the flat (numel,) bits of its boxes, in their order; writable.
 
     Raises:
-        TensorMismatchError: the run has no such tensor, or it has another shape than a box says. Else as
-            ``read.restore``.
+        TensorMismatchError: the run has no such tensor, or its shape is not the one in a box. Otherwise as ``restore``.
     """
     check_base(base)
     for name, wanted in boxes.items():
         shape = run.table.by_name(name).shape
-        odd = next((box for box in wanted if box.whole != shape), None)
-        if odd is not None:
+        mismatch = next((box for box in wanted if box.whole != shape), None)
+        if mismatch is not None:
             raise TensorMismatchError(
-                f"box of tensor {name!r} is of a tensor {list(odd.whole)}, the run's {list(shape)}"
+                f"a box of tensor {name!r} is for shape {list(mismatch.whole)}, the tensor of the run has {list(shape)}"
             )
 
-    def begin(found: Plan) -> ModelState | PartialState:
-        context = next((step for step in found.steps if needs_weights(step.document)), None)
+    def load(found: Plan) -> ModelState | PartialState:
+        context = next((step for step in found.steps if needs_base_bits(step.document)), None)
         if context is None:
-            return _root(run, found, boxes, base)
+            return _load_root_boxes(run, found, boxes, base)
         logger.info(
-            "%s is of codec 'context': all of version %d is rebuilt in a temporary file to cut the wanted parts out",
+            "%s has codec 'context': rebuilding all of version %d in a temporary file to extract this rank's parts",
             context.key,
             manifest.version,
         )
-        return whole(run, found.root, found.beside, base, in_memory=False)
+        return load_root(run, found.root, found.standalone, base, in_memory=False)
 
-    _, held = carry_out(run, manifest, begin)
-    if isinstance(held, PartialState):
-        return held.bits(boxes)
-    return {name: [_copied(box, held.bits[run.table.index(name)]) for box in wanted] for name, wanted in boxes.items()}
+    _, state = execute_plan(run, manifest, load)
+    if isinstance(state, PartialState):
+        return state.bits(boxes)
+    return {name: [_copied(box, state.bits[run.table.index(name)]) for box in wanted] for name, wanted in boxes.items()}
 
 
 def fingerprint_box(name: str, box: Box, bits: Bits) -> Fingerprint:
-    """What the elements of a box add to the fingerprint of their tensor, and so to that of the model.
+    """The share of a box's elements in the fingerprint of their tensor, and so in that of the model.
 
     Args:
         bits: flat (numel of the box,).
@@ -96,12 +100,12 @@ def fingerprint_box(name: str, box: Box, bits: Bits) -> Fingerprint:
 
 
 @dataclass
-class _Held:
-    """What is kept of one tensor.
+class _TensorPieces:
+    """The kept pieces of one tensor.
 
     Attributes:
-        pieces: boxes that are not empty, and their flat bits. complete: whether each element is in one of them.
-        fingerprint: of the whole tensor, as far as is declared.
+        pieces: the non-empty boxes, and their flat bits. complete: whether they hold each element exactly once.
+        fingerprint: declared fingerprint of the whole tensor.
     """
 
     pieces: list[tuple[Box, Bits]]
@@ -110,13 +114,13 @@ class _Held:
 
 
 class PartialState:
-    """Boxes as bit patterns, moved from version to version (``read.Weights``).
+    """The bits of some boxes, moved from version to version (a ``StepTarget``).
 
     Attributes:
-        fingerprint: of the whole model, as far as is declared.
+        fingerprint: declared fingerprint of the whole model.
 
     Args:
-        document: declares the fingerprints of the version that they are of.
+        document: declares the fingerprints of the version of the pieces.
         pieces: by tensor id.
     """
 
@@ -126,96 +130,101 @@ class PartialState:
         self._table = table
         self.fingerprint = Fingerprint.from_hex(document.fingerprint)
         declared = document.tensor_fingerprints or {}
-        self._held = {
-            tensor: _Held(held, _complete([box for box, _ in held]), Fingerprint.from_hex(declared[table[tensor].name]))
-            for tensor, held in pieces.items()
+        self._tensors = {
+            tensor: _TensorPieces(
+                kept, _complete([box for box, _ in kept]), Fingerprint.from_hex(declared[table[tensor].name])
+            )
+            for tensor, kept in pieces.items()
         }
 
     def bits(self, boxes: Boxes) -> dict[str, list[Bits]]:
-        """The bits of the boxes that these were made of."""
+        """The bits of the boxes that this state was made from."""
         found: dict[str, list[Bits]] = {}
         for name, wanted in boxes.items():
-            held = self._held.get(self._table.index(name))
-            kept = iter([] if held is None else held.pieces)
+            tensor = self._tensors.get(self._table.index(name))
+            kept = iter([] if tensor is None else tensor.pieces)
             empty = np.empty(0, self._table.by_name(name).element.uint)
             found[name] = [next(kept)[1] if box.numel else empty.copy() for box in wanted]
         return found
 
     def old(self, tensor: int) -> BaseTensor:
-        """Nothing is held whole: raises UnsupportedError."""
+        """Raise UnsupportedError: no tensor is held whole."""
         raise UnsupportedError(
-            f"tensor {self._table[tensor].name!r} is held in parts, and an object of codec 'context' was not announced "
-            "by what lists it; publish with codec='packed'"
+            f"tensor {self._table[tensor].name!r} is held in parts, but an object has codec 'context', which its "
+            "document does not declare; publish with codec='packed'"
         )
 
     def apply(self, changes: Changes) -> None:
         """Move to the next version in place.
 
         Raises:
-            FingerprintError: a tensor did not come out as the object declares; the bits are then unusable.
+            FingerprintError: a tensor's fingerprint is not the declared one; the bits are then unusable.
         """
         measured: dict[int, Fingerprint] = {}
         for group in changes.sparse:
             for tensor, positions, data in group.tensors():
-                held = self._held.get(tensor)
-                if held is not None:
-                    change = self._move(group, held, self._table[tensor].name, positions, data)
-                    if held.complete:
+                kept = self._tensors.get(tensor)
+                if kept is not None:
+                    change = self._apply_sparse(group, kept, self._table[tensor].name, positions, data)
+                    if kept.complete:
                         measured[tensor] = measured.get(tensor, Fingerprint()) + change
         for full in changes.full:
-            held = self._held.get(full.id)
-            if held is not None:
-                for box, bits in held.pieces:
+            kept = self._tensors.get(full.id)
+            if kept is not None:
+                for box, bits in kept.pieces:
                     bits.reshape(box.shape)[...] = box.view(full.bits)
-                measured[full.id] = fingerprint_tensor(self._table[full.id].name, full.bits) - held.fingerprint
+                measured[full.id] = fingerprint_tensor(self._table[full.id].name, full.bits) - kept.fingerprint
         for tensor, declared in changes.fingerprints.items():
-            held = self._held.get(tensor)
-            if held is None:
+            kept = self._tensors.get(tensor)
+            if kept is None:
                 continue
-            if measured.get(tensor, Fingerprint() if held.complete else declared) != declared:
+            if measured.get(tensor, Fingerprint() if kept.complete else declared) != declared:
                 raise FingerprintError(
                     f"tensor {self._table[tensor].name!r} does not have the declared fingerprint after the change: "
                     "the object was made against other weights, or is damaged"
                 )
-            held.fingerprint += declared
+            kept.fingerprint += declared
         self.fingerprint += changes.fingerprint
 
-    def _move(self, group: Sparse, held: _Held, name: str, positions: Positions, data: Bits) -> Fingerprint:
+    def _apply_sparse(
+        self, group: Sparse, kept: _TensorPieces, name: str, positions: Positions, data: Bits
+    ) -> Fingerprint:
+        """Change the kept pieces; the change of fingerprint, which is zero unless they are complete."""
         change = Fingerprint()
-        for box, bits in held.pieces:
+        for box, bits in kept.pieces:
             chosen, local = box.inside(positions)
             before, values = bits[local], data[chosen]
             if group.relative:
                 apply_distances(group.element, bits, local, values)
             else:
                 bits[local] = values
-            if held.complete:
+            if kept.complete:
                 change += fingerprint_change(name, positions[chosen], before, bits[local])
         return change
 
 
-def _root(run: RunDocuments, found: Plan, boxes: Boxes, base: str | Path | None) -> PartialState:
-    """The boxes at a plan's root. Errors as ``read.whole``."""
+def _load_root_boxes(run: RunDocuments, found: Plan, boxes: Boxes, base: str | Path | None) -> PartialState:
+    """Load the boxes at a plan's root. Errors as ``load_root``."""
     wanted = {name: full for name, some in boxes.items() if (full := [box for box in some if box.numel])}
     table = run.table
-    if not branches(found.root, found.beside):
-        with held_whole(run, found.root, found.beside, base, None) as (document, tensors):
-            return PartialState(table, document, _cut(table, document, tensors, wanted))
-    with origin(run, found.root, base) as (source, at, further):
+    if not is_branch(found.root, found.standalone):
+        with root_tensors(run, found.root, found.standalone, base, None) as (document, tensors):
+            return PartialState(table, document, _extract_boxes(table, document, tensors, wanted))
+    with open_branch_source(run, found.root, base) as (source, at, further):
         bits = restore_boxes(source, at, wanted, further)
     pieces = {table.index(name): list(zip(some, bits[name], strict=True)) for name, some in wanted.items()}
-    for tensor, held in pieces.items():
-        if _complete([box for box, _ in held]):
+    for tensor, kept in pieces.items():
+        if _complete([box for box, _ in kept]):
             name = table[tensor].name
-            measured = sum((fingerprint_box(name, box, bits) for box, bits in held), Fingerprint())
+            measured = sum((fingerprint_box(name, box, bits) for box, bits in kept), Fingerprint())
             check_tensor(found.root, name, measured)
     return PartialState(table, found.root, pieces)
 
 
-def _cut(
+def _extract_boxes(
     table: TensorTable, document: Manifest | Anchor, tensors: Iterable[tuple[str, Bits]], boxes: Boxes
 ) -> dict[int, list[tuple[Box, Bits]]]:
-    """The boxes of tensors that are at hand whole, each of which is proven by its fingerprint."""
+    """Extract the boxes from whole tensors, each of which is checked by its fingerprint."""
     pieces: dict[int, list[tuple[Box, Bits]]] = {}
     for name, bits in tensors:
         if name not in boxes:
@@ -236,7 +245,7 @@ def _copied(box: Box, bits: Bits) -> Bits:
 
 
 def _complete(boxes: Sequence[Box]) -> bool:
-    """Whether boxes of one tensor, none of them empty, hold each element once."""
+    """Whether non-empty boxes of one tensor hold each element exactly once."""
     if sum(box.numel for box in boxes) != math.prod(boxes[0].whole):
         return False
     return not any(_overlap(one, other) for one, other in combinations(boxes, 2))
@@ -244,4 +253,83 @@ def _complete(boxes: Sequence[Box]) -> bool:
 
 def _overlap(one: Box, other: Box) -> bool:
     sides = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-    return all(at < beside + along and beside < at + size for at, size, beside, along in sides)
+    return all(
+        start < other_start + other_size and other_start < start + size
+        for start, size, other_start, other_size in sides
+    )
+
+
+def any_sharded(targets: TargetTensors) -> bool:
+    """Whether this process holds only a part of any of the tensors."""
+    return any(is_sharded(target) for target in targets.values())
+
+
+def fill_shards(run: RunDocuments, manifest: Manifest, targets: TargetTensors, base: str | Path | None) -> None:
+    """Write a version's weights into the parts that this process holds. Errors as ``restore_boxes``."""
+    pieces_by_name = {spec.name: _pieces(spec.name, targets[spec.name]) for spec in run.table if spec.name in targets}
+    boxes = {name: [box for box, _ in pieces] for name, pieces in pieces_by_name.items()}
+    with torch.no_grad():
+        for name, found in restore_boxes(run, manifest, boxes, base).items():
+            dtype = run.table.by_name(name).dtype
+            for (box, local), bits in zip(pieces_by_name[name], found, strict=True):
+                local.copy_(tensor_from_bits(bits, TensorSpec(name, dtype, box.shape)))
+
+
+def _pieces(name: str, target: torch.Tensor) -> Pieces:
+    pieces = local_boxes(target, name)
+    if getattr(getattr(target, "ds_status", None), "name", "") == "AVAILABLE":
+        # ZeRO-3 also holds small parameters gathered, and all of them between forward and backward.
+        pieces.append((Box.all_of(whole_shape(target)), target.detach()))
+    return pieces
+
+
+def check_targets(targets: TargetTensors, specs: Mapping[str, TensorSpec], strict: bool) -> None:
+    """Raise TensorMismatchError unless a run's tensors fit into the targets.
+
+    Args:
+        specs: of the run's tensors. strict: whether both sides must have the same tensors.
+    """
+    filled = {_memory(targets[name]) for name in specs if name in targets}
+    if strict:
+        absent = next((name for name in specs if name not in targets), None)
+        if absent is not None:
+            longer = next((name for name in targets if name.endswith(f".{absent}")), None)
+            remedy = "pass strict=False to skip it"
+            if longer is not None:
+                remedy = f"it has {longer!r}: pass the module inside the wrapper that adds to the names"
+            raise TensorMismatchError(f"tensor {absent!r} of the run is not in the target; {remedy}")
+        unlisted = (name for name in targets if name not in specs)
+        extra = next((name for name in unlisted if _memory(targets[name]) not in filled), None)
+        if extra is not None:
+            raise TensorMismatchError(
+                f"tensor {extra!r} of the target is not in the run; pass strict=False to leave it"
+            )
+    for name, spec in specs.items():
+        if name in targets:
+            _check_target(name, targets[name], spec)
+
+
+def _check_target(name: str, target: torch.Tensor, spec: TensorSpec) -> None:
+    dtype, shape = TORCH_DTYPES[spec.dtype], whole_shape(target)
+    if shape != spec.shape:
+        raise TensorMismatchError(
+            f"tensor {name!r} has shape {list(shape)} in the target, {list(spec.shape)} in the run"
+        )
+    if target.dtype != dtype and torch.promote_types(target.dtype, dtype) != target.dtype:
+        raise TensorMismatchError(
+            f"tensor {name!r} is {target.dtype} in the target, which cannot hold every {dtype} of the run"
+        )
+    if target.is_meta:
+        raise TensorMismatchError(
+            f"tensor {name!r} of the target is on the device 'meta' and has no memory; call to_empty(device=...) on "
+            "the model first"
+        )
+
+
+def _memory(target: torch.Tensor) -> tuple[object, ...]:
+    """An identity that two names of one tensor share."""
+    if not is_sharded(target):
+        return (target.untyped_storage().data_ptr(),)
+    pieces = local_boxes(target)
+    # Partitions of different tensors may share a storage. A tensor without a local part has no address.
+    return (pieces[0][1].data_ptr(), *pieces[0][0].shape) if pieces else (None, id(target))

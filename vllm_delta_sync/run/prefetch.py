@@ -1,4 +1,4 @@
-"""Reading ahead and keeping: the small documents of a run are fetched early, several at a time, and manifests once."""
+"""``Prefetcher`` fetches a run's small documents early and in parallel, and caches manifests during checks."""
 
 import threading
 from collections import OrderedDict
@@ -13,14 +13,14 @@ from vllm_delta_sync.bucket.threads import in_parallel, start_call, wait_for_cal
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
 
-NEAR = ("file", "memory")
-"""Schemes of stores that answer sooner than a thread is started."""
-MOST_EXPECTED = 4
-"""Manifests of new versions that are asked for before it is known that they are there."""
+LOCAL_SCHEMES = ("file", "memory")
+"""Schemes of stores that answer faster than a thread starts, so that prefetching does not pay."""
+MAX_EXPECTED = 4
+"""The most manifests of new versions that are requested before it is known whether they exist."""
 KEPT_BYTES = 128 * 1024**2
-"""Of manifests that are kept while a run is checked: some 100,000 of them."""
-AHEAD = 32
-"""Documents that are read before the one at hand is done with."""
+"""Memory for manifests that are cached while a run is checked; holds some 100,000 of them."""
+READ_AHEAD = 32
+"""The most documents that ``read_ahead`` reads before the caller has taken them."""
 _BATCH = 4096
 
 _Item = TypeVar("_Item")
@@ -28,59 +28,60 @@ _Found = TypeVar("_Found")
 
 
 def read_ahead(read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterator[_Found]:
-    """Yield ``read(item)`` in the order of the items, with several reads under way, and ``AHEAD`` of them in memory.
+    """Yield ``read(item)`` for each item in order. Reads run in parallel, up to ``READ_AHEAD`` of them ahead.
 
-    Raises what the first read that fails raises.
+    Raises:
+        Whatever the first failing ``read`` raises.
     """
     for start in range(0, len(items), _BATCH):
-        yield from in_parallel(read, items[start : start + _BATCH], AHEAD)
+        yield from in_parallel(read, items[start : start + _BATCH], READ_AHEAD)
 
 
 class Prefetcher:
-    """A bucket's small documents, some of them fetched before they are asked for, or kept for when they are again.
+    """Reads a bucket's small documents; some are fetched before they are needed, and manifests can be cached.
 
-    What was found early is taken from there, once. What was missing is asked for again: a document that names it may
-    have been read after it.
+    A prefetched document is used once. One that was missing is requested again, because a document that names it may
+    have been read later.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._far = scheme_of(bucket.url) not in NEAR
-        self._begun: dict[str, Future[bytes]] = {}
-        self._kept: _Kept | None = None
+        self._is_remote = scheme_of(bucket.url) not in LOCAL_SCHEMES
+        self._under_way: dict[str, Future[bytes]] = {}
+        self._manifest_cache: _ManifestCache | None = None
 
     @contextmanager
-    def reading(self, wanted: dict[str, int]) -> Iterator[None]:
-        """Within the block, ``get`` has begun to fetch these already.
+    def prefetching(self, wanted: dict[str, int]) -> Iterator[None]:
+        """Begin to fetch documents that ``get`` will need within the block.
 
         Args:
-            wanted: by key, how many bytes it may have.
+            wanted: key → the most bytes that the document may have.
         """
-        if self._far:
-            self._begun = {key: start_call(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
+        if self._is_remote:
+            self._under_way = {key: begun(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
         try:
             yield
         finally:
-            self._begun = {}
+            self._under_way = {}
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Within the block a manifest is fetched once, by any thread, as long as ``KEPT_BYTES`` hold those read last.
+    def caching_manifests(self) -> Iterator[None]:
+        """Within the block, fetch each manifest once; the cache holds the last used ``KEPT_BYTES``, for all threads.
 
         For checks and listings: if a manifest is replaced meanwhile, the bytes read first are used.
         """
-        if self._kept is not None:
+        if self._manifest_cache is not None:
             yield
             return
-        self._kept = _Kept()
+        self._manifest_cache = _ManifestCache()
         try:
             yield
         finally:
-            self._kept = None
+            self._manifest_cache = None
 
     def get(self, key: str, max_bytes: int) -> bytes:
         """As ``Bucket.get``."""
-        early = self._begun.pop(key, None)
+        early = self._under_way.pop(key, None)
         if early is not None:
             try:
                 return early.result()
@@ -89,17 +90,17 @@ class Prefetcher:
         return self.stored(key, max_bytes)
 
     def stored(self, key: str, max_bytes: int) -> bytes:
-        """As ``get``, and never what ``reading`` has fetched."""
-        kept = self._kept
-        if kept is None or not key.startswith(VERSIONS_PREFIX):
+        """As ``get``, but never from what was prefetched."""
+        cache = self._manifest_cache
+        if cache is None or not key.startswith(VERSIONS_PREFIX):
             return self._bucket.get(key, max_bytes=max_bytes)
-        data = kept.get(key, lambda: self._bucket.get(key, max_bytes=max_bytes))
+        data = cache.get(key, lambda: self._bucket.get(key, max_bytes=max_bytes))
         check_size(key, len(data), max_bytes)
         return data
 
 
-class _Kept:
-    """Documents by key; those used last, as far as they fit. What could not be read is not kept."""
+class _ManifestCache:
+    """Documents by key, with least-recently-used eviction. Failed reads are not cached."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +108,7 @@ class _Kept:
         self._bytes = 0
 
     def get(self, key: str, fetch: Callable[[], bytes]) -> bytes:
-        """The document; while another thread fetches it, that is waited for."""
+        """Return the document; if another thread is fetching it, wait for that."""
         with self._lock:
             known = self._documents.get(key)
             if known is None:
@@ -116,8 +117,8 @@ class _Kept:
             else:
                 self._documents.move_to_end(key)
         if known is not None:
-            wait_for_call(known)
-            # The other one may have failed for a reason of its own.
+            ended(known)
+            # The other thread may have failed for a reason that does not concern this one.
             return known.result() if known.exception() is None else fetch()
         try:
             data = fetch()

@@ -1,4 +1,4 @@
-"""Where version 0 lies if not in the run itself: in a checkpoint, or in the run that this one branches from."""
+"""Locate a version 0 that is not in the run: ``locate_base`` finds a checkpoint, ``open_branch_source`` a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,20 +11,20 @@ from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.tensors.checkpoint import names_model, resolve_base
 
 
-class BaseError(NotFoundError):
-    """The checkpoint or the run that version 0 refers to is not at hand."""
+class BaseUnavailableError(NotFoundError):
+    """The checkpoint or run that version 0 refers to is not there."""
 
 
-def branches(root: Manifest, beside: bool) -> bool:
+def is_branch(root: Manifest, standalone: bool) -> bool:
     """Whether a plan's root is read from another run."""
-    return not beside and root.kind != "anchor" and root.base is not None and root.base.run is not None
+    return not standalone and root.kind != "anchor" and root.base is not None and root.base.run is not None
 
 
 def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
-    """Directory of the checkpoint that version 0 refers to: the one given, else the recorded one or the public model.
+    """Directory of the checkpoint that version 0 refers to: ``base`` if given, else the recorded one or public model.
 
     Raises:
-        BaseError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be had.
+        BaseUnavailableError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be fetched.
     """
     if base is not None:
         path = resolve_base(base).path
@@ -33,7 +33,7 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
     else:
         path = Path("" if root.base is None else root.base.location)
     if not path.is_dir():
-        raise BaseError(
+        raise BaseUnavailableError(
             f"version 0 refers to the checkpoint {str(path)!r}, which is not here; pass base= with its path "
             "(--base on the command line)"
         )
@@ -41,37 +41,38 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
 
 
 @contextmanager
-def origin(
+def open_branch_source(
     run: RunDocuments, root: Manifest, base: str | Path | None
 ) -> Iterator[tuple[RunDocuments, Manifest, str | Path | None]]:
-    """Where a branch begins: the run that it comes from, the version of it, and the base to rebuild that with.
+    """Open the source run of a branch: the run, its manifest that the branch began at, and the base to rebuild it with.
 
     The run is closed at the end of the block.
 
     Raises:
-        BaseError: the run is not there. ChainError: it is another one. StoreError: the store of ``base`` failed.
+        BaseUnavailableError: the run is not there. ChainError: another run is there.
+        StoreError: the store of ``base`` failed.
     """
     recorded = root.base.location if root.base is not None else ""
-    named = str(base) if base is not None and _is_run(run, base) else None
+    source_url = str(base) if base is not None and _is_run(run, base) else None
     try:
-        source = run.origin(root, named)
+        source = run.open_source(root, source_url)
     except NotFoundError as error:
-        raise BaseError(
+        raise BaseUnavailableError(
             f"run {run.info.run} branches from a run at {recorded!r}, which is not there; pass base= with its URL "
             f"(--base on the command line): {error}"
         ) from error
     with source:
         if source.table.digest != run.table.digest:
-            raise ChainError(f"run {run.info.run} branches from {source.info.run}, which has other tensors")
+            raise ChainError(f"run {run.info.run} branches from run {source.info.run}, which has other tensors")
         version = root.base.version if root.base is not None and root.base.version is not None else 0
-        yield source, source.manifest(version), base if named is None else None
+        yield source, source.manifest(version), base if source_url is None else None
 
 
 def _is_run(run: RunDocuments, base: str | Path) -> bool:
-    """Whether a base given for a branch is a run, not a checkpoint. Raises StoreError; UsageError: it is no URL."""
+    """Whether the base given for a branch is a run, not a checkpoint. Raises StoreError, UsageError (not a URL)."""
     if names_model(base):
         return False
-    # A directory may have a name that would be taken for a URL.
+    # The name of a directory may look like a URL.
     with open_beside(run.bucket, Path(base).resolve() if Path(base).is_dir() else base) as bucket:
         try:
             bucket.stat(RUN_KEY)

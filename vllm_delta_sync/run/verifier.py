@@ -1,4 +1,4 @@
-"""Whether what a bucket says was said by somebody whose word counts, and whether one version descends from another."""
+"""``RunVerifier`` checks the signatures of one run's documents, and whether one version descends from another."""
 
 import threading
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import RunKeys, check_signature
 
 _BATCH = 256
-_LINES = 8
-"""Chains that are remembered: that of the head, and those of the last words of keys."""
+_CACHED_LINEAGES = 8
+"""Lineages that are cached: the head's, and those of the last valid versions of retired and revoked keys."""
 
 
 class RunVerifier:
-    """The signatures of one run. Does nothing for a keyring without trusted keys.
+    """Checks the signatures of one run. Checks nothing if the keyring has no trusted keys.
 
     Args:
-        stored: gives a version's manifest as it is stored; None: the bucket does.
+        stored: returns the bytes of a version's manifest; None: read from the bucket.
 
     Attributes:
-        keys: whose word counts.
+        keys: the keys that are valid in this run.
     """
 
     def __init__(
@@ -33,46 +33,46 @@ class RunVerifier:
     ) -> None:
         self._bucket = bucket
         self._stored = stored or self._fetched
-        self._checks = keyring.checks
+        self._checks = keyring.checks_signatures
         self._lock = threading.Lock()
-        self._lines: list[_Line] = []
+        self._lineages: list[_Lineage] = []
         self.keys = RunKeys(keyring, info.run)
         if self._checks:
             self.refresh()
             self.keys.check_info(info)
 
     def refresh(self, at_least: int = 0) -> None:
-        """Read ``keys.json`` anew: one small get, none without trusted keys.
+        """Read ``keys.json`` again: one small request, or none if there are no trusted keys.
 
         Args:
-            at_least: sequence that was seen before.
+            at_least: the sequence number seen before.
 
         Raises:
-            SignatureError, ChainError, ReplayError, FormatError: it may not be believed. StoreError: the store failed.
+            SignatureError, ChainError, ReplayError, FormatError: it is refused. StoreError: the store failed.
         """
         if not self._checks:
             return
         try:
             data = self._bucket.get(KEYS_KEY, max_bytes=limits.MAX_SIDE_BYTES)
         except NotFoundError:
-            self.keys.take(None, at_least)
+            self.keys.accept(None, at_least)
             return
-        self.keys.take(KeyFile.from_bytes(data, KEYS_KEY), at_least)
+        self.keys.accept(KeyFile.from_bytes(data, KEYS_KEY), at_least)
 
-    def head(self, head: Head, what: str) -> None:
-        """Raise SignatureError unless HEAD.json may be believed."""
-        self.side(head, head.version, what)
+    def check_head(self, head: Head, what: str) -> None:
+        """Raise SignatureError unless the signature of HEAD.json is valid."""
+        self.check_standalone(head, head.version, what)
 
-    def side(self, document: Document, version: int, what: str) -> None:
-        """Raise SignatureError unless a document about a version, outside the chain, may be believed."""
+    def check_standalone(self, document: Document, version: int, what: str) -> None:
+        """Raise SignatureError unless a document about a version, other than its manifest, is validly signed."""
         if self._checks:
-            self.keys.check_side(document, version, what)
+            self.keys.check_standalone(document, version, what)
 
-    def manifest(self, manifest: Manifest, what: str) -> None:
-        """Raise SignatureError unless a manifest may be believed.
+    def check_manifest(self, manifest: Manifest, what: str) -> None:
+        """Raise SignatureError unless the signature of a manifest is valid.
 
-        One whose key is no longer in use holds because the chain leads from it to that key's last word, for which the
-        manifests between are read.
+        If its key is no longer in use, the manifest is valid only as an ancestor of the last version that keys.json
+        accepts from that key; to check this, the manifests between are read.
         """
         if not self._checks:
             return
@@ -80,19 +80,20 @@ class RunVerifier:
         if entry is None or entry.last is None:
             return
         try:
-            there = self.ancestor(entry.last.version, entry.last.manifest, manifest.version)
+            expected = self.ancestor_digest(entry.last.version, entry.last.manifest, manifest.version)
         except NotFoundError as error:
             raise SignatureError(
-                f"{what} is signed by a key that is no longer in use, and that it belongs to what the key wrote before "
-                f"cannot be shown: {error}"
+                f"{what} is signed by a key that is no longer in use, and it cannot be shown that the key wrote it "
+                f"while it was valid: {error}"
             ) from error
-        if there != manifest.digest:
+        if expected != manifest.digest:
             raise SignatureError(
-                f"{what} is signed by a key that is no longer in use, and is not what keys.json says it had written"
+                f"{what} is signed by a key that is no longer in use, and is not among the versions that keys.json "
+                "accepts from that key"
             )
 
-    def gave_up(self, data: bytes, what: str) -> Manifest | None:
-        """A manifest, as it is stored, if its signature is that of a key which ``keys.json`` has retired or revoked."""
+    def signed_by_ended_key(self, data: bytes, what: str) -> Manifest | None:
+        """Parse a stored manifest; None unless it is signed by a key that ``keys.json`` lists as retired or revoked."""
         file = self.keys.file
         if not self._checks or file is None:
             return None
@@ -104,53 +105,56 @@ class RunVerifier:
         entry = None if manifest.signature is None else file.entry(manifest.signature.key)
         return manifest if entry is not None and (entry.revoked or entry.last is not None) else None
 
-    def descends(self, younger: Manifest, older: Manifest) -> None:
-        """Raise unless one manifest comes from another of this run; see ``ancestor``. Nothing without trusted keys."""
+    def check_descends(self, younger: Manifest, older: Manifest) -> None:
+        """Raise ForkError unless ``younger`` descends from ``older``; errors as ``ancestor_digest``.
+
+        Checks nothing if there are no trusted keys.
+        """
         if not self._checks:
             return
-        there = self.ancestor(younger.version, younger.digest, older.version)
-        if there != older.digest:
+        ancestor = self.ancestor_digest(younger.version, younger.digest, older.version)
+        if ancestor != older.digest:
             raise ForkError(
-                f"version {younger.version} goes on from {there} as version {older.version}, and {older.digest} is "
+                f"version {younger.version} descends from {ancestor} as version {older.version}, but {older.digest} is "
                 f"another version {older.version} with a valid signature: the history was forked"
             )
 
-    def ancestor(self, version: int, digest: str, wanted: int) -> str:
-        """Digest of the manifest of version ``wanted`` from which the one with ``digest``, of ``version``, descends.
+    def ancestor_digest(self, version: int, digest: str, wanted: int) -> str:
+        """Digest of the ancestor at version ``wanted`` of the manifest of ``version`` that has ``digest``.
 
-        Reads the manifests between once, all of them, several at a time; never objects.
+        Reads all manifests between them, once and in parallel, and no objects.
 
         Raises:
-            NotFoundError: one is gone. ForkError: one is not the one that the next names. ChainError: one that is
-                damaged does not say what it follows.
+            NotFoundError: a manifest is missing. ForkError: one is not the manifest that the next one names.
+            ChainError: one names no parent, or ``wanted`` is above ``version``.
         """
         if wanted > version:
             raise ChainError(f"version {wanted} cannot precede version {version}")
         if wanted == version:
             return digest
         with self._lock:
-            line = self._line(version, digest)
-            while line.low > wanted:
-                top = line.low
+            lineage = self._lineage(version, digest)
+            while lineage.low > wanted:
+                top = lineage.low
                 first = max(wanted + 1, top - _BATCH + 1)
                 for data in in_parallel(self._stored, range(top, first - 1, -1)):
-                    line.extend(data)
-            return line.digests[wanted]
+                    lineage.extend(data)
+            return lineage.digests[wanted]
 
-    def _line(self, version: int, digest: str) -> "_Line":
-        """What is known of the ancestors of a manifest."""
-        line = next((known for known in self._lines if known.digests.get(version) == digest), None)
-        if line is None:
-            line = _Line(version, digest)
-            self._lines = [*self._lines[1 - _LINES :], line]
-        return line
+    def _lineage(self, version: int, digest: str) -> "_Lineage":
+        """The cached lineage of a manifest, or a new one."""
+        lineage = next((known for known in self._lineages if known.digests.get(version) == digest), None)
+        if lineage is None:
+            lineage = _Lineage(version, digest)
+            self._lineages = [*self._lineages[1 - _CACHED_LINEAGES :], lineage]
+        return lineage
 
     def _fetched(self, version: int) -> bytes:
         return self._bucket.get(version_key(version), max_bytes=limits.MAX_JSON_BYTES)
 
 
-class _Line:
-    """Digests of consecutive manifests, each named by the one after it.
+class _Lineage:
+    """Digests of consecutive manifests, each named as parent by the next.
 
     Attributes:
         low: the oldest version in ``digests``, whose manifest was not read yet.
@@ -161,12 +165,12 @@ class _Line:
         self.digests = {version: digest}
 
     def extend(self, data: bytes) -> None:
-        """Take the manifest of version ``low`` as it is stored."""
+        """Add the parent of version ``low``, given the stored bytes of its manifest."""
         key, found, expected = version_key(self.low), sha256(data).hexdigest(), self.digests[self.low]
         if found != expected:
             raise ForkError(
-                f"{key} has digest {found}, and {expected} is the one that the chain goes on from: somebody has put "
-                "another in its place"
+                f"{key} has digest {found}, but the next version names {expected} as its parent: the manifest was "
+                "replaced"
             )
         parent = Manifest.from_bytes(data, key).parent
         if parent is None:

@@ -1,4 +1,4 @@
-"""Keys and signatures: whose word about a run's weights counts, and what a receiver has seen before.
+"""Keys and signatures: which signatures on a run's documents are valid, and what a receiver has seen before.
 
 May import ``format``. Begin with ``keyring``. docs/SECURITY.md has the threat model.
 """

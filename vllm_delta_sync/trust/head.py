@@ -1,4 +1,4 @@
-"""HEAD.json as a holder of a key writes it: with the time from when, and until when, it may be taken for the newest."""
+"""``make_head`` builds HEAD.json for a version: signed and with an expiry time if there is a signing key."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -6,15 +6,15 @@ from vllm_delta_sync.format.manifest import Head, Manifest
 from vllm_delta_sync.trust.keyring import Keyring
 
 HEAD_SECONDS = 600
-"""How long a signed HEAD.json holds; whoever publishes writes it again before."""
+"""Lifetime of a signed HEAD.json. A publisher rewrites it before it expires."""
 MAX_HEAD_SECONDS = 366 * 24 * 3600
 
 
-def head_of(manifest: Manifest, keyring: Keyring, seconds: int = HEAD_SECONDS) -> Head:
-    """HEAD.json that points at a version; signed, and with an end, if the keyring has a signing key.
+def make_head(manifest: Manifest, keyring: Keyring, seconds: int = HEAD_SECONDS) -> Head:
+    """Return the HEAD.json that points at ``manifest``; signed and with an expiry time if the keyring can sign.
 
     Args:
-        seconds: from now on until it runs out.
+        seconds: lifetime from now on.
     """
     head = Head(
         run=manifest.run,
@@ -23,12 +23,12 @@ def head_of(manifest: Manifest, keyring: Keyring, seconds: int = HEAD_SECONDS) -
         epoch=manifest.epoch,
         parent=manifest.parent,
     )
-    if not keyring.signs:
+    if not keyring.has_signing_key:
         return head
     now = datetime.now(UTC)
-    times = {"created_at": _spelled(now), "expires_at": _spelled(now + timedelta(seconds=seconds))}
+    times = {"created_at": _iso_utc(now), "expires_at": _iso_utc(now + timedelta(seconds=seconds))}
     return keyring.signed(head.model_copy(update=times))
 
 
-def _spelled(moment: datetime) -> str:
+def _iso_utc(moment: datetime) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,4 +1,4 @@
-"""The keys that somebody holds: whose signatures count, and with which key to sign."""
+"""``Keyring`` holds the configured keys and signs; ``RunKeys`` decides which keys are valid for one run's documents."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ _Doc = TypeVar("_Doc", bound=Document)
 class Keyring:
     """Checks and makes signatures. Without trusted keys it checks nothing, without a signing key it signs nothing.
 
-    Threads: any may call any method.
+    Thread-safe.
 
     Attributes:
-        trusted: public keys, 64 hex digits each, that were configured: only they may sign ``keys.json``.
-        public: public key of the signing key; None without.
+        trusted: the configured public keys, 64 hex digits each; only they may sign ``keys.json``.
+        public: public key of the signing key; None without one.
     """
 
     def __init__(self, trusted: Iterable[str] = (), signer: Ed25519PrivateKey | None = None) -> None:
@@ -38,11 +38,11 @@ class Keyring:
         """Read keys from files.
 
         Args:
-            trusted_keys: public key files; in one string, separated by commas.
-            signing_key: private key file. Without ``trusted_keys`` its public key is trusted.
+            trusted_keys: public key files; a string is split at commas.
+            signing_key: private key file. Without ``trusted_keys``, its public key is trusted.
 
         Raises:
-            SettingsError: a file cannot be read or is no such key, or the list is empty.
+            SettingsError: a file cannot be read or is not such a key, or the list is empty.
         """
         signer = None if signing_key is None else load_private(Path(signing_key))
         if trusted_keys is None:
@@ -51,7 +51,7 @@ class Keyring:
         files = [Path(part.strip() if isinstance(part, str) else part) for part in parts if str(part).strip()]
         if not files:
             raise SettingsError(
-                "trusted_keys names no file; give public key files, separated by commas, or leave it out"
+                "trusted_keys names no file; give public key files, separated by commas, or leave the setting out"
             )
         return cls([load_public(file) for file in files], signer)
 
@@ -59,32 +59,33 @@ class Keyring:
         return f"Keyring(trusted={sorted(self.trusted)}, public={self.public!r})"
 
     @property
-    def checks(self) -> bool:
-        """Whether signatures are asked for."""
+    def checks_signatures(self) -> bool:
+        """Whether documents must be signed, which is so if there are trusted keys."""
         return bool(self.trusted)
 
     @property
-    def signs(self) -> bool:
+    def has_signing_key(self) -> bool:
         """Whether there is a signing key."""
         return self._signer is not None
 
-    def check_begins(self) -> None:
-        """Raise SignatureError unless a run can begin with the signing key: it has no ``keys.json`` yet."""
+    def check_can_start_run(self) -> None:
+        """Raise SignatureError unless a new run can begin with the signing key; such a run has no ``keys.json`` yet."""
         if self.public is not None and self.public not in self.trusted:
             raise SignatureError(
-                f"a run cannot begin with signing_key {short(self.public)}, which is not among trusted_keys: add its "
-                "public key file to them, or begin with a trusted key and list this one in keys.json (delta-sync keys)"
+                f"a run cannot begin with signing_key {short(self.public)}, which is not among trusted_keys; add its "
+                "public key file to trusted_keys, or begin with a trusted key and list this one in keys.json "
+                "(delta-sync keys)"
             )
 
     def signed(self, document: _Doc) -> _Doc:
-        """The document with our signature; as it is without a signing key."""
+        """Return the document with a signature of the signing key; unchanged without one."""
         if self._signer is None:
             return document
         value = self._signer.sign(document.signed_bytes()).hex()
         return document.with_signature(Signature(key=self.public or "", value=value))
 
     def sign_bytes(self, kind: str, data: bytes) -> Signature | None:
-        """A signature over a message of a kind of its own; None without a signing key."""
+        """Sign a message of the given kind; None without a signing key."""
         if self._signer is None:
             return None
         return Signature(key=self.public or "", value=self._signer.sign(signed_form(kind, data)).hex())
@@ -99,11 +100,11 @@ class Keyring:
 
 
 class RunKeys:
-    """Whose word counts in one run: the configured keys, and what ``keys.json`` says of them and of others.
+    """The keys that are valid in one run: the configured ones, as changed and extended by ``keys.json``.
 
     Attributes:
-        file: newest ``keys.json`` that was accepted; None if the run has none.
-        revoked: trusted keys that any of them revoked.
+        file: the newest accepted ``keys.json``; None if the run has none.
+        revoked: trusted keys that any accepted ``keys.json`` revoked.
     """
 
     def __init__(self, keyring: Keyring, run: str) -> None:
@@ -113,16 +114,17 @@ class RunKeys:
         self.file: KeyFile | None = None
         self.revoked: frozenset[str] = frozenset()
 
-    def take(self, file: KeyFile | None, at_least: int = 0, revoked: Iterable[str] = ()) -> None:
-        """Take note of ``keys.json`` as it is now.
+    def accept(self, file: KeyFile | None, at_least: int = 0, revoked: Iterable[str] = ()) -> None:
+        """Check ``keys.json`` as it is now, and use it from here on.
 
         Args:
-            file: None if there is none. at_least: sequence that was seen before, in another life.
-            revoked: trusted keys that were revoked then.
+            file: None if the run has none.
+            at_least: the sequence number seen before a restart.
+            revoked: trusted keys that were revoked before a restart.
 
         Raises:
-            SignatureError: not signed by a trusted key, or by one that it revokes itself, or that was revoked before.
-            ChainError: of another run. ReplayError: older than what was seen.
+            SignatureError: not signed by a trusted key, or signed by a key that it revokes or that was revoked before.
+            ChainError: it belongs to another run. ReplayError: it is older than one seen before.
         """
         if file is not None:
             if file.run != self._run:
@@ -132,71 +134,71 @@ class RunKeys:
             entry = file.entry(key)
             if key not in self._keyring.trusted:
                 raise SignatureError(
-                    f"keys.json is signed by key {short(key)}, which is not among trusted_keys; only those may change "
-                    "the list of keys"
+                    f"keys.json is signed by key {short(key)}, which is not among trusted_keys; only trusted keys may "
+                    "change the key list"
                 )
             if entry is not None and entry.revoked:
                 raise SignatureError(f"keys.json is signed by key {short(key)}, which it revokes; sign it with another")
         with self._lock:
             known = max(at_least, 0 if self.file is None else self.file.sequence)
-            gone = self.revoked.union(revoked)
-            if file is not None and key in gone:
+            all_revoked = self.revoked.union(revoked)
+            if file is not None and key in all_revoked:
                 seen = at_least if file is self.file else known
                 raise SignatureError(
-                    f"keys.json is signed by key {short(key)}, which was revoked before: put back the one of sequence "
-                    f"{seen}, and take the key out of trusted_keys; or, if a thief had revoked it, remove what the "
-                    "servers have seen (state_dir)"
+                    f"keys.json is signed by key {short(key)}, which was revoked before; restore the keys.json with "
+                    f"sequence {seen} and remove the key from trusted_keys, or, if an attacker revoked the key, delete "
+                    "what the servers remember of the run (state_dir)"
                 )
             sequence = 0 if file is None else file.sequence
             if sequence < known:
                 raise ReplayError(
-                    f"keys.json has sequence {sequence}, and {known} was seen before: an older list of keys was put "
-                    "back; restore the newest one"
+                    f"keys.json has sequence {sequence}, and {known} was seen before: an older key list was put back; "
+                    "restore the newest one"
                 )
             listed = [] if file is None else file.keys
-            self.revoked = gone.union(
+            self.revoked = all_revoked.union(
                 entry.key for entry in listed if entry.revoked and entry.key in self._keyring.trusted
             )
             self.file = file
 
-    def distrust(self, revoked: Iterable[str]) -> None:
-        """Take note of trusted keys that were revoked, as somebody else has seen."""
+    def add_revoked(self, revoked: Iterable[str]) -> None:
+        """Add trusted keys that another process has seen revoked."""
         with self._lock:
             self.revoked = self.revoked.union(revoked)
 
     def allowed(self) -> frozenset[str]:
-        """Keys that are in use now."""
+        """The keys that may sign new documents now."""
         listed = {} if self.file is None else {entry.key: entry for entry in self.file.keys}
         keys = self._keyring.trusted | listed.keys()
         return frozenset(key for key in keys if _in_use(listed.get(key)))
 
-    def last_words(self) -> list[KeyValidity]:
-        """Of keys that were retired or revoked, the newest first."""
+    def last_signed(self) -> list[KeyValidity]:
+        """The last valid version of each retired or revoked key, the newest first."""
         entries = [] if self.file is None else self.file.keys
         return sorted((entry.last for entry in entries if entry.last), key=lambda last: -last.version)
 
     def check_info(self, info: RunInfo) -> None:
-        """Raise SignatureError unless run.json is vouched for, by its signature or by ``keys.json``."""
+        """Raise SignatureError unless run.json has a valid signature, or ``keys.json`` lists its digest."""
         if self.file is not None and self.file.info == info.digest:
             return
         entry = self._signer(info, "run.json")
         if entry is not None and entry.revoked:
             raise SignatureError(f"run.json is signed by key {short(entry.key)}, which is revoked")
 
-    def check_side(self, document: Document, version: int, what: str) -> None:
-        """Raise SignatureError unless a document about a version, outside the chain, may be believed."""
+    def check_standalone(self, document: Document, version: int, what: str) -> None:
+        """Raise SignatureError unless a document about ``version``, other than its manifest, is validly signed."""
         entry = self._signer(document, what)
         if entry is not None and (entry.revoked or (entry.last is not None and version > entry.last.version)):
             raise SignatureError(
-                f"{what} is signed by key {short(entry.key)}, whose word does not hold for it any more"
+                f"{what} is signed by key {short(entry.key)}, which is not valid for version {version} any more"
             )
 
     def check_manifest(self, document: Document, version: int, what: str) -> KeyEntry | None:
-        """Raise SignatureError unless a manifest may be believed.
+        """Raise SignatureError unless a manifest's signature is valid.
 
         Returns:
-            What ``keys.json`` says of a key that is no longer in use: the manifest holds only if the chain leads from
-            it to ``last``; None if it holds by itself.
+            None if the signature suffices. The entry in ``keys.json`` of a key that is no longer in use: the manifest
+            is valid only if the version ``last`` descends from it.
         """
         entry = self._signer(document, what)
         if _in_use(entry) or entry is None:
@@ -210,7 +212,7 @@ class RunKeys:
         return entry
 
     def _signer(self, document: Document, what: str) -> KeyEntry | None:
-        """Check the signature; what ``keys.json`` says of its key."""
+        """Check the signature; return the entry in ``keys.json`` of its key."""
         signature = document.signature
         check_signature(signature, document.signed_bytes(), what)
         key = "" if signature is None else signature.key
@@ -221,22 +223,22 @@ class RunKeys:
 
 
 def check_signature(signature: Signature | None, data: bytes, what: str) -> None:
-    """Raise SignatureError unless ``data`` is signed by the key that the signature names, whoever has it."""
+    """Raise SignatureError unless ``data`` is signed by the key that the signature names, trusted or not."""
     if signature is None:
         raise SignatureError(
-            f"{what} is not signed, and trusted_keys asks for signatures; publish with signing_key, or take the run "
-            "from where it is signed"
+            f"{what} is not signed, and trusted_keys requires signatures; publish with signing_key, or use a signed "
+            "copy of the run"
         )
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature.key)).verify(bytes.fromhex(signature.value), data)
     except (InvalidSignature, ValueError) as error:
         raise SignatureError(
-            f"{what} does not have the signature of key {short(signature.key)} that it claims: it was changed"
+            f"{what} does not match the signature of key {short(signature.key)} that it carries: it was changed"
         ) from error
 
 
 def short(key: str) -> str:
-    """A key as messages name it."""
+    """The first 16 hex digits of a key, for messages."""
     return key[:16]
 
 
@@ -246,6 +248,6 @@ def _in_use(entry: KeyEntry | None) -> bool:
 
 def _untrusted(what: str, key: str) -> SignatureError:
     return SignatureError(
-        f"{what} is signed by key {short(key)}, which is not trusted; if it should be, add its public key file to "
+        f"{what} is signed by key {short(key)}, which is not trusted; to trust it, add its public key file to "
         "trusted_keys, or list it in keys.json (delta-sync keys)"
     )

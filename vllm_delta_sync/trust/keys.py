@@ -1,5 +1,7 @@
-"""Ed25519 key pairs in PEM files, as openssl and ssh-keygen write them too (PKCS #8 and SubjectPublicKeyInfo)."""
+"""Generate and read Ed25519 key pairs in PEM files (PKCS #8 and SubjectPublicKeyInfo, as openssl and ssh-keygen do)."""
 
+import os
+import stat
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -13,9 +15,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
-from vllm_delta_sync.errors import SettingsError
-from vllm_delta_sync.trust.key_files import PUBLIC_SUFFIX, check_private, write_pair
+from vllm_delta_sync.errors import ConflictError, SettingsError, StoreError
 
+PUBLIC_SUFFIX = ".pub"
 MAX_KEY_BYTES = 16_384
 
 
@@ -26,7 +28,7 @@ def generate(path: Path) -> str:
         The public key, 64 hex digits.
 
     Raises:
-        ConflictError: one of the files is there already; neither is touched. StoreError: they cannot be written.
+        ConflictError, StoreError: see ``write_pair``.
     """
     private = Ed25519PrivateKey.generate()
     secret = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -38,7 +40,7 @@ def load_private(path: Path) -> Ed25519PrivateKey:
     """Read a private key.
 
     Raises:
-        SettingsError: the file cannot be read, is not such a key, or can be read by others.
+        SettingsError: the file cannot be read, is not such a key, or other users can read it.
     """
     data = _read(path, "signing key")
     check_private(path, "signing key")
@@ -46,7 +48,7 @@ def load_private(path: Path) -> Ed25519PrivateKey:
         key = load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise SettingsError(
-            f"signing key {str(path)!r} is no private key in PEM without a password; make one with delta-sync keygen"
+            f"signing key {str(path)!r} is not a PEM private key without a password; make one with delta-sync keygen"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise SettingsError(f"signing key {str(path)!r} is not an Ed25519 key; make one with delta-sync keygen")
@@ -54,7 +56,7 @@ def load_private(path: Path) -> Ed25519PrivateKey:
 
 
 def load_public(path: Path) -> str:
-    """Read a public key: 64 hex digits.
+    """Read a public key, and return its 64 hex digits.
 
     Raises:
         SettingsError: the file cannot be read, or is not such a key.
@@ -62,14 +64,14 @@ def load_public(path: Path) -> str:
     data = _read(path, "trusted key")
     if b"PRIVATE" in data:
         raise SettingsError(
-            f"trusted key {str(path)!r} is a private key; give the public one ({path.name}{PUBLIC_SUFFIX}), and keep "
-            "the private one where weights are published"
+            f"trusted key {str(path)!r} is a private key; give the public key ({path.name}{PUBLIC_SUFFIX}), and keep "
+            "the private key where weights are published"
         )
     try:
         key = load_pem_public_key(data)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise SettingsError(
-            f"trusted key {str(path)!r} is no public key in PEM; delta-sync keygen writes one as PATH{PUBLIC_SUFFIX}"
+            f"trusted key {str(path)!r} is not a PEM public key; delta-sync keygen writes one as PATH{PUBLIC_SUFFIX}"
         ) from error
     if not isinstance(key, Ed25519PublicKey):
         raise SettingsError(f"trusted key {str(path)!r} is not an Ed25519 key; make one with delta-sync keygen")
@@ -77,8 +79,40 @@ def load_public(path: Path) -> str:
 
 
 def public_hex(key: Ed25519PublicKey) -> str:
-    """A public key as documents spell it: its 32 bytes in hex."""
+    """A public key as documents write it: its 32 bytes in hex."""
     return key.public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
+
+
+def write_pair(path: Path, secret: bytes, public: bytes) -> None:
+    """Write a key pair of any kind: the private half to ``path`` (mode 600), the public half to ``path``.pub.
+
+    Raises:
+        ConflictError: one of the files exists already; neither is touched. StoreError: they cannot be written.
+    """
+    created: list[Path] = []
+    try:
+        for file_path, content, mode in (
+            (path, secret, 0o600),
+            (path.with_name(path.name + PUBLIC_SUFFIX), public, 0o644),
+        ):
+            handle = os.open(file_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            created.append(file_path)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        for file_path in created:
+            file_path.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            raise ConflictError(f"{error.filename} exists already; give another path, or remove it first") from error
+        raise StoreError(f"the key cannot be written to {str(path)!r}: {error.strerror}") from error
+
+
+def check_private(path: Path, what: str) -> None:
+    """Raise SettingsError if other users can read a private key."""
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SettingsError(f"{what} {str(path)!r} is readable by other users; chmod 600 it")
 
 
 def _public_pem(private: Ed25519PrivateKey) -> bytes:
@@ -92,5 +126,5 @@ def _read(path: Path, what: str) -> bytes:
     except OSError as error:
         raise SettingsError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from error
     if len(data) > MAX_KEY_BYTES:
-        raise SettingsError(f"{what} {str(path)!r} is longer than {MAX_KEY_BYTES} bytes; no key is")
+        raise SettingsError(f"{what} {str(path)!r} is longer than {MAX_KEY_BYTES} bytes, so it is not a key file")
     return data

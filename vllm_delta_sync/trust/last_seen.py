@@ -1,4 +1,4 @@
-"""What a receiver has seen of a run, kept across restarts, so that an older state put back is noticed."""
+"""``LastSeenStore`` keeps the newest state that a receiver saw of a run across restarts (TUF's rollback protection)."""
 
 import fcntl
 import json
@@ -18,11 +18,11 @@ _REVOKED = "revoked"
 
 @dataclass(frozen=True)
 class LastSeen:
-    """The newest that was seen: the run's id, the sequence of keys.json (0: none), version and digest of a manifest.
+    """The newest state seen: the run's id, the sequence of keys.json (0: none), version and digest of a manifest.
 
     Attributes:
-        key: who signed the manifest; if that key is revoked, what it made somebody believe is forgotten.
-        revoked: trusted keys that another trusted key revoked, ascending: no list of keys that they sign is believed.
+        key: the key that signed the manifest. If it is revoked, the version may be replaced by an older one.
+        revoked: trusted keys that another trusted key revoked, ascending. A keys.json that they sign is refused.
     """
 
     run: str
@@ -32,16 +32,16 @@ class LastSeen:
     key: str = ""
     revoked: tuple[str, ...] = ()
 
-    def knowing(self, keys: int, revoked: Iterable[str]) -> "LastSeen":
-        """The mark, with what else was seen of lists of keys."""
+    def with_key_list(self, keys: int, revoked: Iterable[str]) -> "LastSeen":
+        """Return a copy that also remembers another key list that was seen."""
         return replace(self, keys=max(self.keys, keys), revoked=tuple(sorted({*self.revoked, *revoked})))
 
 
 class LastSeenStore:
-    """A mark in a file of its own for each run URL; several servers of a machine may share it.
+    """Stores the ``LastSeen`` of one run URL in a file. Several servers on a machine may share the file.
 
     Args:
-        folder: made if it is not there, for this user only.
+        folder: created if it does not exist, for this user only.
 
     Attributes:
         path: the file.
@@ -51,10 +51,10 @@ class LastSeenStore:
         self.path = folder / f"{sha256(url.encode()).hexdigest()[:32]}.json"
 
     def load(self) -> LastSeen | None:
-        """The mark; None if nothing was seen yet.
+        """Return what was seen; None if nothing was seen yet.
 
         Raises:
-            SettingsError: the file is there and is no mark. StoreError: it cannot be read.
+            SettingsError: the file is malformed. StoreError: it cannot be read.
         """
         try:
             value = json.loads(self.path.read_bytes())
@@ -62,17 +62,17 @@ class LastSeenStore:
             return None
         except OSError as error:
             raise StoreError(
-                f"what was seen before cannot be read from {str(self.path)!r}: {error.strerror}"
+                f"what was seen of the run cannot be read from {str(self.path)!r}: {error.strerror}"
             ) from error
         except ValueError as error:
             raise self._damaged() from error
         return self._parsed(value)
 
     def prepare(self) -> None:
-        """Find out whether marks can be kept.
+        """Check that the file can be read and written.
 
         Raises:
-            SettingsError: the folder cannot be written, or what is kept there is no mark.
+            SettingsError: the folder is not writable, or the file is malformed.
         """
         try:
             with self._locked():
@@ -80,16 +80,16 @@ class LastSeenStore:
         except (OSError, StoreError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise SettingsError(
-                f"what is seen of the run cannot be kept in {str(self.path.parent)!r}: {reason}; set state_dir to a "
-                "directory that this user can write"
+                f"what was seen of the run cannot be kept in {str(self.path.parent)!r}: {reason}; set state_dir to a "
+                "directory that this user can write to"
             ) from error
 
-    def raise_to(self, mark: LastSeen) -> None:
-        """Keep a mark, unless a newer one of the same run is kept already.
+    def advance_to(self, mark: LastSeen) -> None:
+        """Store ``mark``, unless the file holds a newer one of the same run.
 
         Raises:
-            StoreError: it cannot be written. SettingsError: as ``load``. ForkError: another manifest of that version
-                is kept. ChainError: another run is kept.
+            StoreError: it cannot be written. SettingsError: as ``load``. ForkError: the file names another manifest of
+                that version. ChainError: the file names another run.
         """
         try:
             with self._locked():
@@ -97,7 +97,7 @@ class LastSeenStore:
                 if kept is not None:
                     self._check_same(kept, mark)
                     newest = mark if mark.version > kept.version else kept
-                    mark = newest.knowing(mark.keys, mark.revoked).knowing(kept.keys, kept.revoked)
+                    mark = newest.with_key_list(mark.keys, mark.revoked).with_key_list(kept.keys, kept.revoked)
                     if mark == kept:
                         return
                 self._write(mark)
@@ -107,8 +107,8 @@ class LastSeenStore:
                 "set state_dir"
             ) from error
 
-    def lower_to(self, believed: LastSeen, mark: LastSeen) -> None:
-        """Keep a mark in place of a newer one that may not be believed any more, unless that was done already.
+    def retract_to(self, believed: LastSeen, mark: LastSeen) -> None:
+        """Replace ``believed``, whose signature is no longer valid, by the older ``mark``, if the file still has it.
 
         Raises:
             StoreError: it cannot be written. SettingsError: as ``load``.
@@ -145,17 +145,17 @@ class LastSeenStore:
 
     def _check_same(self, kept: LastSeen, mark: LastSeen) -> None:
         if kept.run != mark.run:
-            raise ChainError(f"{str(self.path)!r} says that run {kept.run} was seen here, this is run {mark.run}")
+            raise ChainError(f"{str(self.path)!r} records run {kept.run} for this URL, which now holds run {mark.run}")
         if kept.version == mark.version and kept.manifest != mark.manifest:
             raise ForkError(
-                f"another server of this machine has seen {kept.manifest} as version {kept.version}, and here it is "
+                f"another server on this machine saw manifest {kept.manifest} as version {kept.version}, this one sees "
                 f"{mark.manifest}: the history was forked"
             )
 
     def _parsed(self, value: Any) -> LastSeen:
         if not isinstance(value, dict):
             raise self._damaged()
-        # Not there in files of before it was kept.
+        # Files of older releases lack this field.
         revoked = value.pop(_REVOKED, [])
         if not isinstance(revoked, list) or any(type(key) is not str for key in revoked):
             raise self._damaged()
@@ -165,6 +165,6 @@ class LastSeenStore:
 
     def _damaged(self) -> SettingsError:
         return SettingsError(
-            f"{str(self.path)!r} does not say what was seen of the run; remove it if you know that the bucket has not "
-            "been put back to an older state"
+            f"{str(self.path)!r} is damaged and does not say what was seen of the run; remove it if you know that the "
+            "bucket was not put back to an older state"
         )

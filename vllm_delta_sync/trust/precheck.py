@@ -1,4 +1,4 @@
-"""What is found out about a large document before it is parsed, so that junk costs little time."""
+"""``precheck_signature`` checks a large document's signature before it is parsed, so that junk costs little time."""
 
 import re
 from itertools import islice
@@ -8,27 +8,28 @@ from vllm_delta_sync.format.manifest import Signature
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import check_signature
 
-GLANCE_BYTES = 8192
-"""Smaller documents are parsed at once: what is wrong with them can be said better then."""
+PRECHECK_BYTES = 8192
+"""Smaller documents are parsed without a precheck: parsing gives better error messages."""
 _SIGNATURES = 8
 _MEMBER = re.compile(rb'"signature":\{"key":"([0-9a-f]{64})","value":"([0-9a-f]{128})"\}')
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 
 
-def check_glance(data: bytes, kind: str, keyring: Keyring, allowed: frozenset[str], what: str) -> None:
-    """Refuse bytes that no key of ``allowed`` has signed as a document of that kind, without parsing them.
+def precheck_signature(data: bytes, kind: str, keyring: Keyring, allowed: frozenset[str], what: str) -> None:
+    """Refuse bytes that no key in ``allowed`` signed as a document of that kind, without parsing them.
 
-    A canonical document is what was signed and one member more, so the member is cut out of the bytes. What passes is
-    not proven to be good: whoever parses it checks its signature again.
+    A canonical document is the signed bytes with a signature member inserted, so that member is cut out of the bytes.
+    Passing proves nothing: the signature is checked again after parsing.
 
     Args:
-        kind: ``Document.KIND``. allowed: public keys, also those whose word may not hold for this document any more.
+        kind: ``Document.KIND``.
+        allowed: public keys, including retired and revoked ones, which may have been valid for this document.
 
     Raises:
-        SignatureError: not signed, by another key, or changed since. FormatError: surely no canonical JSON object.
+        SignatureError: not signed, signed by another key, or changed since. FormatError: not a canonical JSON object.
     """
     if not data.startswith(b"{") or not data.endswith(b"}") or _CONTROL.search(data) is not None:
-        raise FormatError(f"{what} is not a canonical JSON object: its bytes are damaged, or it is none of a publisher")
+        raise FormatError(f"{what} is not a canonical JSON object: it is damaged, or no publisher wrote it")
     first: SignatureError | None = None
     # A member that this release does not know may hold a signature too.
     for found in islice(_MEMBER.finditer(data), _SIGNATURES):
@@ -44,7 +45,7 @@ def check_glance(data: bytes, kind: str, keyring: Keyring, allowed: frozenset[st
 
 
 def _without(data: bytes, start: int, end: int) -> bytes:
-    """An object's bytes without the member that lies there, and the comma that parted it from another."""
+    """Cut a member out of an object's bytes, with the comma that separates it from its neighbour."""
     if data[end : end + 1] == b",":
         end += 1
     elif data[start - 1 : start] == b",":

@@ -1,4 +1,4 @@
-"""Check all of a run: documents, digests, contents of objects, declared sums, and the weights themselves.
+"""Check a whole run: documents, digests, contents of objects, declared fingerprints, and the weights themselves.
 
 May import ``run`` and what is below. Begin with ``verify``.
 """

@@ -1,7 +1,7 @@
-"""Read every document of a run, and tell which are as they were committed.
+"""``DocumentAudit`` reads every document of a run, and finds those that are missing, damaged or rewritten.
 
-A manifest is bound by its digest: the next manifest names it, and so do HEAD.json, tags, anchors, folded ranges and
-claims. The chain is read from its newest end down, so that each manifest is judged by one that was judged before it.
+A manifest is bound by its digest: the next manifest names it, and so do HEAD.json, tags, anchors, merged deltas and
+claims. Manifests are read from the newest down, so that each is checked against one that was checked already.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,30 +33,30 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.documents import RunDocuments, revoked_manifest
 from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.report import Finding
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.verify.report import Finding
 
 MISSING_AT_MOST = 1000
-"""Manifests that may be missing: a HEAD.json that points further beyond the newest, or a manifest that lies further
-beyond the others, is taken for damaged itself."""
+"""The most manifests that may be missing. A HEAD.json that names a version further beyond the newest, or a manifest
+further beyond the others, is itself treated as damaged."""
 
 _Found = TypeVar("_Found")
 _Item = TypeVar("_Item")
 
 
 class DocumentAudit:
-    """The documents of a run.
+    """Audits the documents of a run.
 
     Attributes:
-        findings: what is wrong with them, HEAD.json first, then versions ascending.
-        top: newest version that there is, or that something names.
-        digests, fingerprints: by version, of good manifests. confirmed: those of them that something names by digest.
-        unreadable: versions whose manifest is missing or malformed. epochs: first version of each.
-        anchors: versions, and folds: pairs, of which there is a readable document. tags: by name, their versions.
-        refused: versions that a key signed whose word does not hold for them any more, and that the chain went past.
-        head: HEAD.json; None if it is missing, damaged, or may not be believed. pointed: version that it names.
+        findings: the problems: HEAD.json first, then by version.
+        top: newest version that exists, or that a document names.
+        digests, fingerprints: of good manifests, by version. confirmed: versions of these that are named by digest.
+        unreadable: versions whose manifest is missing or malformed. epochs: epoch → its first version.
+        anchors: versions that have a readable standalone anchor. folds: (first, last) of readable merged deltas.
+        tags: name → version.
+        refused: versions whose signing key was retired or revoked before them; later versions descend from them.
+        head: HEAD.json; None if it is missing, damaged, or not validly signed. pointed: version that it names.
 
     Raises:
         NotFoundError: nothing is published yet. StoreError: the store failed.
@@ -66,7 +66,8 @@ class DocumentAudit:
         self._run = run
         self._named: dict[int, dict[str, str]] = {}
         self._parents: dict[int, str] = {}
-        self._beside: list[tuple[str, int, str, str | None]] = []
+        # (key, version, digest, fingerprint): what standalone documents and claims say of a version.
+        self._references: list[tuple[str, int, str, str | None]] = []
         self.epochs: dict[int, int] = {}
         self._claims: dict[int, Claim] = {}
         self.confirmed: set[int] = set()
@@ -79,39 +80,39 @@ class DocumentAudit:
         self.tags: dict[str, int] = {}
         self.refused: set[int] = set()
         self._read_keys()
-        # In this order: a publisher may be at work, and what is read later may only be newer.
-        self.head = head = self._head()
-        self._read_beside()
+        # HEAD.json comes first: if a publisher is running, what is read later can only be newer.
+        self.head = head = self._read_head()
+        self._read_standalone()
         self._read_claims()
         self._read_retention()
         self.top = self._top(head)
-        self._read_chain()
-        self._link(head)
-        self._link_claims()
+        self._read_manifests()
+        self._check_references(head)
+        self._check_claims()
 
     @property
     def findings(self) -> list[Finding]:
         return [finding for _, finding in sorted(self._found, key=lambda item: item[0])]
 
     def manifests(self) -> Iterator[Manifest | None]:
-        """From version 0 on each one's manifest, if it is good; several are read at a time."""
+        """Yield each version's manifest from version 0 on, None for one that is not good; reads in parallel."""
         return read_ahead(self.manifest, range(self.top + 1))
 
     def manifest(self, version: int) -> Manifest | None:
-        """A version's manifest, if it is good."""
+        """A version's manifest; None if it is not good."""
         if version not in self.digests:
             return None
         return self._run.manifest(version)
 
-    def wanted(self, version: int) -> set[str]:
-        """Digests that a manifest may have: what the next one names if that is good, else what anything names."""
+    def acceptable_digests(self, version: int) -> set[str]:
+        """Digests that a manifest may have: the one in the next manifest if that is good, else all that are named."""
         parent = self._parents.get(version + 1)
         if parent is not None and version + 1 in self.digests:
             return {parent}
         return {*self._named.get(version, {}), *([] if parent is None else [parent])}
 
     def only_head_names(self, version: int) -> bool:
-        """Whether nothing names a version by digest, or HEAD.json alone."""
+        """Whether no document except HEAD.json names a version by digest."""
         return set(self._named.get(version, {}).values()) <= {HEAD_KEY} and version + 1 not in self._parents
 
     def _add(self, rank: int, finding: Finding) -> None:
@@ -121,7 +122,7 @@ class DocumentAudit:
         return self._taken(key, _outcome(read), version)
 
     def _taken(self, key: str, outcome: _Found | DeltaSyncError, version: int | None = None) -> _Found | None:
-        """What was read; None if it was removed since it was listed, or is a finding."""
+        """The document that was read; None if it was removed after listing, or is bad, which becomes a finding."""
         if not isinstance(outcome, DeltaSyncError):
             return outcome
         if not isinstance(outcome, NotFoundError):
@@ -129,13 +130,13 @@ class DocumentAudit:
         return None
 
     def _all(self, read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterator[_Found | DeltaSyncError]:
-        """What each read gives or raises; several at a time."""
+        """The result or error of each read; reads in parallel."""
         return read_ahead(lambda item: _outcome(lambda: read(item)), items)
 
     def _read_keys(self) -> None:
-        """keys.json as it is now; where it may not be believed, what was accepted before goes on to count."""
+        """Read keys.json again; if the new one is refused, the one accepted before stays in use."""
         run = self._run
-        for key, check in ((KEYS_KEY, run.authentic.refresh), (RUN_KEY, self._check_info)):
+        for key, check in ((KEYS_KEY, run.verifier.refresh), (RUN_KEY, self._check_info)):
             try:
                 check()
             except StoreError:
@@ -144,17 +145,17 @@ class DocumentAudit:
                 self._add(_FIRST, Finding(key, error))
 
     def _check_info(self) -> None:
-        if self._run.keyring.checks:
-            self._run.authentic.keys.check_info(self._run.info)
+        if self._run.keyring.checks_signatures:
+            self._run.verifier.keys.check_info(self._run.info)
 
-    def _head(self) -> Head | None:
+    def _read_head(self) -> Head | None:
         self.pointed: int | None = None
         try:
             data = self._run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
             head = Head.from_bytes(data, HEAD_KEY)
             if head.run != self._run.info.run:
                 raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self._run.info.run}")
-            self._run.authentic.head(head, HEAD_KEY)
+            self._run.verifier.check_head(head, HEAD_KEY)
         except (StoreError, NotFoundError) as error:
             if isinstance(error, StoreError):
                 raise
@@ -169,23 +170,23 @@ class DocumentAudit:
     def _name(self, version: int, digest: str, key: str, fingerprint: str | None = None) -> None:
         self._named.setdefault(version, {}).setdefault(digest, key)
         if key != HEAD_KEY:
-            self._beside.append((key, version, digest, fingerprint))
+            self._references.append((key, version, digest, fingerprint))
 
-    def _read_beside(self) -> None:
-        anchors, folds = self._run.anchors(), self._run.folds()
+    def _read_standalone(self) -> None:
+        anchors, folds = self._run.anchors(), self._run.merged_deltas()
         for version, one in zip(anchors, self._all(self._run.anchor, anchors), strict=True):
             key = anchor_key(version)
             anchor = self._taken(key, one, version)
             if anchor is not None:
                 self.anchors.add(version)
                 self._name(version, anchor.manifest, key, anchor.fingerprint)
-        for pair, other in zip(folds, self._all(lambda pair: self._run.folded(*pair), folds), strict=True):
+        for pair, other in zip(folds, self._all(lambda pair: self._run.merged_delta(*pair), folds), strict=True):
             key = fold_key(*pair)
-            folded = self._taken(key, other, pair[1])
-            if folded is not None:
+            merged = self._taken(key, other, pair[1])
+            if merged is not None:
                 self.folds.add(pair)
-                self._name(folded.first, folded.first_manifest, key, folded.first_fingerprint)
-                self._name(folded.last, folded.last_manifest, key, folded.last_fingerprint)
+                self._name(merged.first, merged.first_manifest, key, merged.first_fingerprint)
+                self._name(merged.last, merged.last_manifest, key, merged.last_fingerprint)
         names = [name for item in self._run.bucket.list(TAGS_PREFIX) if (name := tag_of_key(item.key))]
         for name, mark in zip(names, self._all(self._run.tag, names), strict=True):
             tag = self._taken(tag_key(name), mark)
@@ -200,7 +201,7 @@ class DocumentAudit:
                 continue
             claim = self._try(item.key, lambda epoch=epoch: self._run.claim(epoch))  # type: ignore[misc]
             if claim is not None and claim.epoch != epoch:
-                self._add(_LAST, Finding(item.key, ChainError(f"{item.key} says that it is of epoch {claim.epoch}")))
+                self._add(_LAST, Finding(item.key, ChainError(f"{item.key} is a claim of epoch {claim.epoch}")))
             elif claim is not None:
                 self._claims[epoch] = claim
                 self._name(claim.version, claim.manifest, item.key)
@@ -218,9 +219,9 @@ class DocumentAudit:
         newest = -1
         for count, version in enumerate(self._run.versions()):
             if version > count + MISSING_AT_MOST:
-                # Somebody's file of that name must not let anybody look for ten billion versions before it.
+                # A stray file with this name must not cause a search for ten billion versions before it.
                 key = version_key(version)
-                stray = ChainError(f"{key} lies more than {MISSING_AT_MOST} versions beyond those before it")
+                stray = ChainError(f"{key} is more than {MISSING_AT_MOST} versions beyond the versions before it")
                 self._add(_LAST, Finding(key, stray, version))
                 continue
             newest = version
@@ -228,32 +229,32 @@ class DocumentAudit:
             raise NotFoundError(f"run {self._run.info.run} at {self._run.bucket.url!r} has no version")
         if head is not None and head.version > newest + MISSING_AT_MOST:
             error = NotFoundError(
-                f"{HEAD_KEY} names version {head.version}, whose manifest {version_key(head.version)} is not "
-                f"there; the newest is {newest}"
+                f"{HEAD_KEY} names version {head.version}, whose manifest {version_key(head.version)} is missing; the "
+                f"newest is {newest}"
             )
             self._add(_FIRST, Finding(HEAD_KEY, error, head.version))
         return max([newest, *(version for version in self._named if version <= newest + MISSING_AT_MOST)])
 
-    # The chain
+    # Manifests
 
-    def _read_chain(self) -> None:
+    def _read_manifests(self) -> None:
         above: Manifest | None = None
-        past: Manifest | None = None
+        skipped: Manifest | None = None
         versions = range(self.top, -1, -1)
         found = read_ahead(lambda version: _outcome(lambda: self._run.manifest(version)), versions)
         for version, manifest in zip(versions, found, strict=True):
             if isinstance(manifest, DeltaSyncError):
-                past = self._went_past(version, manifest, above or past)
-                if past is not None:
+                skipped = self._skipped_revoked(version, manifest, above or skipped)
+                if skipped is not None:
                     self.refused.add(version)
                     above = None
                     continue
-                error = self._passed_over(version, manifest, above)
+                error = self._explain_damaged(version, manifest, above)
                 self._add(version, Finding(version_key(version), error, version))
                 self.unreadable.add(version)
                 above = None
                 continue
-            past = None
+            skipped = None
             self._parents[version] = manifest.parent or ""
             above = manifest if self._judge(manifest, above) else None
             if above is not None:
@@ -261,27 +262,27 @@ class DocumentAudit:
                 self.fingerprints[version] = manifest.fingerprint
                 self.epochs[manifest.epoch] = version
 
-    def _went_past(self, version: int, error: DeltaSyncError, above: Manifest | None) -> Manifest | None:
-        """The manifest of a version that keys.json gave up, if a good one above leads to it as it is."""
+    def _skipped_revoked(self, version: int, error: DeltaSyncError, above: Manifest | None) -> Manifest | None:
+        """The manifest of a version of a retired or revoked key, if the manifest after it names it as its parent."""
         if above is None or not isinstance(error, SignatureError):
             return None
-        found = refused_manifest(self._run, version)
+        found = revoked_manifest(self._run, version)
         return found if found is not None and found.digest == above.parent else None
 
-    def _passed_over(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
-        """Says so if the next version was written over a damaged manifest, which is then part of the history."""
+    def _explain_damaged(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
+        """The error of a bad manifest; says so if the next version names the damaged bytes as its parent."""
         if above is None or isinstance(error, NotFoundError):
             return error
         try:
-            data = self._run.stored(version, limits.MAX_JSON_BYTES)
+            data = self._run.raw_manifest(version, limits.MAX_JSON_BYTES)
         except DeltaSyncError:
             return error
         if sha256(data).hexdigest() != above.parent:
             return error
-        return type(error)(f"{error.message} (version {version + 1} was published over it, so that it stays)")
+        return type(error)(f"{error.message} (version {version + 1} was published after it, so it cannot be replaced)")
 
     def _judge(self, manifest: Manifest, above: Manifest | None) -> bool:
-        """Whether a manifest is good; otherwise, or if the one above it is not, that is a finding."""
+        """Whether a manifest is good. Adds a finding if it is not, or if the manifest above it turns out to be bad."""
         version, digest = manifest.version, manifest.digest
         named = self._named.get(version, {})
         if above is not None:
@@ -290,7 +291,7 @@ class DocumentAudit:
             except ChainError as error:
                 wrong_epoch = above.parent == digest
                 if wrong_epoch or digest in named or above.version not in self.confirmed:
-                    # Either way the one above is what cannot stand.
+                    # In each of these cases, the manifest above is the bad one.
                     self._add(above.version, Finding(version_key(above.version), error, above.version))
                     for known in (self.digests, self.fingerprints):
                         known.pop(above.version, None)
@@ -310,9 +311,9 @@ class DocumentAudit:
             self.confirmed.add(version)
         return True
 
-    # What the others say of it
+    # Documents that name a version
 
-    def _link(self, head: Head | None) -> None:
+    def _check_references(self, head: Head | None) -> None:
         error: DeltaSyncError
         if head is not None and self.digests.get(head.version, head.manifest) != head.manifest:
             error = ChainError(
@@ -320,9 +321,9 @@ class DocumentAudit:
                 f"{self.digests[head.version]}: {HEAD_KEY} was rewritten"
             )
             self._add(_FIRST, Finding(HEAD_KEY, error, head.version))
-        for key, version, digest, fingerprint in self._beside:
+        for key, version, digest, fingerprint in self._references:
             if version > self.top:
-                self._add(_LAST, Finding(key, NotFoundError(f"{key} names version {version}, which is not there")))
+                self._add(_LAST, Finding(key, NotFoundError(f"{key} names version {version}, which does not exist")))
             elif self.digests.get(version, digest) != digest:
                 error = ChainError(
                     f"{key} names manifest {digest} as version {version}, which has digest {self.digests[version]}"
@@ -335,7 +336,7 @@ class DocumentAudit:
                 )
                 self._add(_LAST, Finding(key, error, version))
 
-    def _link_claims(self) -> None:
+    def _check_claims(self) -> None:
         error: DeltaSyncError
         damaged = {finding.key for _, finding in self._found}
         for epoch, first in self.epochs.items():
@@ -344,27 +345,27 @@ class DocumentAudit:
                 continue
             claim = self._claims.get(epoch)
             if claim is None:
-                error = NotFoundError(f"version {first} is of epoch {epoch}, and {key} is not there")
+                error = NotFoundError(f"version {first} is of epoch {epoch}, and {key} is missing")
                 self._add(_LAST, Finding(key, error, first))
             elif claim.version >= first:
                 error = ChainError(
-                    f"{key} was written when version {claim.version} was there, and version {first} is of its epoch"
+                    f"{key} was written after version {claim.version}, but version {first} is already of its epoch"
                 )
                 self._add(_LAST, Finding(key, error, first))
 
-    def usable_folds(self) -> list[tuple[int, int]]:
-        """Folded ranges without a finding, ascending."""
+    def usable_merged_deltas(self) -> list[tuple[int, int]]:
+        """(first, last) of merged deltas without a finding, ascending."""
         damaged = {finding.key for _, finding in self._found}
         return sorted(pair for pair in self.folds if fold_key(*pair) not in damaged)
 
     def usable_anchors(self) -> set[int]:
-        """Versions with an anchor beside the chain that has no finding."""
+        """Versions with a standalone anchor that has no finding."""
         damaged = {finding.key for _, finding in self._found}
         return {version for version in self.anchors if anchor_key(version) not in damaged}
 
 
 def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:
-    """What a read gives, or what it says is wrong with what it found. Raises StoreError."""
+    """The result of a read, or the error that it raises, except StoreError."""
     try:
         return read()
     except StoreError:

@@ -1,25 +1,31 @@
-"""The objects that a document lists: read, checked, and held against what it declares."""
+"""``ObjectAudit`` reads the objects that a document lists and compares them with what it declares.
+
+``check_files`` and ``check_sidecars`` do the same for the run's files and a version's sidecars.
+"""
 
 import numpy as np
 
+from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
     DigestError,
     FingerprintError,
     FormatError,
+    NotFoundError,
     StoreError,
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.checks import decode_objects, read_shard
+from vllm_delta_sync.format.manifest import Manifest, Sidecar
+from vllm_delta_sync.run.checks import decode_objects, describe_document, read_shard
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import needs_weights, outline
-from vllm_delta_sync.run.report import Finding, VerifyReport
+from vllm_delta_sync.run.model_files import fetch_run_file
+from vllm_delta_sync.run.objects import needs_base_bits, summarize_changes
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
-from vllm_delta_sync.verify.simulate import first_bad_tensor
+from vllm_delta_sync.verify.report import Finding, VerifyReport
+from vllm_delta_sync.verify.simulate import first_damaged_tensor
 
 Listing = Manifest | MergedDelta | Anchor
 
@@ -33,11 +39,11 @@ class ObjectAudit:
     def read(
         self, document: Manifest | MergedDelta, key: str, version: int, state: ModelState | None
     ) -> tuple[Changes | None, list[Finding]]:
-        """What a document's objects change; None, and what is wrong, if they are not all good.
+        """Read what a document's objects change, and what is wrong with them; the changes are None if any is bad.
 
         Args:
-            state: the weights that the document builds on; without them, objects of codec ``context`` are read as far
-                as that goes, and what is returned holds declared changes of fingerprint only.
+            state: the base weights of the document. Without them, objects of codec ``context`` are checked except for
+                their streams, and the returned changes hold only declared changes of fingerprint.
         """
         objects, lost = [], []
         for ref in document.objects:
@@ -50,10 +56,10 @@ class ObjectAudit:
             return None, lost
         try:
             changes = self._decoded(document, key, objects, state)
-            if document.reversible and (needs_weights(document) or not changes.reversible):
+            if document.reversible and (needs_base_bits(document) or not changes.reversible):
                 raise FormatError(
-                    f"{key} says that it can be taken back, and its objects "
-                    + ("take the bits before to read" if needs_weights(document) else "replace bits")
+                    f"{key} declares that it is reversible, but its objects "
+                    + ("need base bits for decoding" if needs_base_bits(document) else "replace bits")
                 )
             return changes, []
         except DeltaSyncError as error:
@@ -63,9 +69,9 @@ class ObjectAudit:
         self, document: Manifest | MergedDelta, key: str, objects: list[bytes], state: ModelState | None
     ) -> Changes:
         table = self._run.table
-        if state is not None or not needs_weights(document):
+        if state is not None or not needs_base_bits(document):
             return decode_objects(document, table, objects, None if state is None else state.old)
-        found = outline(document, table, objects)
+        found = summarize_changes(document, table, objects)
         self._report.undecoded.append(key)
         return found.changes
 
@@ -81,32 +87,34 @@ class ObjectAudit:
             data = self._run.bucket.get(ref.key)
             tensor = None
             if len(data) == ref.bytes:
-                tensor = first_bad_tensor(document, data, self._run.table, state)
-            shown = f" ({what_of(document)}" + ("" if tensor is None else f"; first bad tensor {tensor!r}") + ")"
+                tensor = first_damaged_tensor(document, data, self._run.table, state)
+            shown = (
+                f" ({describe_document(document)}" + ("" if tensor is None else f"; first bad tensor {tensor!r}") + ")"
+            )
             return Finding(ref.key, type(error)(f"{error.message}{shown}"), version, key, ref, tensor)
         except DeltaSyncError as error:
-            return Finding(ref.key, type(error)(f"{error.message} ({what_of(document)})"), version, key, ref)
+            return Finding(ref.key, type(error)(f"{error.message} ({describe_document(document)})"), version, key, ref)
         self._report.objects += 1
         self._report.bytes += len(data)
         return data
 
-    def undeclared(
+    def fingerprint_error(
         self, document: Manifest | MergedDelta, changes: Changes, before: str | None, after: str
     ) -> DeltaSyncError | None:
-        """What is wrong if the declared changes do not lead from one fingerprint to the other."""
+        """The error if the declared changes do not lead from one fingerprint to the other; None if they do."""
         if before is None:
             return None
         reached = Fingerprint.from_hex(before) + changes.fingerprint
         if reached.hex() == after:
             return None
         return FingerprintError(
-            f"{what_of(document)}: objects lead to fingerprint {reached.hex()}, the manifest says {after}"
+            f"{describe_document(document)}: objects lead to fingerprint {reached.hex()}, the manifest says {after}"
         )
 
     def check_whole(
         self, document: Manifest | Anchor, key: str, version: int, state: ModelState | None
     ) -> list[Finding]:
-        """Hold every tensor of an anchor against what it declares, and against the weights if there are any."""
+        """Compare each tensor of an anchor with its declared fingerprint, and with the weights if given."""
         table, declared = self._run.table, document.tensor_fingerprints or {}
         seen: set[str] = set()
         found: list[Finding] = []
@@ -124,9 +132,9 @@ class ObjectAudit:
                     same = state is None or np.array_equal(bits, state.bits[table.index(name)])
                     if measured != declared.get(name) or not same:
                         error = FingerprintError(
-                            f"{what_of(document)}: tensor {name!r} of {ref.key} has fingerprint {measured}, the "
-                            f"manifest says {declared.get(name)}"
-                            + ("" if same else ", and it is not what was replayed")
+                            f"{describe_document(document)}: tensor {name!r} of {ref.key} has fingerprint {measured}, "
+                            f"the manifest says {declared.get(name)}"
+                            + ("" if same else ", and it differs from the replayed weights")
                         )
                         found.append(Finding(key, error, version, tensor=name))
                         break
@@ -145,7 +153,59 @@ def wrong_tensor(what: str, tensor: str) -> FingerprintError:
     )
 
 
-def what_of(document: Listing) -> str:
-    if isinstance(document, MergedDelta):
-        return f"folded range {document.first} to {document.last}"
-    return f"{'anchor of ' if isinstance(document, Anchor) else ''}version {document.version}"
+def check_files(run: RunDocuments, report: VerifyReport) -> list[Finding]:
+    """Read all files of a run, count them in the report, and return what is wrong.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    findings: list[Finding] = []
+    for item in run.info.files:
+        try:
+            data = fetch_run_file(run, item)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            findings.append(Finding(item.key, error, run_file=item))
+            continue
+        report.files += 1
+        report.bytes += len(data)
+    return findings
+
+
+def check_sidecars(run: RunDocuments, manifest: Manifest, report: VerifyReport, good: set[str]) -> list[Finding]:
+    """Read the sidecars of a version, count them in the report, and return what is wrong.
+
+    Args:
+        good: keys of good sidecars, which are not read again; those of this version are added.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    findings: list[Finding] = []
+    for item in manifest.sidecars:
+        if item.key in good:
+            continue
+        try:
+            data = fetch_object(run.bucket, item)
+        except StoreError:
+            raise
+        except DeltaSyncError as error:
+            if not isinstance(error, NotFoundError) or not _was_collected(run, manifest.version):
+                findings.append(_sidecar_finding(item, manifest.version, error))
+            continue
+        good.add(item.key)
+        report.sidecars += 1
+        report.bytes += len(data)
+    return findings
+
+
+def _sidecar_finding(item: Sidecar, version: int, error: DeltaSyncError) -> Finding:
+    shown = type(error)(f"{error.message} (sidecar {item.name!r} of version {version})")
+    return Finding(item.key, shown, version, sidecar=item)
+
+
+def _was_collected(run: RunDocuments, version: int) -> bool:
+    """Whether garbage collection removed the version; reads retention.json again, since one may be running."""
+    record = run.retention()
+    return record is not None and record.gave_up(version)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.e2e.siege import ATTACKS
-from tests.e2e.siege.world import Attack, Seen, Siege, carry_out
+from tests.e2e.siege.world import Attack, Seen, Siege, execute_plan
 
 HEADER = """# Attacks and network faults, tried
 
@@ -60,7 +60,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="delta-sync-siege-") as folder, ExitStack() as stack:
         siege = Siege(Path(folder), stack)
         for number, attack in enumerate(chosen, start=1):
-            rows.append(row(number, attack, carry_out(siege, attack)))
+            rows.append(row(number, attack, execute_plan(siege, attack)))
             print(rows[-1], flush=True)
     if options.write is not None:
         machine = f"{os.cpu_count()} cores ({platform.machine()}), no GPU"

@@ -317,7 +317,7 @@ def attack(
     return register
 
 
-def carry_out(siege: Siege, attack: Attack) -> Seen:
+def execute_plan(siege: Siege, attack: Attack) -> Seen:
     """Do it, and check that the server comes to the newest version afterwards, and holds exactly its weights."""
     siege.seen = Seen()
     attack.act(siege)

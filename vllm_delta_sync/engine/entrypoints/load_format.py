@@ -175,7 +175,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         try:
             # Not the newest meanwhile: what is loaded generates as soon as the server answers.
             manifest = run.resolve(_named(settings.target) if version is None else version)
-            run.authentic.descends(head, manifest)
+            run.verifier.check_descends(head, manifest)
         except StoreError:
             raise
         except DeltaSyncError as error:

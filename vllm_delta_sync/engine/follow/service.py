@@ -274,7 +274,7 @@ class ReceiverService:
             run,
             keys=self._notice_keys,
             keyring=followed.keyring,
-            allowed=lambda: self.receiver.history.run.authentic.keys.allowed(),
+            allowed=lambda: self.receiver.history.run.verifier.keys.allowed(),
             log=logger,
         )
 

@@ -196,7 +196,7 @@ class WeightUpdater:
             FingerprintError: it is the weights.
         """
         undecoded = isinstance(error, FormatError) and not isinstance(error, DigestError)
-        if place is not None and leg.needs_weights and undecoded and not self.rescan(place.manifest)["verdict"]:
+        if place is not None and leg.needs_base_bits and undecoded and not self.rescan(place.manifest)["verdict"]:
             changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
             self.distrust(changed)
             raise changed from error

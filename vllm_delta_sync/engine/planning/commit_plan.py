@@ -8,8 +8,8 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import needs_weights
-from vllm_delta_sync.run.plan import Step
+from vllm_delta_sync.run.objects import needs_base_bits
+from vllm_delta_sync.run.read_plan import Step
 
 Key = tuple[str, str]
 """Run id and key of a document."""
@@ -51,9 +51,9 @@ class UpdatePlan:
         return sum(_span(step) for step in self.steps) or 1
 
     @property
-    def needs_weights(self) -> bool:
+    def needs_base_bits(self) -> bool:
         """Whether a step is decoded against the weights held."""
-        return any(needs_weights(step.document) for step in self.steps)
+        return any(needs_base_bits(step.document) for step in self.steps)
 
     @property
     def changed(self) -> int:

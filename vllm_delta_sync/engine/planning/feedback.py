@@ -12,7 +12,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     UnsupportedError,
 )
-from vllm_delta_sync.run.plan import Step
+from vllm_delta_sync.run.read_plan import Step
 
 LONGEST = 1024
 """Steps in one commit."""
@@ -59,7 +59,7 @@ class PlanFeedback:
                 return True
             index = len(leg.steps) - 1
         key = leg.key(index or 0)
-        if isinstance(error, UnsupportedError) and leg.needs_weights and key not in self._undecodable:
+        if isinstance(error, UnsupportedError) and leg.needs_base_bits and key not in self._undecodable:
             self._undecodable.add(key)
             self._tell(leg, error)
             return True

@@ -44,7 +44,7 @@ def line(run: Run, version: int) -> list[RunVersion]:
             break
         try:
             _check_store(run, first.base.location)
-            source = run.origin(first)
+            source = run.open_source(first)
         except StoreError:
             raise
         except DeltaSyncError as error:

@@ -16,7 +16,7 @@ from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.run.plan import Planner, Step, plan
+from vllm_delta_sync.run.read_plan import ReadPlanner, Step, plan_read
 
 STAGED_BYTES = 32
 """Memory that staging takes at most per changed element of a 16-bit dtype: decoded 10, folded 10 more, routed 14, and
@@ -44,7 +44,7 @@ class UpdatePlanner:
         self._quarantined = quarantined
         self.named: int | None = None
         self.lessons = PlanFeedback()
-        self._planners: dict[str, Planner] = {}
+        self._planners: dict[str, ReadPlanner] = {}
 
     def forget(self) -> None:
         """Another run is followed."""
@@ -164,21 +164,21 @@ class UpdatePlanner:
         return self._history.run
 
     @property
-    def _own(self) -> Planner:
+    def _own(self) -> ReadPlanner:
         return self._planner(self._run)
 
-    def _planner(self, run: Run) -> Planner:
+    def _planner(self, run: Run) -> ReadPlanner:
         name = run.info.run
         if name not in self._planners:
             # The set is shared: what turns out to be bad later is avoided too.
-            self._planners[name] = Planner(run, self.lessons.avoid.setdefault(name, set()))
+            self._planners[name] = ReadPlanner(run, self.lessons.avoid.setdefault(name, set()))
             if name == self._run.info.run and self._history.head is not None:
-                self._planners[name].know(self._history.head)
+                self._planners[name].add_manifests(self._history.head)
         return self._planners[name]
 
     def _way(self, place: WeightPosition, target: int) -> StepPath:
-        """Errors as ``Planner.path``."""
-        self._planner(place.run).know(place.manifest)
+        """Errors as ``ReadPlanner.path``."""
+        self._planner(place.run).add_manifests(place.manifest)
         if self._history.is_own(place):
             steps = self._own.path(place.version, target)
             self._check_epochs(
@@ -339,7 +339,7 @@ class UpdatePlanner:
             return None
         try:
             manifest = self._own.manifest(target)
-            plan(self._run, manifest, avoid)
+            plan_read(self._run, manifest, avoid)
         except StoreError:
             raise
         except DeltaSyncError:

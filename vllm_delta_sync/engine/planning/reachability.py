@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
-from vllm_delta_sync.run.plan import FOLD_WIDTH, Planner
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
 
 GALLOP = 1024
 """Versions that are first tried at once."""
 
 
-def reach(planner: Planner, start: int, target: int) -> list[int]:
+def reach(planner: ReadPlanner, start: int, target: int) -> list[int]:
     """Versions up to ``target`` that steps lead to, each from the one before, the first from ``start``; by galloping.
 
     From one version there may be a way that there is not from the one before it: a folded range back, for example.
@@ -35,7 +35,7 @@ def reach(planner: Planner, start: int, target: int) -> list[int]:
 
 def crossing(version: int, target: int) -> Iterator[int]:
     """Where folded ranges that lead across a version, and not beyond the target, would begin."""
-    size = FOLD_WIDTH
+    size = MERGE_WIDTH
     while (first := (version - 1) // size * size) + size <= target:
         yield first
-        size *= FOLD_WIDTH
+        size *= MERGE_WIDTH

@@ -61,10 +61,10 @@ class History:
         return self._run
 
     def looking(self, expected: int | None) -> AbstractContextManager[object]:
-        """Within the block a look is begun ahead, where the run is known; see ``Run.looking``."""
+        """Within the block a look is begun ahead, where the run is known; see ``Run.prefetching``."""
         if self._run is None:
             return nullcontext()
-        return self._run.looking(None if self.head is None else self.head.version, expected)
+        return self._run.prefetching(None if self.head is None else self.head.version, expected)
 
     def look(self, served: Manifest | None = None) -> DeltaSyncError | None:
         """Find the newest good manifest; returns what is wrong beyond it.
@@ -102,12 +102,12 @@ class History:
     def check_ours(self, manifest: Manifest) -> None:
         """Raise ForkError unless the head descends from a version; reads manifests between, with trusted keys only."""
         if self.head is not None:
-            self.run.authentic.descends(self.head, manifest)
+            self.run.verifier.check_descends(self.head, manifest)
 
     @property
     def keys(self) -> int:
         """Sequence of keys.json; 0 if the run has none."""
-        file = self.run.authentic.keys.file
+        file = self.run.verifier.keys.file
         return 0 if file is None else file.sequence
 
     def manifest(self, version: int) -> Manifest:

@@ -19,7 +19,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.documents import KeyEntry, KeyFile
 from vllm_delta_sync.format.manifest import Head, Manifest, timestamp
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.run.documents import revoked_manifest
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import short
@@ -58,7 +58,7 @@ class TrustedHead:
         self._run: Run | None = None
         self._head: Head | None = None
         self._looked = False
-        if keyring.checks:
+        if keyring.checks_signatures:
             self._file = LastSeenStore(settings.state_folder(), open_bucket(settings.bucket, settings.store()).url)
             if writes:
                 self._file.prepare()
@@ -74,7 +74,7 @@ class TrustedHead:
         """
         mark = self._remember()
         if mark is not None and self._run is not None:
-            self._run.authentic.keys.distrust(mark.revoked)
+            self._run.verifier.keys.add_revoked(mark.revoked)
 
     def admit(self, run: Run) -> None:
         """A run was opened.
@@ -92,7 +92,7 @@ class TrustedHead:
                     f"run {run.info.run} lies at {run.bucket.url!r} now, and run {mark.run} was seen there before: "
                     f"refused. {self._mend('the run was begun anew')}"
                 )
-            run.authentic.keys.take(run.authentic.keys.file, mark.keys, mark.revoked)
+            run.verifier.keys.accept(run.verifier.keys.file, mark.keys, mark.revoked)
         if before is not None and before is not run and before.info.run == run.info.run:
             if before.info.digest != run.info.digest:
                 raise ForkError(
@@ -100,9 +100,9 @@ class TrustedHead:
                     f"{before.info.digest}: a run's never changes. Put the former back, or start the server again if "
                     "this one is right"
                 )
-            known = before.authentic.keys
-            run.authentic.keys.take(
-                run.authentic.keys.file, 0 if known.file is None else known.file.sequence, known.revoked
+            known = before.verifier.keys
+            run.verifier.keys.accept(
+                run.verifier.keys.file, 0 if known.file is None else known.file.sequence, known.revoked
             )
         if mark is not None:
             self._forget_revoked(run, mark)
@@ -125,14 +125,14 @@ class TrustedHead:
 
         Otherwise whoever stole a key could show one version, take it away, and so keep honest ones out for ever.
         """
-        file = run.authentic.keys.file
+        file = run.verifier.keys.file
         entry = None if file is None else file.entry(mark.key)
         if file is None or entry is None or not _is_fallen(run, mark.version, mark.manifest, mark.key):
             return
         last = _last_believed(run, file, entry)
         version = last.version
         lower = LastSeen(mark.run, mark.keys, version, last.digest, _signer(last))
-        lower = lower.knowing(file.sequence, mark.revoked)
+        lower = lower.with_key_list(file.sequence, mark.revoked)
         logger.warning(
             "version %d, seen before, was signed by key %s, whose word holds no more: forgotten, back to version %d",
             mark.version, short(mark.key), version,
@@ -140,7 +140,7 @@ class TrustedHead:
         if self._file is not None and self._writes:
             kept = self._file.load()
             if kept is not None and kept.key == mark.key:
-                self._file.lower_to(kept, lower)
+                self._file.retract_to(kept, lower)
         self._mark = lower
 
     def accept(self, run: Run, head: Manifest, stopped_by: DeltaSyncError | None, served: Manifest | None) -> None:
@@ -211,7 +211,7 @@ class TrustedHead:
         if self._file is None:
             return None
         run, mark = self._run, self._mark
-        file = None if run is None else run.authentic.keys.file
+        file = None if run is None else run.verifier.keys.file
         head = self._head
         shown = None
         if mark is not None:
@@ -236,7 +236,7 @@ class TrustedHead:
             )
         there = head.digest
         if head.version > version:
-            there = run.authentic.ancestor(head.version - 1, head.parent or "", version)
+            there = run.verifier.ancestor_digest(head.version - 1, head.parent or "", version)
         if there != digest:
             raise ForkError(
                 f"version {head.version} in the bucket goes on from {there} as version {version}, and {digest} was "
@@ -253,19 +253,19 @@ class TrustedHead:
         mark = self._mark
         if kept is not None and (mark is None or kept.run == mark.run):
             newest = kept if mark is None or kept.version > mark.version else mark
-            newest = newest.knowing(kept.keys, kept.revoked)
-            self._mark = newest if mark is None else newest.knowing(mark.keys, mark.revoked)
+            newest = newest.with_key_list(kept.keys, kept.revoked)
+            self._mark = newest if mark is None else newest.with_key_list(mark.keys, mark.revoked)
         return self._mark
 
     def _raise_to(self, mark: LastSeen) -> None:
         known = self._mark
         if known is not None:
-            mark = mark.knowing(known.keys, known.revoked)
+            mark = mark.with_key_list(known.keys, known.revoked)
         if self._file is None or (known == mark and self._kept):
             return
         if self._writes:
             try:
-                self._file.raise_to(mark)
+                self._file.advance_to(mark)
                 self._kept = True
             except StoreError as error:
                 # What is known in this life still holds, and a full disk must not keep weights from being current.
@@ -287,7 +287,7 @@ def _last_believed(run: Run, file: KeyFile, entry: KeyEntry) -> Manifest:
         try:
             last = run.manifest(version)
         except SignatureError:
-            given_up = refused_manifest(run, version)
+            given_up = revoked_manifest(run, version)
             before = None if given_up is None else file.entry(_signer(given_up))
             if before is None or (before.last is not None and before.last.version >= version) or version == 0:
                 raise
@@ -304,8 +304,8 @@ def _signer(manifest: Manifest) -> str:
 
 def _with_keys(mark: LastSeen, run: Run) -> LastSeen:
     """A mark, with which list of keys was seen, and whom it revokes."""
-    file = run.authentic.keys.file
-    return mark.knowing(0 if file is None else file.sequence, run.authentic.keys.revoked)
+    file = run.verifier.keys.file
+    return mark.with_key_list(0 if file is None else file.sequence, run.verifier.keys.revoked)
 
 
 def _is_fallen(run: Run, version: int, digest: str, key: str) -> bool:
@@ -314,14 +314,14 @@ def _is_fallen(run: Run, version: int, digest: str, key: str) -> bool:
     Raises:
         StoreError: the store failed. Where it cannot be told for another reason it is not.
     """
-    file = run.authentic.keys.file
+    file = run.verifier.keys.file
     entry = None if file is None else file.entry(key)
     if entry is None or entry.last is None:
         return entry is not None and entry.revoked
     if version > entry.last.version:
         return True
     try:
-        return run.authentic.ancestor(entry.last.version, entry.last.manifest, version) != digest
+        return run.verifier.ancestor_digest(entry.last.version, entry.last.manifest, version) != digest
     except StoreError:
         raise
     except DeltaSyncError:

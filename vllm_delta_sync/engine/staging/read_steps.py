@@ -19,8 +19,8 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import MAPPED_BYTES, mapped
-from vllm_delta_sync.run.plan import Step
+from vllm_delta_sync.run.objects import MAPPED_BYTES, map_cached_object
+from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import check_step, step_changes
 from vllm_delta_sync.tensors.base_bits import Old
 from vllm_delta_sync.tensors.changes import Changes
@@ -65,7 +65,7 @@ def reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
     """Reads objects of a run; large ones are mapped if they are in the cache, so that ranks of a node share memory."""
 
     def read(ref: ObjectRef) -> Buffer:
-        found = mapped(run, ref) if ref.bytes > MAPPED_BYTES else None
+        found = map_cached_object(run, ref) if ref.bytes > MAPPED_BYTES else None
         return run.fetch(ref) if found is None else found
 
     return read

@@ -14,8 +14,8 @@ from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.run.plan import Planner
-from vllm_delta_sync.run.restore import BaseError, restore
+from vllm_delta_sync.run.read_plan import ReadPlanner
+from vllm_delta_sync.run.restore import BaseUnavailableError, restore
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -55,7 +55,7 @@ def newest(run: Run, quarantined: bool = False, witness: TrustedHead | None = No
         )
     logger.warning("version %d is quarantined and skipped: %s", manifest.version, manifest.quarantine.summary())
     sound = run.manifest(manifest.sound)
-    run.authentic.descends(manifest, sound)
+    run.verifier.check_descends(manifest, sound)
     return sound
 
 
@@ -81,7 +81,7 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
         except StoreError:
             raise
         except DeltaSyncError as error:
-            if isinstance(error.__cause__, BaseError):
+            if isinstance(error.__cause__, BaseUnavailableError):
                 raise
             first, failed = first or error, error
         lower = _before(run, target, avoid)
@@ -89,7 +89,7 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
             lower = None if lower.sound is None else run.manifest(lower.sound)
         if lower is None:
             raise first
-        run.authentic.descends(head, lower)
+        run.verifier.check_descends(head, lower)
         logger.error("version %d cannot be used, starting with version %d: %s", target.version, lower.version, failed)
         target = lower
 
@@ -110,7 +110,7 @@ def restored(run: Run, target: Manifest, folder: str, avoid: set[str] | None = N
     has_weights = any((Path(folder) / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     try:
         found = restore(run, target, folder if has_weights else None, progress=_Lines(target), avoid=avoid)
-    except BaseError as error:
+    except BaseUnavailableError as error:
         raise NotFoundError(
             f"{error.message.partition('; pass base')[0]}, and the model folder {folder!r} holds no safetensors; put "
             "the original checkpoint's safetensors into the model folder, or make the recorded path readable"
@@ -124,7 +124,7 @@ def restored(run: Run, target: Manifest, folder: str, avoid: set[str] | None = N
         "rebuilt version %d of run %s: %s of version %d, then %d steps",
         target.version,
         target.run,
-        "anchor" if found.plan.beside else found.plan.root.kind,
+        "anchor" if found.plan.standalone else found.plan.root.kind,
         found.plan.root.version,
         len(found.plan.steps),
     )
@@ -146,8 +146,8 @@ class _Lines:
 
 def _before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
     """The newest version before ``target`` that a way leads to from a root that is left."""
-    planner = Planner(run, avoid)
-    planner.know(target)
+    planner = ReadPlanner(run, avoid)
+    planner.add_manifests(target)
     bottoms = [item.version for item in target.breaks if item.base_version is None]
     roots = [(version, version_key(version)) for version in (0, *bottoms)]
     roots += [(version, anchor_key(version)) for version in run.anchors()]

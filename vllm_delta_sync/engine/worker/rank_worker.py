@@ -198,7 +198,7 @@ class RankWorker:
         if held != self.version:
             raise ChainError(f"version {taken.target.version} is to follow version {held}; here is {self.version}")
         if taken.rebuild:
-            run.authentic.refresh(keys)
+            run.verifier.refresh(keys)
         clock = PhaseTimer()
         began = self._moves()
         patch = stage_leg(taken, run, routes, self.fingerprints, self.folder, clock, self._moves)
@@ -216,7 +216,7 @@ class RankWorker:
         run, routes = self._proven()
         self._awake()
         routes.check_live()
-        run.authentic.refresh(keys)
+        run.verifier.refresh(keys)
         target = Manifest.from_bytes(manifest.encode())
         # What is held is no version, no commit leads back to one, and none is waiting to be confirmed.
         self.version, self.confirmed, self.touched, self._staged = None, True, None, None

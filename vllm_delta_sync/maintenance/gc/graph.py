@@ -29,9 +29,8 @@ from vllm_delta_sync.format.manifest import (
     version_key,
     version_of_key,
 )
-from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import FOLD_WIDTH
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.run.documents import RunDocuments, revoked_manifest
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 
 NOTHING = -1
 """The node that anchors and references begin at: they need no other version."""
@@ -192,7 +191,7 @@ def _chain(run: RunDocuments, seen: dict[ObjectInfo, Edge]) -> list[Edge]:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            refused = refused_manifest(run, version) if isinstance(error, SignatureError) else None
+            refused = revoked_manifest(run, version) if isinstance(error, SignatureError) else None
             if refused is not None:
                 return replace(_of_manifest(refused, info), used=False, refused=True)
             raise _unreadable(info.key, error) from error
@@ -285,7 +284,7 @@ def _side(run: RunDocuments, item: ObjectInfo, chain: list[Edge], breaks: set[in
         fits = version < len(chain) and anchor.manifest == chain[version].digest
         return Edge(item, NOTHING, version, _refs(anchor.objects), used=fits), fits
     first, last = fold_of_key(item.key) or (0, 0)
-    folded = run.folded(first, last)
+    folded = run.merged_delta(first, last)
     ends = ((first, folded.first_manifest), (last, folded.last_manifest))
     fits = last < len(chain) and all(chain[number].digest == digest for number, digest in ends)
     used = fits and _is_step(first, last) and not any(first < number <= last for number in breaks)
@@ -293,11 +292,11 @@ def _side(run: RunDocuments, item: ObjectInfo, chain: list[Edge], breaks: set[in
 
 
 def _is_step(first: int, last: int) -> bool:
-    """Whether readers look for a range of these versions: see ``run.plan``."""
+    """Whether readers look for a range of these versions: see ``run.read_plan``."""
     size = last - first
     power = 1
     while power < size:
-        power *= FOLD_WIDTH
+        power *= MERGE_WIDTH
     return size == power and first % size == 0
 
 

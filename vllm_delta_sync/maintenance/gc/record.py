@@ -8,7 +8,7 @@ from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.documents import Retention
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp, version_of_key
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import Plan, plan
+from vllm_delta_sync.run.read_plan import Plan, plan_read
 
 Ranges = list[list[int]]
 
@@ -46,7 +46,7 @@ def lasting_plan(run: RunDocuments, target: Manifest) -> Plan:
     avoid = set(record.going)
     while True:
         try:
-            found = plan(run, target, avoid)
+            found = plan_read(run, target, avoid)
             bad = next((key for key, objects in _documents(run, found) if not _stays(run, record, key, objects)), None)
         except StoreError:
             raise
@@ -67,7 +67,7 @@ def _lost(target: Manifest, reason: str) -> NotFoundError:
 
 
 def _documents(run: RunDocuments, found: Plan) -> list[tuple[str, list[ObjectRef]]]:
-    root = run.anchor(found.root.version).objects if found.beside else found.root.objects
+    root = run.anchor(found.root.version).objects if found.standalone else found.root.objects
     return [(found.root_key, root), *((step.key, step.objects) for step in found.steps)]
 
 

@@ -18,11 +18,11 @@ from vllm_delta_sync.maintenance.key_list import check_signer
 from vllm_delta_sync.maintenance.merge_writer import write_fold
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import file_digest, scratch_folder
+from vllm_delta_sync.run.objects import file_digest, scratch_folder
 from vllm_delta_sync.tensors.bits import Bits, Positions, diff
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
-from vllm_delta_sync.verify.simulate import measure
+from vllm_delta_sync.verify.simulate import simulate_fingerprints
 
 SHARD_BYTES = 1024**3
 
@@ -158,7 +158,7 @@ def _without(changes: Changes, others: list[Changes], before: ModelState) -> Cha
         if rows:
             sparse.append(_group(group.dtype, rows, group.relative))
     left = Changes(sparse, [item for item in changes.full if item.id not in full and item.id not in taken])
-    left.fingerprints = dict(sorted(measure(before, left).items()))
+    left.fingerprints = dict(sorted(simulate_fingerprints(before, left).items()))
     return left
 
 

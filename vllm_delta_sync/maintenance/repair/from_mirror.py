@@ -45,13 +45,13 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.key_list import check_signer, newest_file
 from vllm_delta_sync.run.checks import check_follows, check_tensor_fingerprints, object_limit
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.lazy_objects import fetch_file
-from vllm_delta_sync.run.plan import GapError
-from vllm_delta_sync.run.report import Finding
+from vllm_delta_sync.run.objects import fetch_object_file
+from vllm_delta_sync.run.read_plan import GapError
 from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.verify.document_audit import DocumentAudit
+from vllm_delta_sync.verify.report import Finding
 
 
 class Mirror:
@@ -106,7 +106,7 @@ class Mirror:
 
     def _object(self, ref: ObjectRef) -> str:
         with tempfile.TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True) as folder:
-            path = fetch_file(self._bucket, ref, Path(folder), object_limit(self._run.table))
+            path = fetch_object_file(self._bucket, ref, Path(folder), object_limit(self._run.table))
             self._run.bucket.put(ref.key, path)
         return ref.key
 
@@ -138,10 +138,10 @@ class Mirror:
         manifest = Manifest.from_bytes(data, key)
         if (manifest.run, manifest.version) != (self._run.info.run, version):
             return None
-        self._run.authentic.manifest(manifest, key)
+        self._run.verifier.check_manifest(manifest, key)
         if data == self._stored(key):
             return self._head(manifest)
-        if manifest.digest not in self._census.wanted(version) and not self._continues(manifest):
+        if manifest.digest not in self._census.acceptable_digests(version) and not self._continues(manifest):
             return None
         self._run.bucket.put(key, data)
         return key
@@ -155,7 +155,7 @@ class Mirror:
         before = self._run.manifest(version - 1)
         check_follows(before, manifest)
         head = Head.from_bytes(self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
-        self._run.authentic.head(head, HEAD_KEY)
+        self._run.verifier.check_head(head, HEAD_KEY)
         return (head.run, head.version, head.manifest) == (manifest.run, version, manifest.digest)
 
     def _head(self, manifest: Manifest) -> str | None:
@@ -172,7 +172,7 @@ class Mirror:
         except DeltaSyncError:
             pass  # the mirror's own is damaged, or may not be believed
         check_signer(self._run)
-        self._run.bucket.put(HEAD_KEY, head_of(manifest, self._run.keyring).to_bytes())
+        self._run.bucket.put(HEAD_KEY, make_head(manifest, self._run.keyring).to_bytes())
         return HEAD_KEY
 
     def _same_head(self) -> str | None:
@@ -196,7 +196,7 @@ class Mirror:
             return None
         data = self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
         manifest = Manifest.from_bytes(data, key)
-        self._run.authentic.manifest(manifest, key)
+        self._run.verifier.check_manifest(manifest, key)
         if (manifest.run, manifest.version) != (self._run.info.run, newest + 1):
             return None
         check_follows(self._run.manifest(newest), manifest)
@@ -206,7 +206,7 @@ class Mirror:
     def _names(self, data: bytes) -> tuple[int, str] | None:
         """What a HEAD.json of this run that may be believed points at."""
         head = Head.from_bytes(data, HEAD_KEY)
-        self._run.authentic.head(head, HEAD_KEY)
+        self._run.verifier.check_head(head, HEAD_KEY)
         return (head.version, head.manifest) if head.run == self._run.info.run else None
 
     def _stored(self, key: str) -> bytes | None:
@@ -230,11 +230,11 @@ class Mirror:
         if (version := anchor_of_key(key)) is not None:
             document = anchor = Anchor.from_bytes(data, key)
             check_tensor_fingerprints(anchor, self._run.table)
-            self._run.authentic.side(anchor, version, key)
+            self._run.verifier.check_standalone(anchor, version, key)
             ends = [(version, anchor.manifest, anchor.fingerprint)]
         elif (pair := fold_of_key(key)) is not None:
             document = fold = MergedDelta.from_bytes(data, key)
-            self._run.authentic.side(fold, pair[1], key)
+            self._run.verifier.check_standalone(fold, pair[1], key)
             ends = [
                 (pair[0], fold.first_manifest, fold.first_fingerprint),
                 (pair[1], fold.last_manifest, fold.last_fingerprint),
@@ -243,7 +243,7 @@ class Mirror:
             document = tag = Tag.from_bytes(data, key)
             if tag.name != tag_of_key(key):
                 raise ChainError(f"{key} is tag {tag.name!r}")
-            self._run.authentic.side(tag, tag.version, key)
+            self._run.verifier.check_standalone(tag, tag.version, key)
             ends = [(tag.version, tag.manifest, None)]
         elif (epoch := claim_of_key(key)) is not None:
             document = claim = Claim.from_bytes(data, key)
@@ -273,7 +273,7 @@ def mend_keys(bucket: Bucket, mirror: Bucket | None, keyring: Keyring) -> list[s
     """
     info = _parsed(bucket, RUN_KEY)
     info = info or (None if mirror is None else _parsed(mirror, RUN_KEY))
-    if info is None or not keyring.checks:
+    if info is None or not keyring.checks_signatures:
         return []
     here = newest_file(bucket, keyring, info.run)
     there = None if mirror is None else newest_file(mirror, keyring, info.run)

@@ -7,11 +7,11 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, Manifest, ObjectRef, object_key, timestamp
 from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import outline
+from vllm_delta_sync.run.objects import summarize_changes
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
-from vllm_delta_sync.verify.simulate import first_wrong, measure
+from vllm_delta_sync.verify.simulate import first_mismatch, simulate_fingerprints
 
 
 def orphans(run: RunDocuments, census: DocumentAudit) -> list[ObjectRef]:
@@ -22,7 +22,7 @@ def orphans(run: RunDocuments, census: DocumentAudit) -> list[ObjectRef]:
     for version in census.anchors:
         listed.update(ref.key for ref in run.anchor(version).objects)
     for pair in census.folds:
-        listed.update(ref.key for ref in run.folded(*pair).objects)
+        listed.update(ref.key for ref in run.merged_delta(*pair).objects)
     found = []
     for item in run.bucket.list(OBJECTS_PREFIX):
         digest = item.key.removeprefix(OBJECTS_PREFIX).removesuffix(".safetensors")
@@ -75,14 +75,14 @@ def bridge(
             changes.fingerprints[tensor] = changes.fingerprints.get(tensor, Fingerprint()) + change
     reached = before.fingerprint + changes.fingerprint
     try:
-        declared = outline(after, run.table, [run.fetch(ref) for ref in after.objects]).changes
+        declared = summarize_changes(after, run.table, [run.fetch(ref) for ref in after.objects]).changes
         if reached + declared.fingerprint != after.model_fingerprint:
             return None
     except StoreError:
         raise
     except DeltaSyncError:
         return None
-    if first_wrong(run.table, changes.fingerprints, measure(before, changes)) is not None:
+    if first_mismatch(run.table, changes.fingerprints, simulate_fingerprints(before, changes)) is not None:
         return None
     document = MergedDelta(
         requires=sorted({feature for codec in codecs for feature in required_features(codec, "zstd")}),

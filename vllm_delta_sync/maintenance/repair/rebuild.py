@@ -16,12 +16,12 @@ from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, p
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.plan import Planner
-from vllm_delta_sync.run.report import Finding, VerifyReport
+from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
-from vllm_delta_sync.verify.replay_audit import take
+from vllm_delta_sync.verify.replay_audit import apply_checked
+from vllm_delta_sync.verify.report import Finding, VerifyReport
 
 _Given = TypeVarTuple("_Given")
 
@@ -128,8 +128,8 @@ class Rebuilder:
         at = last + 1
         while at > first:
             try:
-                for step in Planner(self._run, self._avoid).path(at, at - 1):
-                    take(step, state)
+                for step in ReadPlanner(self._run, self._avoid).path(at, at - 1):
+                    apply_checked(step, state)
             except StoreError:
                 raise
             except DeltaSyncError:
@@ -175,7 +175,7 @@ class Rebuilder:
         first, after = self._manifest(version - 1), self._manifest(version + 1)
         if first is None or after is None or not self._readable(first.version):
             return
-        if (version - 1, version) in self._census.usable_folds():
+        if (version - 1, version) in self._census.usable_merged_deltas():
             return
         key = bridge(self._run, self._state(first), first, after, candidates)
         if key is not None:

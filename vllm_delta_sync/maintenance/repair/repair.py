@@ -21,10 +21,10 @@ from vllm_delta_sync.maintenance.key_list import check_signer
 from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, mend_identity, mend_keys
 from vllm_delta_sync.maintenance.repair.rebuild import Rebuilder
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.report import VerifyReport
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import head_of
+from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.verify.document_audit import DocumentAudit
+from vllm_delta_sync.verify.report import VerifyReport
 from vllm_delta_sync.verify.verify import Progress, examine
 
 ROUNDS = 16
@@ -156,11 +156,11 @@ def _mend_head(run: RunDocuments, report: VerifyReport, census: DocumentAudit) -
     behind = report.pointed is None or report.pointed < report.head
     if report.head < 0 or not (damaged or behind):
         return []
-    head = head_of(run.manifest(report.head), run.keyring)
+    head = make_head(run.manifest(report.head), run.keyring)
     try:
         data = run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
         there = Head.from_bytes(data, HEAD_KEY)
-        run.authentic.head(there, HEAD_KEY)
+        run.verifier.check_head(there, HEAD_KEY)
         if (there.run, there.version, there.manifest) == (head.run, head.version, head.manifest):
             return []  # a publisher was first
     except StoreError:

@@ -1,9 +1,9 @@
-"""The way from one version to another: which deltas and folded ranges to apply, in which direction, from which root.
+"""``ReadPlanner`` plans the deltas and merged deltas from one version to another; ``plan_read`` also picks a root.
 
 The versions of a run form a tree: each builds on the one before, except where ``Manifest.breaks`` says otherwise. A
-way goes up from what is held to the nearest common ancestor, taking versions back, and down to the target. Along a
-stretch without breaks it takes the longest folded range that begins where it is, so that n versions are O(log n)
-steps: ranges of 4, 16, 64 … versions begin and end at multiples of their length.
+path goes up from the start to the nearest common ancestor by reverting versions, then down to the target. Within a
+segment without breaks it takes the longest merged delta that begins at the current version, so that n versions take
+O(log n) steps: merged deltas across 4, 16, 64 … versions begin and end at multiples of their length.
 """
 
 from collections.abc import Collection
@@ -15,22 +15,22 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.run.documents import RunDocuments
 
-FOLD_WIDTH = 4
-"""A folded range takes so many of the next shorter ones. A power of two up to 8 makes little difference: fewer steps
-for a reader against more bytes for a writer, who writes what changed once for every level."""
+MERGE_WIDTH = 4
+"""How many of the next shorter merged deltas one merged delta spans. Powers of two up to 8 make little difference:
+larger ones mean fewer bytes for a writer, which writes each change once per level, and more steps for a reader."""
 
 
 class GapError(ChainError):
-    """Nothing in the bucket leads from one version to the other."""
+    """No documents in the bucket lead from one version to the other."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One document applied, or taken back.
+    """One delta or merged delta to apply, or to revert.
 
     Attributes:
-        run: where its objects are. document: a delta's manifest, or a folded range.
-        backwards: whether it is taken back.
+        run: the run that has its objects. document: the manifest of a delta, or a merged delta.
+        backwards: whether it is reverted.
     """
 
     run: RunDocuments
@@ -58,7 +58,7 @@ class Step:
 
     @property
     def end(self) -> int:
-        """The version that is there afterwards."""
+        """The version that it results in."""
         return self.low if self.backwards else self.high
 
     @property
@@ -79,7 +79,7 @@ class Step:
 
     @property
     def key(self) -> str:
-        """Key of the document: what to avoid if it turns out to be bad."""
+        """Key of the document, which is avoided if it turns out to be bad."""
         if isinstance(self.document, MergedDelta):
             return fold_key(self.document.first, self.document.last)
         return version_key(self.document.version)
@@ -91,7 +91,7 @@ class Step:
 
     @property
     def low_digest(self) -> str | None:
-        """Digest of the manifest of ``low``; None where the document does not say."""
+        """Digest of the manifest of ``low``; None if the document does not contain it."""
         if isinstance(self.document, MergedDelta):
             return self.document.first_manifest
         return self.document.parent if self.document.base_version == self.document.version - 1 else None
@@ -107,68 +107,72 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to come to a version from nothing.
+    """How to rebuild a version: a root, and steps from there.
 
     Attributes:
-        run, root: the version to begin with. beside: whether its weights are in an anchor beside the chain, rather
-            than where the manifest says.
-        steps: from there on. bytes: to read in all.
+        run, root: the version to begin with.
+        standalone: whether the root's weights are read from its standalone anchor, not from where its manifest says.
+        steps: from the root to the version. bytes: to read in all.
     """
 
     run: RunDocuments
     root: Manifest
-    beside: bool
+    standalone: bool
     steps: list[Step]
     bytes: int
 
     @property
     def root_key(self) -> str:
-        """Key of the document that the root is read from: what to avoid if it turns out to be bad."""
-        return anchor_key(self.root.version) if self.beside else version_key(self.root.version)
+        """Key of the document that the root is read from, which is avoided if it turns out to be bad."""
+        return anchor_key(self.root.version) if self.standalone else version_key(self.root.version)
 
 
-class Planner:
-    """Plans ways in one run. Remembers what it has read: make a new one after new versions.
+class ReadPlanner:
+    """Plans how versions of one run are read. It caches documents, so make a new one after new versions.
 
     Args:
-        avoid: keys of documents that turned out to be bad; may grow afterwards.
+        avoid: keys of documents that turned out to be bad; the caller may add more later.
     """
 
     def __init__(self, run: RunDocuments, avoid: Collection[str] = ()) -> None:
         self._run = run
         self._avoid = avoid
         self._manifests: dict[int, Manifest] = {}
-        self._folds: dict[tuple[int, int], MergedDelta | None] = {}
+        self._merged: dict[tuple[int, int], MergedDelta | None] = {}
         self._breaks: dict[int, int | None] = {}
         self._rewritten: set[int] = set()
         self._retention: Retention | None = None
-        self._asked = False
+        self._retention_read = False
 
-    def know(self, *manifests: Manifest) -> None:
-        """Spare reading these."""
+    def add_manifests(self, *manifests: Manifest) -> None:
+        """Add manifests that were read already, so that they are not read again."""
         self._manifests.update({manifest.version: manifest for manifest in manifests})
 
-    def path(self, held: int, target: int) -> list[Step]:
-        """The steps from one version to another, none if they are the same; each names the manifests of both its ends.
+    def path(self, start: int, target: int) -> list[Step]:
+        """The steps from one version to another; each fits the manifests at both its ends. Empty if they are the same.
 
         Raises:
-            GapError: there is no way; the message names what is in between. StoreError: the store failed.
+            GapError: there is no path; the message names the obstacle. StoreError: the store failed.
         """
-        while held != target:
-            steps = self._walk(held, target)
-            odd = self._unlinked(steps, (held, target))
-            if odd is None:
+        while start != target:
+            steps = self._find_steps(start, target)
+            mismatch = self._first_contradiction(steps, (start, target))
+            if mismatch is None:
                 return steps
-            if not isinstance(odd.document, MergedDelta):
-                self._rewritten.add(odd.high)
-            elif not self._learn(odd):
-                self._folds[odd.low, odd.high] = None
+            if not isinstance(mismatch.document, MergedDelta):
+                self._rewritten.add(mismatch.high)
+            elif not self._read_ends(mismatch):
+                self._merged[mismatch.low, mismatch.high] = None
         return []
 
-    def _learn(self, odd: Step) -> bool:
-        """Read the manifests at both ends of a folded range, to tell which of two that disagree is wrong."""
+    def _read_ends(self, mismatch: Step) -> bool:
+        """Read the manifests at both ends of a merged delta, to find out which of two documents that disagree is wrong.
+
+        Returns:
+            Whether a manifest was read that was not known before.
+        """
         known = len(self._manifests)
-        for version in (odd.low, odd.high):
+        for version in (mismatch.low, mismatch.high):
             try:
                 self.manifest(version)
             except StoreError:
@@ -177,23 +181,23 @@ class Planner:
                 continue
         return len(self._manifests) > known
 
-    def _walk(self, held: int, target: int) -> list[Step]:
-        top = self.manifest(max(held, target))
+    def _find_steps(self, start: int, target: int) -> list[Step]:
+        top = self.manifest(max(start, target))
         self._breaks = {item.version: item.base_version for item in top.breaks}
-        up, down = _stretches(held, self._breaks), _stretches(target, self._breaks)
+        up, down = _lineage(start, self._breaks), _lineage(target, self._breaks)
         starts = [begin for begin, _ in down]
-        common = next((place for place, (begin, _) in enumerate(up) if begin in starts), None)
+        common = next((index for index, (begin, _) in enumerate(up) if begin in starts), None)
         if common is None:
-            raise GapError(f"version {target} does not come from version {held}: an anchor lies between them")
+            raise GapError(f"version {target} does not descend from version {start}: an anchor lies between them")
         steps: list[Step] = []
         for begin, end in up[:common]:
             self._back(end, begin, steps)
             steps.append(self._reversed(self._delta(begin)))
-        across = starts.index(up[common][0])
-        meet = min(up[common][1], down[across][1])
-        self._back(up[common][1], meet, steps)
-        self._forward_or_around(meet, down[across], steps)
-        for begin, end in reversed(down[:across]):
+        shared = starts.index(up[common][0])
+        ancestor = min(up[common][1], down[shared][1])
+        self._back(up[common][1], ancestor, steps)
+        self._forward_or_around(ancestor, down[shared], steps)
+        for begin, end in reversed(down[:shared]):
             steps.append(self._delta(begin))
             self._forward(begin, end, steps)
         return steps
@@ -206,78 +210,78 @@ class Planner:
 
     def _forward(self, at: int, to: int, steps: list[Step]) -> None:
         while at < to:
-            steps.append(self._fold_from(at, to) or self._delta(at + 1))
+            steps.append(self._merged_from(at, to) or self._delta(at + 1))
             at = steps[-1].high
 
-    def _forward_or_around(self, at: int, stretch: tuple[int, int], steps: list[Step]) -> None:
-        """Steps to the end of a stretch. Where versions are missing: back first, to a merged delta that spans them.
+    def _forward_or_around(self, at: int, segment: tuple[int, int], steps: list[Step]) -> None:
+        """Add steps to the end of a segment. If versions are missing, go back first, to a merged delta that spans them.
 
         Garbage collection keeps the cheapest path from a served version to the head, which may begin with a step back.
         """
-        begin, to = stretch
-        way: list[Step] = []
+        begin, to = segment
+        found: list[Step] = []
         try:
-            self._forward(at, to, way)
+            self._forward(at, to, found)
         except GapError as gap:
             starts = {at - at % size for size in _sizes(0, to)}
             for start in sorted((start for start in starts if begin <= start < at), reverse=True):
-                way = []
+                found = []
                 try:
-                    self._back(at, start, way)
-                    self._forward(start, to, way)
+                    self._back(at, start, found)
+                    self._forward(start, to, found)
                     break
                 except GapError:
                     continue
             else:
                 raise gap
-        steps += way
+        steps += found
 
     def _back(self, at: int, to: int, steps: list[Step]) -> None:
         while at > to:
-            steps.append(self._reversed(self._fold_to(at, to) or self._delta(at)))
+            steps.append(self._reversed(self._merged_to(at, to) or self._delta(at)))
             at = steps[-1].low
 
     def _reversed(self, step: Step) -> Step:
         if not step.reversible:
-            raise GapError(f"version {step.high} cannot be taken back to {step.low}: it replaced bits")
+            raise GapError(f"version {step.high} cannot be reverted to {step.low}: its delta replaced bits")
         return Step(step.run, step.document, backwards=True)
 
-    def _fold_from(self, at: int, to: int) -> Step | None:
+    def _merged_from(self, at: int, to: int) -> Step | None:
         return self._first([(at, at + size) for size in _sizes(at, to - at)])
 
-    def _fold_to(self, at: int, to: int) -> Step | None:
+    def _merged_to(self, at: int, to: int) -> Step | None:
         found = self._first([(at - size, at) for size in _sizes(at, at - to)])
         return found if found is not None and found.reversible else None
 
     def _first(self, ranges: list[tuple[int, int]]) -> Step | None:
         for first, last in ranges:
-            folded = self._folded(first, last)
-            if folded is not None:
-                return Step(self._run, folded)
+            merged = self._merged_delta(first, last)
+            if merged is not None:
+                return Step(self._run, merged)
         return None
 
-    def _folded(self, first: int, last: int) -> MergedDelta | None:
+    def _merged_delta(self, first: int, last: int) -> MergedDelta | None:
         if fold_key(first, last) in self._avoid:
             return None
-        if (first, last) not in self._folds:
+        if (first, last) not in self._merged:
             try:
-                self._folds[first, last] = self._run.folded(first, last)
+                self._merged[first, last] = self._run.merged_delta(first, last)
             except StoreError:
                 raise
             except DeltaSyncError:
-                # Missing, or damaged: the versions themselves are another way.
-                self._folds[first, last] = None
-        return self._folds[first, last]
+                # Missing or damaged: the deltas of its versions may lead there too.
+                self._merged[first, last] = None
+        return self._merged[first, last]
 
     def _delta(self, version: int) -> Step:
-        """The step into a version from the one that it builds on; a folded range in its place if it is lost."""
+        """The step into a version from the one that it builds on: its delta, or a merged delta if the delta is lost."""
         reason, problem = "", None
-        if self._gone(version):
+        if self._is_collected(version):
             reason = "is no longer kept"
         elif version_key(version) in self._avoid:
             reason = "is damaged or missing"
         elif version in self._rewritten:
-            reason = "is not the one that the version after it names: the history was rewritten"
+            reason = "is not the one that the next version names: the history was rewritten"
         else:
             try:
                 manifest = self.manifest(version)
@@ -288,46 +292,46 @@ class Planner:
                 raise
             except DeltaSyncError as error:
                 reason, problem = f"cannot be read ({error.message})", error
-        # A range never ends at a version that does not build on the one before.
-        repaired = None if version in self._breaks else self._folded(version - 1, version)
+        # No merged delta ends at a version that does not build on the one before.
+        repaired = None if version in self._breaks else self._merged_delta(version - 1, version)
         if repaired is None:
-            raise GapError(f"version {version} {reason}, and no folded range leads across it") from problem
+            raise GapError(f"version {version} {reason}, and no merged delta spans it") from problem
         return Step(self._run, repaired)
 
-    def _gone(self, version: int) -> bool:
-        # Only for those who have met a hole: it is one more request.
+    def _is_collected(self, version: int) -> bool:
+        # Reading retention.json is one more request, so it is read only after something turned out to be bad.
         if not self._avoid:
             return False
-        if not self._asked:
-            self._asked, self._retention = True, self._run.retention()
+        if not self._retention_read:
+            self._retention_read, self._retention = True, self._run.retention()
         return self._retention is not None and self._retention.is_gone(version)
 
-    def _unlinked(self, steps: list[Step], ends: tuple[int, int]) -> Step | None:
-        """The first step that names another manifest than those at both ends, or than the steps beside it.
+    def _first_contradiction(self, steps: list[Step], ends: tuple[int, int]) -> Step | None:
+        """The first step, if any, that names other manifests than those at both ends, or than the steps next to it.
 
-        Deltas are asked first, the newest first: each is vouched for by the one after it.
+        Deltas are checked first, the newest first, because each is confirmed by the one after it.
         """
         known = {version: self._manifests[version].digest for version in ends if version in self._manifests}
         deltas = [step for step in steps if not isinstance(step.document, MergedDelta)]
         for step in sorted(deltas, key=lambda step: -step.high):
-            if (odd := _contradicts(step, known)) is not None:
-                return odd
+            if (mismatch := _contradicts(step, known)) is not None:
+                return mismatch
         for version, manifest in self._manifests.items():
             known.setdefault(version, manifest.digest)
         folds = (step for step in steps if isinstance(step.document, MergedDelta))
-        return next((odd for step in folds if (odd := _contradicts(step, known)) is not None), None)
+        return next((mismatch for step in folds if (mismatch := _contradicts(step, known)) is not None), None)
 
 
 def _contradicts(step: Step, known: dict[int, str]) -> Step | None:
-    """The step, if it names other manifests than those known; they are known afterwards."""
+    """The step if it names other manifests than ``known``, else None. Adds the manifests that it names to ``known``."""
     for version, digest in ((step.high, step.high_digest), (step.low, step.low_digest)):
         if digest is not None and known.setdefault(version, digest) != digest:
             return step
     return None
 
 
-def _stretches(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int]]:
-    """The ancestors of a version as runs of consecutive versions (first, last), youngest first."""
+def _lineage(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int]]:
+    """A version and its ancestors as segments (first, last) of consecutive versions, youngest first."""
     found: list[tuple[int, int]] = []
     while True:
         begin = max((number for number in breaks if number <= version), default=0)
@@ -339,49 +343,49 @@ def _stretches(version: int, breaks: dict[int, int | None]) -> list[tuple[int, i
 
 
 def _sizes(at: int, span: int) -> list[int]:
-    """Lengths of folded ranges that can begin or end at a version, longest first."""
+    """Lengths of merged deltas that can begin or end at version ``at``, up to ``span``, longest first."""
     sizes = []
-    size = FOLD_WIDTH
+    size = MERGE_WIDTH
     while size <= span and at % size == 0:
         sizes.append(size)
-        size *= FOLD_WIDTH
+        size *= MERGE_WIDTH
     return sizes[::-1]
 
 
-def path(run: RunDocuments, held: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
-    """The steps from one version of a run to another; see ``Planner.path``."""
-    return Planner(run, avoid).path(held, target)
+def find_steps(run: RunDocuments, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
+    """The steps from one version of a run to another; see ``ReadPlanner.path``."""
+    return ReadPlanner(run, avoid).path(start, target)
 
 
-def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), anchors: bool = True) -> Plan:
-    """The cheapest way to a version from nothing but the bucket and, if the run refers to one, the base's checkpoint.
+def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), anchors: bool = True) -> Plan:
+    """The cheapest plan to rebuild a version from the bucket and, if the run refers to one, the base's checkpoint.
 
-    Compares the version that everything else builds on with the newest anchors beside the chain, by bytes to read. A
-    checkpoint that is at hand costs nothing.
+    Compares the version that all others build on with the newest usable standalone anchor, by bytes to read. A local
+    checkpoint costs nothing.
 
     Args:
-        avoid: keys of documents that turned out to be bad. anchors: whether to look at those beside the chain.
+        avoid: keys of documents that turned out to be bad. anchors: whether to consider standalone anchors.
 
     Raises:
-        GapError, or what else was wrong with the last root tried. StoreError: the store failed.
+        GapError, or another error of the last root tried. StoreError: the store failed.
     """
-    planner = Planner(run, avoid)
-    planner.know(target)
+    planner = ReadPlanner(run, avoid)
+    planner.add_manifests(target)
     best: Plan | None = None
-    failure: DeltaSyncError = GapError(f"version {target.version}: nothing that could be built on is left")
+    failure: DeltaSyncError = GapError(f"version {target.version} cannot be rebuilt: no usable root is left")
     breaks = {item.version: item.base_version for item in target.breaks}
-    ancestors = _stretches(target.version, breaks)
+    ancestors = _lineage(target.version, breaks)
     roots = [(ancestors[-1][0], False)]
     if anchors:
         usable = (version for version in run.anchors() if any(first <= version <= last for first, last in ancestors))
-        # Newest first: the way from there is the shortest.
-        beside = [(version, True) for version in usable if anchor_key(version) not in avoid]
-        roots = beside[::-1] + roots
-    for version, is_beside in roots:
-        if best is not None and is_beside:
+        # Newest first: from there the path is the shortest.
+        anchored = [(version, True) for version in usable if anchor_key(version) not in avoid]
+        roots = anchored[::-1] + roots
+    for version, standalone in roots:
+        if best is not None and standalone:
             continue
         try:
-            found = _from_root(run, planner, version, is_beside, target, avoid)
+            found = _from_root(run, planner, version, standalone, target, avoid)
         except StoreError:
             raise
         except DeltaSyncError as error:
@@ -395,17 +399,17 @@ def plan(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), ancho
 
 
 def _from_root(
-    run: RunDocuments, planner: Planner, version: int, beside: bool, target: Manifest, avoid: Collection[str]
+    run: RunDocuments, planner: ReadPlanner, version: int, standalone: bool, target: Manifest, avoid: Collection[str]
 ) -> Plan:
-    if not beside and version_key(version) in avoid:
+    if not standalone and version_key(version) in avoid:
         raise NotFoundError(f"version {version}, which version {target.version} builds on, is damaged or missing")
     root = planner.manifest(version)
-    if beside:
+    if standalone:
         cost = run.table.full_bytes
     else:
         cost = root.payload_bytes
         if root.base is not None and root.base.run is not None:
-            # A branch: what the run that it comes from costs is known only there; at most all of the model.
+            # A branch: only its source run shows the cost, which is at most the whole model.
             cost = run.table.full_bytes
     steps = planner.path(version, target.version)
-    return Plan(run, root, beside, steps, cost + sum(step.payload_bytes for step in steps))
+    return Plan(run, root, standalone, steps, cost + sum(step.payload_bytes for step in steps))
