@@ -16,8 +16,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import ConflictError, SettingsError, SignatureError, UsageError
 from vllm_delta_sync.format import manifest as names
 from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile
-from vllm_delta_sync.maintenance.key_list import change_key
-from vllm_delta_sync.maintenance.keys import change_keys
+from vllm_delta_sync.maintenance.keys import change_key, change_keys
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate, load_public

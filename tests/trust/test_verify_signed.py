@@ -15,8 +15,7 @@ from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import Anchor, KeyEntry, KeyFile, MergedDelta, Tag
 from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.key_list import check_signer, list_keys
-from vllm_delta_sync.maintenance.keys import change_keys
+from vllm_delta_sync.maintenance.keys import change_keys, check_signer, list_keys
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import head_of

@@ -135,7 +135,7 @@ def opened(options: argparse.Namespace, writes: bool = False, url: str | None = 
             without a key that may sign it. Else as ``open_run``.
     """
     from vllm_delta_sync.client import open_run
-    from vllm_delta_sync.maintenance.key_list import check_signer
+    from vllm_delta_sync.maintenance.keys import check_signer
 
     run = open_run(url or bucket_url(options), keyring_of(options, writes), without_mirror(options))
     options.closing.enter_context(run)

@@ -109,7 +109,7 @@ def _keys(options: argparse.Namespace) -> Answer:
         return _change(options)
     if options.version is not None:
         raise UsageError("--version goes with --retire or --revoke")
-    from vllm_delta_sync.maintenance.key_list import list_keys
+    from vllm_delta_sync.maintenance.keys import list_keys
 
     run = opened(options)
     found = list_keys(run)

@@ -8,8 +8,7 @@ from vllm_delta_sync.format.anchor_file import shard_tables, write_anchor
 from vllm_delta_sync.format.documents import Anchor, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, check_stop, never
-from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
+from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.lazy_objects import file_digest, scratch_folder

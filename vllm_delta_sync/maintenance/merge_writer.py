@@ -6,13 +6,15 @@ is written as it comes, so that memory is bounded by a batch of elements, or by 
 read or written, the weights at the first version are looked at, and copies of a few tensors go through the versions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.parallel import has_object
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import LazyDelta, RollingBase, fold_lazily
 from vllm_delta_sync.codec.delta_writer import DeltaSpool
@@ -28,8 +30,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.documents import MergedDelta, fold_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp
-from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, check_stop, never, put_missing, put_objects
-from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
+from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
@@ -42,6 +43,7 @@ from vllm_delta_sync.tensors.state import ModelState
 logger = guarded_logger(__name__)
 
 Folding = Literal["packed", "context"]
+Written = Sequence[tuple[ObjectRef, Path]]
 
 
 class RawCodecError(UnsupportedError):
@@ -316,3 +318,16 @@ def _summed(parts: list[LazyDelta]) -> dict[int, Fingerprint]:
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
     return sums
+
+
+def put_objects(bucket: Bucket, written: Written) -> None:
+    """Put objects that no document names yet."""
+    for ref, path in written:
+        bucket.put(ref.key, path)
+
+
+def put_missing(bucket: Bucket, written: Written) -> None:
+    """Put those again that somebody removed before the document named them: they looked like nobody's."""
+    for ref, path in written:
+        if not has_object(bucket, ref):
+            bucket.put(ref.key, path)

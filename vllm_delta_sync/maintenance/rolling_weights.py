@@ -1,14 +1,38 @@
 """Weights for making what takes them: anchors, and folded ranges where codec ``context`` is read or written."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.maintenance.compact_uploads import Stop, check_stop, never
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.plan import Planner
 from vllm_delta_sync.run.restore import advance, restore
 from vllm_delta_sync.tensors.state import ModelState
+
+OBJECT_BYTES = 1024**3
+"""An object is closed once it has this many bytes; the next tensor begins another."""
+
+Stop = Callable[[], bool]
+
+
+class StoppedError(Exception):
+    """The caller asked to stop; nothing was committed, and scratch files are gone.
+
+    Not a DeltaSyncError: nothing is wrong, and nobody should look for another way.
+    """
+
+
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
+
+
+def check_stop(stop: Stop) -> None:
+    """Raise StoppedError if the caller wants to stop."""
+    if stop():
+        raise StoppedError("stopped before it was finished; nothing was committed, start it again any time")
+
 
 IN_MEMORY_BYTES = 64 * 1024**2
 """Larger models are rebuilt in a scratch file: this is done beside a training that needs the memory."""

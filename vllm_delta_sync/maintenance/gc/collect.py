@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.conditional_put import reads
 from vllm_delta_sync.errors import ConflictError, NotFoundError
+from vllm_delta_sync.fleet.heartbeats import Leases
 from vllm_delta_sync.format.documents import (
     LEASES_PREFIX,
     RETENTION_KEY,
@@ -27,9 +28,9 @@ from vllm_delta_sync.format.documents import (
     Retention,
     anchor_of_key,
     fold_of_key,
+    turn_of_key,
 )
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
-from vllm_delta_sync.maintenance.gc.expired import left_behind
 from vllm_delta_sync.maintenance.gc.graph import RunGraph, check_current, survey
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock
 from vllm_delta_sync.maintenance.gc.policy import CollectionPlan, RetentionPolicy, plan_collection, reachable
@@ -260,3 +261,27 @@ def _gone(found: RunGraph, planned: CollectionPlan) -> set[int]:
 
 def _both(one: dict[str, ObjectInfo], other: dict[str, ObjectInfo]) -> dict[str, ObjectInfo]:
     return {key: info for key, info in other.items() if one.get(key) == info}
+
+
+SHOWN_SECONDS = 24 * 3600.0
+"""How long a lease stays after its end, so that people see who is gone."""
+
+
+def left_behind(run: RunDocuments, leases: Leases, now: float, min_age: float) -> list[ObjectInfo]:
+    """Leases that have ended a day ago or more, and turns that were taken ``min_age`` ago or more.
+
+    The newest turn of each slot stays for ever: the next one counts on from it.
+
+    Args:
+        now: by the store's clock, as ``min_age`` in seconds.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    ended = [held.info for held in leases.held if now - held.expires >= max(min_age, SHOWN_SECONDS)]
+    turns = [(where, info) for info in run.bucket.list(TURNS_PREFIX) if (where := turn_of_key(info.key))]
+    newest: dict[int, int] = {}
+    for (slot, number, _), _ in turns:
+        newest[slot] = max(number, newest.get(slot, 0))
+    over = [info for (slot, number, _), info in turns if number < newest[slot] and now - info.modified >= min_age]
+    return ended + over

@@ -13,9 +13,9 @@ from vllm_delta_sync.format.documents import Anchor, anchor_key, fold_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key, timestamp
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES
-from vllm_delta_sync.maintenance.key_list import check_signer
+from vllm_delta_sync.maintenance.keys import check_signer
 from vllm_delta_sync.maintenance.merge_writer import write_fold
+from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.lazy_objects import file_digest, scratch_folder

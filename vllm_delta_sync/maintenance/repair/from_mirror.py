@@ -42,7 +42,7 @@ from vllm_delta_sync.format.manifest import (
     version_of_key,
 )
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.key_list import check_signer, newest_file
+from vllm_delta_sync.maintenance.keys import check_signer, newest_file
 from vllm_delta_sync.run.checks import check_follows, check_tensor_fingerprints, object_limit
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.lazy_objects import fetch_file

@@ -11,7 +11,7 @@ from typing import TypeVarTuple
 from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
 from vllm_delta_sync.format.documents import anchor_of_key, fold_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
-from vllm_delta_sync.maintenance.key_list import check_signer
+from vllm_delta_sync.maintenance.keys import check_signer
 from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_fold, put_lost_shard
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.run.checks import check_fingerprint

@@ -17,7 +17,7 @@ from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.manifest import HEAD_KEY, Head
 from vllm_delta_sync.maintenance.gc.record import spelled
-from vllm_delta_sync.maintenance.key_list import check_signer
+from vllm_delta_sync.maintenance.keys import check_signer
 from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, mend_identity, mend_keys
 from vllm_delta_sync.maintenance.repair.rebuild import Rebuilder
 from vllm_delta_sync.run.documents import RunDocuments
