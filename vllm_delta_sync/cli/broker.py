@@ -6,12 +6,9 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vllm_delta_sync.cli.arguments import Answer, Command, add_json
-
-if TYPE_CHECKING:
-    from vllm_delta_sync.cli import Parser
 
 EXAMPLES = """\
 Publishers then announce on connect:tcp://HOST:5556, servers listen at tcp://HOST:5555. With CURVE keys nobody else gets
@@ -25,7 +22,7 @@ examples:
 """
 
 
-def add(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """The subcommand."""
     broker = commands.add_parser(
         "broker",

@@ -20,7 +20,6 @@ from vllm_delta_sync.cli.arguments import (
 from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.cli import Parser
     from vllm_delta_sync.client import Run
     from vllm_delta_sync.fleet.fleet import Fleet, Replica
 
@@ -38,7 +37,7 @@ CLEAR = "\033[H\033[J"
 LONGEST_ERROR = 60
 
 
-def add(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """The subcommand."""
     fleet = commands.add_parser(
         "fleet",

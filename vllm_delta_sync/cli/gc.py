@@ -1,4 +1,4 @@
-"""``delta-sync gc``, ``tag`` and ``branch``: arguments and output; what they do is in ``maintenance``."""
+"""``delta-sync gc``: arguments and output; what it does is in ``maintenance.gc``."""
 
 import argparse
 import re
@@ -13,7 +13,6 @@ from vllm_delta_sync.cli.arguments import (
     exit_codes,
     opened,
     positive,
-    version,
 )
 from vllm_delta_sync.errors import UsageError
 
@@ -40,56 +39,10 @@ examples:
   delta-sync gc --bucket /data/runs/a --keep-last 50 --keep-every 1000
   delta-sync gc --bucket /data/runs/a --keep-last 1 --keep-for 7d --min-age 15m --json
 """
-TAG_EXAMPLES = """\
-examples:
-  delta-sync tag --bucket /data/runs/a
-  delta-sync tag best --bucket /data/runs/a --version 420
-  delta-sync tag release-1 --bucket /data/runs/a --milestone
-  delta-sync compact --bucket /data/runs/a --anchor tag:release-1   (where no publisher is running)
-  delta-sync tag best --bucket /data/runs/a --delete
-"""
-BRANCH_EXAMPLES = """\
-Nothing is copied: version 0 of the new run refers to the version, and a tag branch-… in the old run keeps it for as
-long as that tag is there.
-
-examples:
-  delta-sync branch /data/runs/b --bucket /data/runs/a
-  delta-sync branch /data/runs/b --bucket /data/runs/a --version 420
-  delta-sync branch file:///data/runs/b --bucket /data/runs/a --version tag:best --json
-"""
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommands."""
-    _add_gc(commands)
-    tag = commands.add_parser(
-        "tag",
-        help="name a version, so that it is kept",
-        description="Name a version, so that gc keeps it and --version tag:NAME means it; without NAME list the tags.",
-        epilog=TAG_EXAMPLES,
-    )
-    tag.add_argument("name", metavar="NAME", nargs="?", help="1 to 100 of A-Z a-z 0-9 . _ -")
-    add_bucket(tag)
-    add_trust(tag, signing=True)
-    tag.add_argument("--version", type=version, metavar="N|tag:NAME", help="the version; default: the head")
-    tag.add_argument("--milestone", action="store_true", help="its publisher makes an anchor of it, which gc keeps")
-    tag.add_argument("--delete", action="store_true", help="remove the tag")
-    add_json(tag)
-
-    branch = commands.add_parser(
-        "branch",
-        help="begin a new run at a version of this one",
-        description="Begin a new run at a version of this one, without copying anything.",
-        epilog=BRANCH_EXAMPLES,
-    )
-    branch.add_argument("url", metavar="NEW_URL", help="URL of the new run")
-    add_bucket(branch)
-    add_trust(branch, signing=True)
-    branch.add_argument("--version", type=version, metavar="N|tag:NAME", help="where to begin; default: the head")
-    add_json(branch)
-
-
-def _add_gc(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand."""
     gc = commands.add_parser(
         "gc",
         help="remove what no kept version needs",
@@ -123,9 +76,6 @@ def _duration(text: str) -> float:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number and s, m, h or d, such as 15m")
     return float(int(match[1]) * UNITS[match[2]])
-
-
-# gc
 
 
 def _gc(options: argparse.Namespace) -> Answer:
@@ -220,73 +170,4 @@ def _print_gc(document: dict[str, Any]) -> None:
             print(f"… {len(named) - SHOWN} more; --json lists them")
 
 
-# tag
-
-
-def _tag(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
-
-    if options.delete and (options.version is not None or options.milestone):
-        raise UsageError("--delete goes with neither --version nor --milestone")
-    if options.name is None and (options.delete or options.version is not None or options.milestone):
-        raise UsageError("NAME is missing; without it tags are listed")
-    run = opened(options, writes=options.name is not None and not options.delete)
-    if options.name is None:
-        rows = [_tag_document(name, tag) for name, tag in run.tags().items()]
-        document = {"run": run.info.run, "url": run.bucket.url, "tags": rows}
-        return document, lambda: _print_tags(rows)
-    if options.delete:
-        delete_tag(run, options.name)
-        return {"run": run.info.run, "deleted": options.name}, lambda: print(f"tag {options.name} is deleted")
-    row = _tag_document(options.name, set_tag(run, options.name, options.version, options.milestone))
-    return {"run": run.info.run, **row}, lambda: print(f"version {row['version']} is {options.name}")
-
-
-def _tag_document(name: str, tag: Any) -> dict[str, Any]:
-    return {
-        "tag": name,
-        "version": tag.version,
-        "manifest": tag.manifest,
-        "milestone": tag.milestone,
-        "branch": tag.branch,
-        "created_at": tag.created_at,
-    }
-
-
-def _print_tags(rows: list[dict[str, Any]]) -> None:
-    from vllm_delta_sync.cli.text import print_columns
-
-    cells = [
-        (row["tag"], row["version"], "yes" if row["milestone"] else "-", row["created_at"], row["branch"] or "-")
-        for row in rows
-    ]
-    print_columns(("tag", "version", "milestone", "created", "branch"), cells, left=(0, 2, 3, 4))
-
-
-# branch
-
-
-def _branch(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli.text import print_fields
-    from vllm_delta_sync.maintenance.branch import branch
-
-    run = opened(options, writes=True)
-    made = options.closing.enter_context(branch(run, options.version, options.url))
-    first = made.manifest(0)
-    source = first.base.version if first.base is not None else None
-    document = {
-        "run": made.info.run,
-        "url": made.bucket.url,
-        "source": {"run": run.info.run, "url": run.bucket.url, "version": source},
-        "fingerprint": first.fingerprint,
-    }
-    fields: list[tuple[str, object]] = [
-        ("run", made.info.run),
-        ("url", made.bucket.url),
-        ("begins at", f"version {source} of {run.bucket.url}"),
-        ("fingerprint", first.fingerprint),
-    ]
-    return document, lambda: print_fields(fields)
-
-
-COMMANDS: dict[str, Command] = {"gc": _gc, "tag": _tag, "branch": _branch}
+COMMANDS: dict[str, Command] = {"gc": _gc}
