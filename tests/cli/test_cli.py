@@ -18,7 +18,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.safetensors_file import write_container
-from vllm_delta_sync.maintenance.compact import make_anchor, make_fold
+from vllm_delta_sync.maintenance.compact import make_anchor, make_merged_delta
 
 GOLDEN = str(DIRECTORY)
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
     shutil.copytree(DIRECTORY, copy)
     run = open_run(str(copy))
     make_anchor(run, 3)
-    make_fold(run, 0, 2)
+    make_merged_delta(run, 0, 2)
     return copy
 
 

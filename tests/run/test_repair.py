@@ -22,7 +22,13 @@ from vllm_delta_sync.format.anchor_file import shard_tables
 from vllm_delta_sync.format.manifest import Head
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.repair.deltas import difference, lost_object, put_anchor, put_fold, put_lost_shard
+from vllm_delta_sync.maintenance.repair.deltas import (
+    difference,
+    lost_object,
+    put_anchor,
+    put_merged_delta,
+    put_lost_shard,
+)
 from vllm_delta_sync.maintenance.repair.repair import RepairReport, repair
 from vllm_delta_sync.verify.simulate import measure
 from vllm_delta_sync.verify.verify import verify_run
@@ -477,7 +483,7 @@ def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:
     states = [state_of(TABLE, bits) for bits in whole.writer.bits]
     run, manifests = whole.run, whole.writer.manifests
     put_anchor(run, manifests[3], states[3])
-    put_fold(run, manifests[1], manifests[4], states[1], states[4])
+    put_merged_delta(run, manifests[1], manifests[4], states[1], states[4])
     report = verify_run(run)
     assert (report.anchors, report.folds) == (1, 1)
     for relative in (True, False):
@@ -506,9 +512,9 @@ def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     run = Run(writer.bucket)
     first, last = writer.manifests
     # Once before, with what is loaded and compiled first.
-    put_fold(run, first, last, before, after)
+    put_merged_delta(run, first, last, before, after)
     with counted() as most:
-        put_fold(run, first, last, before, after, object_bytes=1024 * 1024)
+        put_merged_delta(run, first, last, before, after, object_bytes=1024 * 1024)
     assert most[0] < 12 * 1024 * 1024, most
     folded = run.folded(0, 1)
     assert len(folded.objects) > 1

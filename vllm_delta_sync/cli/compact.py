@@ -131,10 +131,10 @@ def _stopping() -> Iterator[Callable[[], bool]]:
     Raises:
         KeyboardInterrupt: it was asked to stop, and has.
     """
-    from vllm_delta_sync.maintenance.rolling_weights import StoppedError, never
+    from vllm_delta_sync.maintenance.rolling_weights import StoppedError, never_stop
 
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield never
+        yield never_stop
         return
     asked = threading.Event()
 

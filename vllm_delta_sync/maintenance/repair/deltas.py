@@ -14,7 +14,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key, timestamp
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.keys import check_signer
-from vllm_delta_sync.maintenance.merge_writer import write_fold
+from vllm_delta_sync.maintenance.merge_writer import write_merged_delta
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
@@ -73,7 +73,7 @@ def difference(before: ModelState, after: ModelState, whole: Whole = _most, rela
 
 
 def _pieces(before: ModelState, after: ModelState, fingerprints: dict[int, Fingerprint]) -> Iterator[Sparse | Full]:
-    """The same piece by piece, by dtype, for ``write_fold``. ``fingerprints`` gets the change of each tensor."""
+    """The same piece by piece, by dtype, for ``write_merged_delta``. ``fingerprints`` gets the change of each tensor."""
     table = before.table
     for tensor in sorted(range(len(table)), key=lambda tensor: (table[tensor].dtype, tensor)):
         found = _changed(before, after, tensor)
@@ -162,7 +162,7 @@ def _without(changes: Changes, others: list[Changes], before: ModelState) -> Cha
     return left
 
 
-def put_fold(
+def put_merged_delta(
     run: RunDocuments,
     first: Manifest,
     last: Manifest,
@@ -184,15 +184,15 @@ def put_fold(
     """
     check_signer(run)
     fingerprints: dict[int, Fingerprint] = {}
-    write_fold(run, (first, last), _pieces(before, after, fingerprints), fingerprints, object_bytes)
+    write_merged_delta(run, (first, last), _pieces(before, after, fingerprints), fingerprints, object_bytes)
     return fold_key(first.version, last.version)
 
 
 def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
-    """Write the anchor beside a version from its weights; its key. Replaces what stands there, as ``put_fold``.
+    """Write the anchor beside a version from its weights; its key. Replaces what stands there, as ``put_merged_delta``.
 
     Raises:
-        SettingsError: as ``put_fold``.
+        SettingsError: as ``put_merged_delta``.
     """
     check_signer(run)
     refs = []

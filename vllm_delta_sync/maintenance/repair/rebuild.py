@@ -12,7 +12,7 @@ from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
 from vllm_delta_sync.format.documents import anchor_of_key, fold_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.maintenance.keys import check_signer
-from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_fold, put_lost_shard
+from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_merged_delta, put_lost_shard
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
@@ -160,7 +160,7 @@ class Rebuilder:
                 self.done.append(f"{lost[0].key}: encoded again from the weights on both sides of version {version}")
                 return
         if base.version == version - 1:
-            key = put_fold(self._run, base, manifest, before, state)
+            key = put_merged_delta(self._run, base, manifest, before, state)
         else:
             key = put_anchor(self._run, manifest, state)
         self.done.append(f"{key}: stands in for version {version}")
@@ -198,7 +198,7 @@ class Rebuilder:
         self.done.append(f"{key}: removed, since nobody takes version {version}")
 
     def _fold(self, pair: tuple[int, int], key: str) -> None:
-        from vllm_delta_sync.maintenance.compact import make_fold
+        from vllm_delta_sync.maintenance.compact import make_merged_delta
         from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 
         first, last = (self._manifest(version) for version in pair)
@@ -208,10 +208,10 @@ class Rebuilder:
             return
         check_signer(self._run)
         try:
-            make_fold(self._run, *pair, replace=True, weights=RollingWeights(self._run, self._base))
+            make_merged_delta(self._run, *pair, replace=True, weights=RollingWeights(self._run, self._base))
         except StoreError:
             raise
         except DeltaSyncError:
             # Versions of codec raw, or no way that leads through both ends: from the weights of both.
-            put_fold(self._run, first, last, self._state(first), self._state(last))
+            put_merged_delta(self._run, first, last, self._state(first), self._state(last))
         self.done.append(f"{key}: made again from the chain")
