@@ -267,7 +267,7 @@ def test_damaged_runs(run: Path, name: str) -> None:
     found = look(run, size=0, reads_only=True)["run"]
     assert (found.verdict, error_of(found)[0]) == (verdict, kind)
     if kind in ("format", "chain"):
-        assert "delta-sync verify" in found.mend
+        assert "delta-sync verify" in found.remedy
 
 
 def test_ago() -> None:
@@ -324,8 +324,8 @@ def test_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     missing = asked("s3://bucket/run", None)
     assert (missing["url"].verdict, missing["put"].verdict) == ("ok", "skipped")
-    assert "obstore" in missing["library"].said
-    assert "pip install" in missing["library"].mend
+    assert "obstore" in missing["library"].summary
+    assert "pip install" in missing["library"].remedy
     assert asked("memory://old", "0.11.9")["library"].verdict == "failed"
     assert asked("s3://bad bucket/run", None)["url"].verdict == "failed"
     assert asked(str(tmp_path), None)["library"].verdict == "ok"
@@ -472,10 +472,10 @@ def test_broken_promises(broken: Broke, name: str) -> None:
     methods, check, said, kind = FAILURES[name]
     found = broken(methods)
     assert verdicts(found)["failed"][0] == check
-    assert (error_of(found[check])[0], said in found[check].said) == (kind, True)
+    assert (error_of(found[check])[0], said in found[check].summary) == (kind, True)
     if check == "put":
         # Whoever may only read is told of --read-only.
-        assert "--read-only" in found["put"].mend
+        assert "--read-only" in found["put"].remedy
         needs_writes = [
             check for check in BUCKET_CHECKS if check not in ("url", "library", "credentials", "put", "run")
         ]
@@ -491,7 +491,7 @@ def test_a_store_without_create_if_absent_is_a_warning(broken: Broke) -> None:
     found = broken({"put": _racy}, exclusive=False)
     assert (verdicts(found)["warning"], "failed" in verdicts(found)) == (["race"], False)
     assert found["race"].figures == {"writers": 16, "winners": 16, "exclusive": False}
-    assert "one publisher at a time" in found["race"].mend
+    assert "one publisher at a time" in found["race"].remedy
 
 
 def test_a_store_that_hangs_is_given_up(broken: Broke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +518,7 @@ def test_clocks(broken: Broke) -> None:
         assert found.verdict == verdict
         assert found.figures["off_seconds"] == pytest.approx(seconds, abs=2)
         if verdict == "warning":
-            assert ("ahead of" if seconds > 0 else "behind") in found.said
+            assert ("ahead of" if seconds > 0 else "behind") in found.summary
 
 
 # Stores over a network
@@ -719,7 +719,7 @@ def test_a_plain_vllm_has_no_plugin() -> None:
     assert found["server"].figures == {"health": 200, "models": [], "api_key": True}
     assert found["plugin"].verdict == "failed"
     for word in ("VLLM_PLUGINS", "DELTA_SYNC_BUCKET", "--worker-extension-cls", "delta-sync serve"):
-        assert word in found["plugin"].mend
+        assert word in found["plugin"].remedy
     assert [finding.verdict for finding in found.values()][2:] == ["skipped"] * 8
     # What is said to be set is what is read.
     assert all(word in NOT_LOADED for word in (WORKER_EXTENSION, patches.PLUGIN_NAME, environment_name("bucket")))
@@ -764,7 +764,7 @@ STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 def test_states(name: str) -> None:
     members, check, verdict, said = STATES[name]
     found = told(**members)[check]
-    assert (found.verdict, said in found.said) == (verdict, True), found
+    assert (found.verdict, said in found.summary) == (verdict, True), found
 
 
 def test_a_server_that_is_behind_is_waited_for() -> None:
@@ -813,7 +813,7 @@ def test_answers(name: str) -> None:
     answers, check, said = ANSWERS[name]
     with answering(answers) as server:
         found = look_at(server.url)[check]
-    assert (found.verdict, said in found.said) == ("failed", True), found
+    assert (found.verdict, said in found.summary) == ("failed", True), found
 
 
 def test_nobody_there() -> None:

@@ -40,9 +40,9 @@ from vllm_delta_sync.maintenance.compact import (
     StoppedError,
     compact,
     due_ranges,
+    maintain,
     make_anchor,
     make_merged_delta,
-    maintain,
 )
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.merge_writer import MergeCodec

@@ -26,8 +26,8 @@ from vllm_delta_sync.maintenance.repair.deltas import (
     difference,
     lost_object,
     put_anchor,
-    put_merged_delta,
     put_lost_shard,
+    put_merged_delta,
 )
 from vllm_delta_sync.maintenance.repair.repair import RepairReport, repair
 from vllm_delta_sync.verify.simulate import measure

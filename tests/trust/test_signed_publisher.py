@@ -50,7 +50,7 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
 from vllm_delta_sync.maintenance.branch import branch
-from vllm_delta_sync.maintenance.compact import compact, make_anchor, make_merged_delta, maintain
+from vllm_delta_sync.maintenance.compact import compact, maintain, make_anchor, make_merged_delta
 from vllm_delta_sync.run.plan import path as way
 
 

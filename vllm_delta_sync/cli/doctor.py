@@ -133,7 +133,7 @@ class _Bars:
             self._bar.close()
             self._bar = None
         if not silent:
-            print(clean(f"{_mark(finding)} {finding.check.ljust(_WIDTH)}  {finding.said}"), flush=True)
+            print(clean(f"{_mark(finding)} {finding.check.ljust(_WIDTH)}  {finding.summary}"), flush=True)
 
 
 def _mark(finding: CheckResult) -> str:
@@ -143,11 +143,11 @@ def _mark(finding: CheckResult) -> str:
 
 def _print_mends(findings: list[CheckResult], keeps_going: bool) -> None:
     """What to do, and how it came out."""
-    mends = [finding for finding in findings if finding.mend and finding.verdict in ("failed", "warning")]
+    mends = [finding for finding in findings if finding.remedy and finding.verdict in ("failed", "warning")]
     if mends:
         print("\nwhat to do:")
         for finding in mends:
-            print(clean(f"  {finding.check.ljust(_WIDTH)}  {finding.mend}."))
+            print(clean(f"  {finding.check.ljust(_WIDTH)}  {finding.remedy}."))
     failed = any(finding.error is not None for finding in findings)
     if failed and not keeps_going:
         print("\n--keep-going checks the rest too, where it does not need what failed")

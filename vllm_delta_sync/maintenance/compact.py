@@ -36,15 +36,15 @@ from vllm_delta_sync.run.plan import FOLD_WIDTH, Planner
 
 __all__ = [
     "ANCHOR_RATIO",
-    "FOLDS_PER_CALL",
+    "MERGES_PER_CALL",
     "OBJECT_BYTES",
     "CompactReport",
     "StoppedError",
     "compact",
     "due_ranges",
+    "maintain",
     "make_anchor",
     "make_merged_delta",
-    "maintain",
 ]
 
 logger = guarded_logger(__name__)
@@ -91,7 +91,7 @@ def maintain(
     since the last call with the same ``run`` object. Makes at most ``MERGES_PER_CALL`` merged deltas, including missing
     ones in the aligned window that ends at the newest version, and at most one anchor. Versions of codec ``raw`` get no
     merged deltas. Versions of codec ``context`` get them from ``compact`` only, because merging them takes the weights,
-    which should not be rebuilt beside training every few versions. What a damaged history prevents is logged and skipped.
+    which should not be rebuilt beside training every few versions. Damage in the history is logged and skipped.
 
     Args:
         manifest: of the newest version. base: as ``run.restore.restore``.
@@ -121,9 +121,10 @@ def maintain(
             if _try_to_make(f"no merged delta of versions {pair[0]} to {pair[1]}", make):
                 made.append(fold_key(*pair))
         version = _due_anchor(run, manifest, kth)
-        if version is not None:
-            if _try_to_make(f"no anchor of version {version}", partial(make_anchor, run, version, base, stop=stop)):
-                made.append(anchor_key(version))
+        if version is not None and _try_to_make(
+            f"no anchor of version {version}", partial(make_anchor, run, version, base, stop=stop)
+        ):
+            made.append(anchor_key(version))
         # What failed now is not tried again after every version.
         if not made or (version is None and len(missing) <= MERGES_PER_CALL):
             _maintained[run] = state

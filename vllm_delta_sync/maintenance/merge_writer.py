@@ -237,7 +237,7 @@ class _MergeBuilder:
         fingerprints: dict[int, Fingerprint],
         folder: Path,
         make: Callable[[], DeltaSpool],
-    ) -> "_Result":
+    ) -> "_WrittenObjects":
         """Write the pieces into as many objects as needed, as files of ``folder``."""
         result = _WrittenObjects([], 0, self.codec == "packed")
         carried: set[int] = set()
@@ -266,7 +266,7 @@ class _MergeBuilder:
             )
         return result
 
-    def _publish(self, result: "_Result", replace: bool) -> MergedDelta:
+    def _publish(self, result: "_WrittenObjects", replace: bool) -> MergedDelta:
         first, last = self.ends
         document = MergedDelta(
             requires=required_features(self.codec, "zstd") if result.written else [],

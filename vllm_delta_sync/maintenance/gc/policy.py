@@ -204,7 +204,7 @@ class _Planner:
         self._keep_all((edge for edge in self._graph.standalone if edge.used and edge.start >= max(0, begin)), "last")
 
     def _keep_paths_onward(self) -> None:
-        """Keep the paths of live receivers to the head, and from the newest sound version if the head is quarantined."""
+        """Keep the paths to the head from live receivers, and from the newest sound version if that is another one."""
         head, sound = self._graph.head, self._graph.sound
         served: set[int | None] = {
             lease.served for lease in self._leases if lease.served in self._versions_held_by(lease)

@@ -73,7 +73,7 @@ def difference(before: ModelState, after: ModelState, whole: Whole = _most, rela
 
 
 def _pieces(before: ModelState, after: ModelState, fingerprints: dict[int, Fingerprint]) -> Iterator[Sparse | Full]:
-    """The same piece by piece, by dtype, for ``write_merged_delta``. ``fingerprints`` gets the change of each tensor."""
+    """The same difference in pieces by dtype, for ``write_merged_delta``. Fills ``fingerprints`` with changes."""
     table = before.table
     for tensor in sorted(range(len(table)), key=lambda tensor: (table[tensor].dtype, tensor)):
         found = _changed(before, after, tensor)

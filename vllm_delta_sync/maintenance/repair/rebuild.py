@@ -12,7 +12,7 @@ from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
 from vllm_delta_sync.format.documents import anchor_of_key, fold_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.maintenance.keys import check_signer
-from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_merged_delta, put_lost_shard
+from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_lost_shard, put_merged_delta
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
