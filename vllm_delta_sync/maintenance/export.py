@@ -101,8 +101,8 @@ def export(
 ) -> ExportReport:
     """Write a version to a folder like ``save_pretrained`` of transformers, every tensor bit for bit.
 
-    Takes the memory of a few tensors and, until it ends, the disk space of the checkpoint and of the objects read. If it
-    is stopped or killed, the folder holds what it held before, or no checkpoint; the next call downloads only what is
+    Takes the memory of a few tensors and, until it ends, the disk space of the checkpoint and of the objects read.
+    After a stop or kill the folder holds what it held before, or no checkpoint; the next call downloads only what is
     missing. Replaces the files of an earlier export, and leaves files of other names alone.
 
     Args:

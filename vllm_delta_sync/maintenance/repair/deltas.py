@@ -1,4 +1,4 @@
-"""Write again what lies between two states of a model: a lost object with its bytes, or a folded range in its place."""
+"""Write lost objects again from the model states on both sides, or merged deltas and anchors that replace them."""
 
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -26,35 +26,42 @@ from vllm_delta_sync.verify.simulate import measure
 
 SHARD_BYTES = 1024**3
 
-Whole = Callable[[TensorSpec, int], bool]
-"""Whether a tensor of which so many elements changed is sent in full."""
+InFullRule = Callable[[TensorSpec, int], bool]
+"""Decides, from the number of changed elements, whether a tensor is sent in full."""
 _Row = tuple[int, Positions, Bits]
 
 
-def _most(spec: TensorSpec, changed: int) -> bool:
+def _if_smaller_than_packed(spec: TensorSpec, changed: int) -> bool:
     return changed * (1 + spec.element.itemsize) + 8 * (spec.numel // 255) >= spec.nbytes
 
 
-def _indexed(spec: TensorSpec, changed: int) -> bool:
+def _if_smaller_than_indexed(spec: TensorSpec, changed: int) -> bool:
     return changed * ((4 if spec.numel <= np.iinfo(np.int32).max else 8) + spec.element.itemsize) >= spec.nbytes
 
 
-def _never(spec: TensorSpec, changed: int) -> bool:
+def _never_in_full(spec: TensorSpec, changed: int) -> bool:
     return False
 
 
-def _always(spec: TensorSpec, changed: int) -> bool:
+def _always_in_full(spec: TensorSpec, changed: int) -> bool:
     return True
 
 
-WHOLE_RULES: tuple[Whole, ...] = (_most, _indexed, _never, _always)
+IN_FULL_RULES: tuple[InFullRule, ...] = (
+    _if_smaller_than_packed,
+    _if_smaller_than_indexed,
+    _never_in_full,
+    _always_in_full,
+)
 
 
-def difference(before: ModelState, after: ModelState, whole: Whole = _most, relative: bool = True) -> Changes:
-    """What leads from one state to the other; neither is touched, and one tensor is copied at a time.
+def difference(
+    before: ModelState, after: ModelState, in_full: InFullRule = _if_smaller_than_packed, relative: bool = True
+) -> Changes:
+    """The changes from one state to another. Leaves both unchanged, and copies one tensor at a time.
 
     Args:
-        whole: which tensors are sent in full. relative: whether the others carry distances, or new bits.
+        in_full: which tensors are sent in full. relative: whether the others carry distances or new bits.
     """
     changes = Changes()
     rows: dict[str, list[_Row]] = {}
@@ -64,7 +71,7 @@ def difference(before: ModelState, after: ModelState, whole: Whole = _most, rela
             continue
         positions, distances, changes.fingerprints[tensor] = found
         new = after.bits[tensor]
-        if whole(spec, positions.size):
+        if in_full(spec, positions.size):
             changes.full.append(Full(tensor, new))
         else:
             rows.setdefault(spec.dtype, []).append((tensor, positions, distances if relative else new[positions]))
@@ -80,14 +87,14 @@ def _pieces(before: ModelState, after: ModelState, fingerprints: dict[int, Finge
         if found is None:
             continue
         positions, distances, fingerprints[tensor] = found
-        if _most(table[tensor], positions.size):
+        if _if_smaller_than_packed(table[tensor], positions.size):
             yield Full(tensor, after.bits[tensor])
         else:
             yield _group(table[tensor].dtype, [(tensor, positions, distances)], relative=True)
 
 
 def _changed(before: ModelState, after: ModelState, tensor: int) -> tuple[Positions, Bits, Fingerprint] | None:
-    """Where a tensor changed, by how much, and its change of fingerprint; None if it did not."""
+    """Changed positions of a tensor, their distances, and the change of its fingerprint; None if it did not change."""
     if before.fingerprints[tensor] == after.fingerprints[tensor]:
         return None
     spec = before.table[tensor]
@@ -108,7 +115,7 @@ def _group(dtype: str, rows: list[_Row], relative: bool) -> Sparse:
 def lost_object(
     run: RunDocuments, manifest: Manifest, lost: ObjectRef, before: ModelState, after: ModelState
 ) -> bytes | None:
-    """The bytes of a delta's only lost object, if encoding the change again gives its digest.
+    """The bytes of a delta's only lost object if encoding the change again gives its digest, else None.
 
     Raises:
         DeltaSyncError: another object of the version is damaged too.
@@ -129,17 +136,17 @@ def lost_object(
 
 
 def _candidates(others: list[Changes], before: ModelState, after: ModelState, relative: bool) -> Iterator[Changes]:
-    for rule in WHOLE_RULES:
+    for rule in IN_FULL_RULES:
         changes = _without(difference(before, after, rule, relative), others, before)
         yield changes
         if len(changes.sparse) > 1:
-            # Other writers order groups by their first tensor, rather than by name of the dtype.
+            # Other writers order groups by their first tensor instead of the dtype's name.
             changes.sparse.sort(key=lambda group: int(group.ids[0]))
             yield changes
 
 
 def _without(changes: Changes, others: list[Changes], before: ModelState) -> Changes:
-    """What is left when the other objects of the version are taken away."""
+    """The changes that the other objects of the version do not contain."""
     if not others:
         return changes
     full = {item.id for other in others for item in other.full}
@@ -170,13 +177,12 @@ def put_merged_delta(
     after: ModelState,
     object_bytes: int = OBJECT_BYTES,
 ) -> str:
-    """Write the folded range from one version to another from their weights; its key.
+    """Write the merged delta between two versions from their weights; return its key.
 
-    Takes the memory of a few tensors. Whatever stands under that key is replaced: the caller knows that it is bad, or
-    that there is nothing.
+    Takes the memory of a few tensors. Replaces a document under that key, which the caller knows to be bad or missing.
 
     Args:
-        object_bytes: when to begin another object.
+        object_bytes: size at which an object is full.
 
     Raises:
         SettingsError: the run is signed, and there is no key to sign with.
@@ -189,11 +195,7 @@ def put_merged_delta(
 
 
 def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
-    """Write the anchor beside a version from its weights; its key. Replaces what stands there, as ``put_merged_delta``.
-
-    Raises:
-        SettingsError: as ``put_merged_delta``.
-    """
+    """Write the standalone anchor of a version from its weights; return its key. Otherwise as ``put_merged_delta``."""
     check_signer(run)
     refs = []
     with scratch_folder(None, f"the anchor of version {manifest.version}", run.table.full_bytes) as folder:
@@ -220,7 +222,7 @@ def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
 
 
 def put_lost_shard(run: RunDocuments, manifest: Manifest, lost: ObjectRef, state: ModelState) -> bool:
-    """Write the only lost shard of an anchor in the chain again; False if that does not give its digest."""
+    """Write the only lost shard of an anchor version again; False if that does not give its digest."""
     from vllm_delta_sync.run.checks import read_shard
 
     held = {
