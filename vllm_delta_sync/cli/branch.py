@@ -1,4 +1,4 @@
-"""``delta-sync branch``: arguments and output; what it does is in ``maintenance.branch``."""
+"""``delta-sync branch``: arguments and output; the work is done by ``maintenance.branch``."""
 
 import argparse
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, opened, version
 
 BRANCH_EXAMPLES = """\
-Nothing is copied: version 0 of the new run refers to the version, and a tag branch-… in the old run keeps it for as
-long as that tag is there.
+Nothing is copied: version 0 of the new run refers to the version, which the old run keeps as long as its tag branch-…
+exists.
 
 examples:
   delta-sync branch /data/runs/b --bucket /data/runs/a
@@ -20,14 +20,14 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand."""
     branch = commands.add_parser(
         "branch",
-        help="begin a new run at a version of this one",
-        description="Begin a new run at a version of this one, without copying anything.",
+        help="start a new run at a version of this one",
+        description="Start a new run at a version of this one, without copying anything.",
         epilog=BRANCH_EXAMPLES,
     )
     branch.add_argument("url", metavar="NEW_URL", help="URL of the new run")
     add_bucket(branch)
     add_trust(branch, signing=True)
-    branch.add_argument("--version", type=version, metavar="N|tag:NAME", help="where to begin; default: the head")
+    branch.add_argument("--version", type=version, metavar="N|tag:NAME", help="version to start at; default: the head")
     add_json(branch)
 
 
@@ -48,7 +48,7 @@ def _branch(options: argparse.Namespace) -> Answer:
     fields: list[tuple[str, object]] = [
         ("run", made.info.run),
         ("url", made.bucket.url),
-        ("begins at", f"version {source} of {run.bucket.url}"),
+        ("starts at", f"version {source} of {run.bucket.url}"),
         ("fingerprint", first.fingerprint),
     ]
     return document, lambda: print_fields(fields)

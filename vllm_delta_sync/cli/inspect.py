@@ -34,11 +34,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     inspect = commands.add_parser(
         "inspect",
         help="show a run, one of its versions, or a single file",
-        description="Show what a run consists of; with --version what one version changed, tensor by tensor; for a "
-        ".safetensors file what its header says.",
+        description="Show the contents of a run; with --version, the changes of one version tensor by tensor; for a "
+        ".safetensors file, its header.",
         epilog="examples:\n  delta-sync inspect /data/runs/a\n  delta-sync inspect /data/runs/a --version 7 --all\n"
         "  delta-sync inspect ./objects/4fc55e65….safetensors\n"
-        + exit_codes("what is shown is damaged, or an object of the version is missing"),
+        + exit_codes("the document or an object is damaged, or an object of the version is missing"),
     )
     inspect.add_argument("target", metavar="URL_OR_FILE", help="run URL, or path of a .safetensors file")
     inspect.add_argument("--version", type=count, metavar="N", help="a version of the run")
@@ -52,7 +52,7 @@ def _inspect(options: argparse.Namespace) -> Answer:
     top = None if options.all else options.top
     if "://" not in options.target and Path(options.target).is_file():
         if options.version is not None:
-            raise UsageError("--version goes with a run; a file holds one version's object")
+            raise UsageError("--version needs a run; a file holds an object of one version")
         document = file_document(Path(options.target))
         return document, lambda: print_file(document, top)
     run = opened(options, url=options.target)
@@ -70,7 +70,7 @@ def run_document(run: "Run") -> Document:
     except NotFoundError as error:
         if run.pointer is not None:
             raise failed_check(error) from error
-        head = None  # made, but nothing is published yet
+        head = None  # the run exists, but nothing was published
     return {
         "url": run.bucket.url,
         "run": run.info.run,
@@ -130,7 +130,7 @@ def _print_rest(count: int, shown: int) -> None:
 
 
 def version_document(run: "Run", version: int) -> Document:
-    """One version: its manifest, and what it changes in each tensor; the objects are read and checked."""
+    """One version: its manifest, and its changes in each tensor. Reads and checks the objects."""
     from vllm_delta_sync.run.objects import needs_weights, outline
 
     head = run.head().version
@@ -139,13 +139,13 @@ def version_document(run: "Run", version: int) -> Document:
     try:
         manifest = run.manifest(version)
         if needs_weights(manifest):
-            # Without the weights before it nobody can tell how far elements moved.
+            # Without the weights before this version, distances are unknown; counts are known.
             found = outline(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
             tensors = [_changed_row(run, tensor, found) for tensor in sorted(found.counts)]
         else:
             tensors = _changed_tensors(run, run.changes(manifest))
     except NotFoundError as error:
-        raise failed_check(error) from error  # the version was published: it lacks something
+        raise failed_check(error) from error  # the version was published, so it is damaged
     return {
         **summary(run, manifest),
         "run": manifest.run,
@@ -253,7 +253,7 @@ def _version_fields(document: Document) -> list[tuple[str, object]]:
 
 
 def file_document(path: Path) -> Document:
-    """What a safetensors file says of itself: a delta object, an anchor, or any other."""
+    """Header and metadata of a safetensors file: a delta object, an anchor, or any other file."""
     import numpy as np
 
     from vllm_delta_sync.codec.delta_object import METADATA_KEY

@@ -30,8 +30,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     log = commands.add_parser(
         "log",
         help="list the versions of a run",
-        description="List versions, oldest first, and check that each follows the one before it: all of them from "
-        "version 0 on, or with --last those shown and the one before them.",
+        description="List the versions of a run, oldest first, and check that each follows the one before it; with "
+        "--last, check only the listed ones and the one before them.",
         epilog="examples:\n  delta-sync log --bucket /data/runs/a\n"
         "  delta-sync log --bucket /data/runs/a --last 5 --json\n"
         + exit_codes("a version is missing or damaged, or does not follow the one before it"),
@@ -54,7 +54,7 @@ def _log(options: argparse.Namespace) -> Answer:
 
 
 def log_document(run: "Run", last: int | None) -> tuple[Document, DeltaSyncError | None]:
-    """Versions of a run, oldest first; and what is wrong, if anything is: with the head, or after the last one shown.
+    """Versions of a run, oldest first, and the error with the head or after the last listed version, if any.
 
     Raises:
         NotFoundError: nothing is published. StoreError: the store failed before anything was read.
@@ -64,7 +64,7 @@ def log_document(run: "Run", last: int | None) -> tuple[Document, DeltaSyncError
         head, failure = run.reachable_head()
     except NotFoundError as error:
         if run.pointer is not None:
-            raise failed_check(error) from error  # something was published: HEAD.json names it
+            raise failed_check(error) from error  # HEAD.json shows that something was published
         raise
     try:
         for manifest in run.log(last, head):
@@ -106,10 +106,8 @@ def signed(run: "Run", document: "RunInfo | Manifest") -> Document:
 def describe_signature(document: Document) -> str:
     """The fields of ``signed`` in words."""
     if document["signed_by"] is None:
-        return "vouched for by keys.json" if document["signature_holds"] else "no"
-    return f"by key {short(document['signed_by'])}, " + (
-        "which holds" if document["signature_holds"] else "not checked"
-    )
+        return "listed in keys.json" if document["signature_holds"] else "no"
+    return f"by key {short(document['signed_by'])}, " + ("valid" if document["signature_holds"] else "not checked")
 
 
 def print_log(document: Document) -> None:

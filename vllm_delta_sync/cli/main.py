@@ -1,8 +1,7 @@
-"""The ``delta-sync`` command: arguments, output, errors and exit codes. What it prints is made in ``log``.
+"""``main``, the entry point of the ``delta-sync`` command: parser, output, errors and exit codes.
 
-Every subcommand prints text for people, or with ``--json`` one JSON document. Errors are one line on stderr, or with
-``--json`` one document ``{"error": {"kind", "message"}}`` on stdout; the exit code is the error's, and 1 for whatever a
-check finds.
+Every subcommand prints text, or with ``--json`` one JSON document. Errors are one line on stderr, or with ``--json``
+the document ``{"error": {"kind", "message"}}`` on stdout. The exit code is the error's, but 1 for what a check finds.
 """
 
 import argparse
@@ -43,7 +42,7 @@ INTERRUPTED = 130
 
 SETTINGS = """\
 settings:
-  A flag wins over the environment variable DELTA_SYNC_<NAME>, and that over the TOML file named by DELTA_SYNC_CONFIG.
+  A flag overrides the environment variable DELTA_SYNC_<NAME>, which overrides the TOML file named by DELTA_SYNC_CONFIG.
 
 """
 EXIT_CODES = """\
@@ -65,7 +64,7 @@ MODULES = (serve, log, inspect, export, verify, repair, gc, tag, branch, compact
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a bad command line as UsageError, like everything else."""
+    """Raises UsageError for a bad command line, so that it is reported like every error."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -80,7 +79,7 @@ def build_parser() -> Parser:
     """The whole command line."""
     parser = Parser(
         prog="delta-sync",
-        description="Weights that changed, from a trainer to running vLLM servers, through a bucket.",
+        description="Ship weight changes from a trainer to running vLLM servers, through a bucket.",
         epilog=EXAMPLES + SETTINGS + EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"delta-sync {__version__}")
@@ -94,10 +93,10 @@ COMMANDS: dict[str, Command] = {name: command for module in MODULES for name, co
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. What ``closing`` holds is closed when the command has ended.
+    """Parse a command line. The result's ``closing`` is an ExitStack that is closed after the command.
 
     Raises:
-        UsageError: it makes no sense.
+        UsageError: the command line is not valid.
     """
     rest: list[str] = []
     if arguments and arguments[0] == "serve":
@@ -110,7 +109,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def report(error: DeltaSyncError, as_json: bool) -> None:
-    """Print an error where the caller of the command looks for it."""
+    """Print an error: as JSON on stdout, or as one line on stderr."""
     if as_json:
         print(json.dumps({"error": {"kind": error.kind, "message": error.message}}, indent=2))
         return
@@ -124,7 +123,7 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in before_dashes(arguments)[0]
     try:
         options = parse(arguments)
-        if options.command != "serve":  # which reads a server's settings, and has flags for all of them
+        if options.command != "serve":  # serve reads a server's settings, and has a flag for each
             settings_of(options)
         with options.closing:
             document, show = COMMANDS[options.command](options)
@@ -147,13 +146,13 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> int:
     """Entry point of the ``delta-sync`` command."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal without a character gets its escape instead of a traceback.
+        # Escape characters that the terminal's encoding lacks, instead of failing.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         return run(sys.argv[1:])
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has seen enough. Python would complain again while it flushes at exit.
+        # The reader closed the pipe. Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

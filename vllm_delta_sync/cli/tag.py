@@ -1,4 +1,4 @@
-"""``delta-sync tag``: arguments and output; what it does is in ``maintenance.tags``."""
+"""``delta-sync tag``: arguments and output; the work is done by ``maintenance.tags``."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,7 @@ examples:
   delta-sync tag --bucket /data/runs/a
   delta-sync tag best --bucket /data/runs/a --version 420
   delta-sync tag release-1 --bucket /data/runs/a --milestone
-  delta-sync compact --bucket /data/runs/a --anchor tag:release-1   (where no publisher is running)
+  delta-sync compact --bucket /data/runs/a --anchor tag:release-1   (if no publisher is running)
   delta-sync tag best --bucket /data/runs/a --delete
 """
 
@@ -20,15 +20,17 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand."""
     tag = commands.add_parser(
         "tag",
-        help="name a version, so that it is kept",
-        description="Name a version, so that gc keeps it and --version tag:NAME means it; without NAME list the tags.",
+        help="name a version, so that gc keeps it",
+        description="Name a version, so that gc keeps it and tag:NAME refers to it. Without NAME, list the tags.",
         epilog=TAG_EXAMPLES,
     )
     tag.add_argument("name", metavar="NAME", nargs="?", help="1 to 100 of A-Z a-z 0-9 . _ -")
     add_bucket(tag)
     add_trust(tag, signing=True)
     tag.add_argument("--version", type=version, metavar="N|tag:NAME", help="the version; default: the head")
-    tag.add_argument("--milestone", action="store_true", help="its publisher makes an anchor of it, which gc keeps")
+    tag.add_argument(
+        "--milestone", action="store_true", help="the publisher makes an anchor of the version, which gc keeps"
+    )
     tag.add_argument("--delete", action="store_true", help="remove the tag")
     add_json(tag)
 
@@ -37,9 +39,9 @@ def _tag(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
 
     if options.delete and (options.version is not None or options.milestone):
-        raise UsageError("--delete goes with neither --version nor --milestone")
+        raise UsageError("--delete cannot be combined with --version or --milestone")
     if options.name is None and (options.delete or options.version is not None or options.milestone):
-        raise UsageError("NAME is missing; without it tags are listed")
+        raise UsageError("NAME is missing; only listing the tags needs no NAME")
     run = opened(options, writes=options.name is not None and not options.delete)
     if options.name is None:
         rows = [_tag_document(name, tag) for name, tag in run.tags().items()]
@@ -47,9 +49,9 @@ def _tag(options: argparse.Namespace) -> Answer:
         return document, lambda: _print_tags(rows)
     if options.delete:
         delete_tag(run, options.name)
-        return {"run": run.info.run, "deleted": options.name}, lambda: print(f"tag {options.name} is deleted")
+        return {"run": run.info.run, "deleted": options.name}, lambda: print(f"deleted tag {options.name}")
     row = _tag_document(options.name, set_tag(run, options.name, options.version, options.milestone))
-    return {"run": run.info.run, **row}, lambda: print(f"version {row['version']} is {options.name}")
+    return {"run": run.info.run, **row}, lambda: print(f"version {row['version']} is tagged {options.name}")
 
 
 def _tag_document(name: str, tag: Any) -> dict[str, Any]:

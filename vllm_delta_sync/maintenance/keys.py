@@ -432,8 +432,8 @@ def _explain(change: KeyChange, root: str, retire: Collection[str], revoke: Coll
         what = "none of its signatures is valid any more"
         if last_valid is not None:
             what = (
-                f"of its signatures only those of manifests up to version {last_valid.version} stay valid; that version "
-                f"has digest {last_valid.manifest}: compare it with a server that you trust"
+                f"of its signatures only those of manifests up to version {last_valid.version} stay valid; that "
+                f"version has digest {last_valid.manifest}: compare it with a server that you trust"
             )
         notes.append(f"REVOKED key {short(key)}: {what}")
     if change.versions:
