@@ -146,7 +146,7 @@ def test_verify(path: Path) -> None:
     assert "findings" not in document
     assert answer("verify", "--bucket", path, "--all")["findings"] == []
     text = shown("verify", "--bucket", path)
-    for line in ("verdict      ok", "1 anchors and 1 folded ranges hold", "rebuilt, and equal to the fingerprint"):
+    for line in ("verdict      ok", "1 anchors and 1 merged deltas are valid", "rebuilt, and equal to the fingerprint"):
         assert line in text
 
 

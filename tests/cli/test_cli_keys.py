@@ -110,7 +110,7 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     assert (revoked["sequence"], revoked["versions"], revoked["head"]) == (3, [7, 8], 6)
     assert revoked["documents"] == ["folds/0000000000-0000000004.json", "folds/0000000004-0000000008.json"]
     notes = "\n".join(revoked["notes"])
-    for word in ("REVOKED", "versions that fall: 7, 8", "delta-sync compact --signing-key", "another"):
+    for word in ("REVOKED", "versions no longer valid: 7, 8", "delta-sync compact --signing-key", "another"):
         assert word in notes
     found = world.verify(code=1)
     problems = {row["key"] for row in found["findings"]}
@@ -209,7 +209,7 @@ class Racing:
 
 def test_of_two_changes_at_once_one_is_told(world: KeyedRun) -> None:
     world.change(add=[world.public["trainer"]])
-    with pytest.raises(ConflictError, match="changed at the same time"):
+    with pytest.raises(ConflictError, match="came first"):
         change_keys(Racing(world), world.keyring("root"), add=[world.public["stranger"]])  # type: ignore[arg-type]
     file = KeyFile.from_bytes(open_bucket(world.url).get(KEYS_KEY))
     assert file.sequence == 2
@@ -306,4 +306,4 @@ def test_a_key_that_others_can_read_is_refused(world: KeyedRun) -> None:
     world.keys("--add", world.pub("trainer"))
     gone = world.keys("--revoke", world.public["trainer"], "--version", "none")
     assert (gone["versions"], gone["head"]) == ([0], None)
-    assert any("no version of the run is believed any more" in note for note in gone["notes"])
+    assert any("no version of the run has a valid signature any more" in note for note in gone["notes"])

@@ -341,7 +341,7 @@ def test_what_was_given_up_once_is_not_missed(tmp_path: Path) -> None:
     report = collect(grown.run_, RetentionPolicy(keep_last=3, keep_every=10))
     assert report.lost == {}
     assert set(report.kept) == {38, 39, 40}
-    assert "given up by an earlier collection, and not kept: versions 10, 20, 30" in report.notes
+    assert "not kept, as an earlier collection gave them up: versions 10, 20, 30" in report.notes
     # What comes back is not gone any more.
     ref = grown.manifests[36].objects[0]
     spare = long_run(tmp_path)

@@ -27,7 +27,7 @@ def interleaved(
 ) -> list[Grown]:
     """Collect once for each change that a collection makes, and let something happen right before that change.
 
-    Where another collection took over, or began at the same moment, the first one is refused.
+    Where another collection took over, or started at the same time, the first one is refused.
     """
     done: list[Grown] = []
     at = 0
@@ -215,7 +215,7 @@ def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_co
             grown.memory.put(key, theirs.to_bytes())
 
     grown.memory.after = late
-    with pytest.raises(ConflictError, match="began at the same moment"):
+    with pytest.raises(ConflictError, match="started at the same time"):
         collect(grown.run_, FEW)
     assert grown.memory.held.keys() - held.keys() == {side.collection_key(1)}
 

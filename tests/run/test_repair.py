@@ -72,7 +72,7 @@ def test_head_is_written_again(whole: Whole) -> None:
         else:
             whole.bucket.put(keys.HEAD_KEY, wrong)
         report = repair(whole.run)
-        assert report.repaired == ["HEAD.json: points at version 8, the newest that is good"]
+        assert report.repaired == ["HEAD.json: points at version 8, the newest good one"]
         assert (report.lost, whole.bucket.get(keys.HEAD_KEY)) == ([], right)
     whole.writer.head(3)
     assert repair(whole.run).notes == []
@@ -118,7 +118,7 @@ def test_a_version_whose_object_cannot_be_made_again_gets_a_folded_range() -> No
     damaged = whole.bucket.get(whole.object_of(3))
     report = repair(whole.run)
     assert report.lost == []
-    assert report.repaired == [f"{side.fold_key(2, 3)}: stands in for version 3"]
+    assert report.repaired == [f"{side.fold_key(2, 3)}: replaces the objects of version 3"]
     assert ["version 3: its own objects" in note for note in report.notes] == [True]
     # The manifest cannot list other bytes: what is damaged is left for whoever finds a use for it.
     assert whole.bucket.get(whole.object_of(3)) == damaged
@@ -133,7 +133,7 @@ def test_two_lost_objects_leave_what_is_between_them_lost(whole: Whole) -> None:
     # Version 3 is the one after 2 and 3 taken back once; nothing knows version 2.
     assert whole.readable() == [0, 1, 3, 4, 5, 6, 7, 8]
     assert report.unreadable == [2]
-    assert report.repaired == [f"{side.anchor_key(3)}: stands in for version 3"]
+    assert report.repaired == [f"{side.anchor_key(3)}: replaces the objects of version 3"]
     assert [line.split(" ")[0] for line in report.lost] == [whole.object_of(2), "versions"]
 
 
@@ -189,9 +189,9 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
             whole.bucket.put(key, b"{")
     report = repair(whole.run)
     assert sorted(report.repaired) == [
-        f"{side.anchor_key(5)}: made again from the chain",
-        f"{side.fold_key(0, 4)}: made again from the chain",
-        f"{side.fold_key(8, 12)}: made again from the chain",
+        f"{side.anchor_key(5)}: rebuilt from the history",
+        f"{side.fold_key(0, 4)}: rebuilt from the history",
+        f"{side.fold_key(8, 12)}: rebuilt from the history",
     ]
     assert report.lost == []
     assert (verify_run(whole.run).anchors, verify_run(whole.run).folds) == (1, 3)
@@ -204,7 +204,7 @@ def test_what_is_lost_is_listed_with_its_tags(whole: Whole) -> None:
     whole.bucket.delete(whole.object_of(4))
     report = repair(whole.run)
     assert report.unreadable == [4, 5, 6, 7, 8]
-    assert ["versions that cannot be read: 4 to 8; a mirror" in line for line in report.lost] == [False, True, False]
+    assert ["unreadable versions: 4 to 8; a mirror" in line for line in report.lost] == [False, True, False]
     assert report.lost[2] == "tag 'best' is on version 5, which cannot be read"
 
 
