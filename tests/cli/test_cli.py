@@ -203,7 +203,7 @@ def test_repair(path: Path, tmp_path: Path) -> None:
     assert (document["dry_run"], len(document["repaired"]), document["unreadable"]) == (True, 2, [[5, 5]])
     text = shown("repair", "--bucket", path, "--dry-run", code=1)
     assert "could be repaired: HEAD.json: points at version 5" in text
-    assert "lost: versions that cannot be read: 5; a mirror" in text
+    assert "lost: unreadable versions: 5; a mirror" in text
     assert {file: file.read_bytes() for file in path.rglob("*.*") if file.is_file()} == damaged
     assert "ok, repaired" in shown("repair", "--bucket", path, "--mirror", mirror.as_uri())
     assert answer("verify", "--bucket", path)["verdict"] is True

@@ -150,12 +150,12 @@ def test_gc_says_who_holds_what_would_go(url: str) -> None:
 def test_tag(url: str) -> None:
     made = answer("tag", "best", "--bucket", url, "--version", "7", "--milestone")
     assert (made["tag"], made["version"], made["milestone"], made["branch"]) == ("best", 7, True, None)
-    assert shown("tag", "newest", "--bucket", url) == "version 20 is newest\n"
+    assert shown("tag", "newest", "--bucket", url) == "version 20 is tagged newest\n"
     rows = answer("tag", "--bucket", url)["tags"]
     assert [(row["tag"], row["version"]) for row in rows] == [("best", 7), ("newest", 20)]
     assert re.search(r"^best +7  yes ", shown("tag", "--bucket", url), re.MULTILINE)
     assert answer("tag", "moved", "--bucket", url, "--version", "tag:best")["version"] == 7
-    assert shown("tag", "best", "--bucket", url, "--delete") == "tag best is deleted\n"
+    assert shown("tag", "best", "--bucket", url, "--delete") == "deleted tag best\n"
     assert kind(3, "tag", "best", "--bucket", url, "--delete") == "not_found"
     assert kind(3, "tag", "best", "--bucket", url, "--version", "21") == "not_found"
 
@@ -171,4 +171,4 @@ def test_branch(url: str, tmp_path: Path) -> None:
     assert kind(2, "branch", url, "--bucket", url) == "usage"
     tag = answer("tag", "--bucket", url)["tags"][0]["tag"]
     out = shown("branch", tmp_path / "third", "--bucket", url, "--version", f"tag:{tag}")
-    assert "begins at    version 7 of file://" in out
+    assert "starts at    version 7 of file://" in out

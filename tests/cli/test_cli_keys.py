@@ -292,7 +292,7 @@ def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
     assert f"by key {short}, not checked" in shown("inspect", world.url)
     for version in ([], ["--version", "1"]):
         text = shown("inspect", world.url, *version, "--trusted-keys", world.pub("root"))
-        assert f"by key {short}, which holds" in text
+        assert f"by key {short}, valid" in text
     row = answer("log", "--bucket", world.url, "--trusted-keys", world.pub("root"))["versions"][1]
     assert (row["signed_by"], row["signature_holds"]) == (world.public["root"], True)
 

@@ -738,7 +738,7 @@ AHEAD = {**POINT, "version": 9}
 STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "refused": ({"state": "refused", "served": None, "last_error": {"kind": "tensor", "message": "w is odd; mend it"}},
                 "state", "failed", "refused: w is odd; mend it"),
-    "lost": ({"state": "lost"}, "state", "failed", "lost: no reason"),
+    "lost": ({"state": "lost"}, "state", "failed", "lost: the server gives no reason"),
     "proving": ({"state": "proving", "served": None}, "state", "warning", "serves no version"),
     "unknown state": ({"state": "\x1b[2J"}, "state", "failed", "no reason"),
     "no ranks": ({"ranks": []}, "routes", "warning", "no rank has traced"),
@@ -887,7 +887,7 @@ def test_for_people(run: Path, tmp_path: Path) -> None:
     assert {mark for mark, _ in lines.values()} == {"✓", "·"}
     assert len({line.index(said) for line, (_, said) in zip(done.out.splitlines(), lines.values(), strict=False)}) == 1
     assert "what to do" not in done.out
-    assert done.out.splitlines()[-1] == "0 failed, 0 warnings, 15 well, 2 skipped"
+    assert done.out.splitlines()[-1] == "0 failed, 0 warnings, 15 ok, 2 skipped"
     done = delta_sync("doctor", "--bucket", tmp_path / "no", "--bytes", "0", encoding="ascii")
     assert (done.code, "\\" in done.out) == (0, False)
     assert {mark for mark, _ in lines_of(done.out).values()} == {"+", "!", "-"}

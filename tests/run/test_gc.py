@@ -403,7 +403,7 @@ def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path
     orphan = grown._put(b"whose is it")
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)
-    assert any("folds/0000000000-0000000004.json stays" in note for note in report.notes)
+    assert any("folds/0000000000-0000000004.json cannot be read; it stays" in note for note in report.notes)
     assert orphan.key in grown.memory.held
     assert side.fold_key(0, 4) in grown.memory.held
     assert report.objects

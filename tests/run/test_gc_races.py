@@ -169,7 +169,7 @@ def test_a_collection_that_was_killed_delays_the_next_one_for_as_long_as_its_cla
 def test_a_claim_that_cannot_be_read_holds_as_long_as_any(tmp_path: Path, data: bytes) -> None:
     grown = long_run(tmp_path, 8)
     grown.bucket.put(side.collection_key(7), data)
-    with pytest.raises(ConflictError, match="under way"):
+    with pytest.raises(ConflictError, match="is running"):
         collect(grown.run_, FEW)
     grown.memory.clock += CLAIM_SECONDS + 2
     assert collect(grown.run_, FEW).objects
@@ -237,7 +237,7 @@ def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
 
     grown.memory.after = second
     before = objects(grown.memory)
-    with pytest.raises(ConflictError, match=r"retention\.json of memory is not the one that this collection wrote"):
+    with pytest.raises(ConflictError, match=r"retention\.json of memory was replaced"):
         collect(grown.run_, FEW)
     assert len(objects(grown.memory)) == len(before) - 1
 

@@ -37,7 +37,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 MOST_READ_BYTES = 256 * 1024 * 1024
 READ_ONLY_REMEDY = "A receiver only needs to read: check it with --read-only. A publisher must be able to write"
 SINGLE_WRITER = (
-    "Run only one publisher of a run at a time: if two writers create the same key at once, this store keeps the later "
+    "Run only one publisher at a time: if two writers create the same key at once, this store keeps the later "
     "one. A publisher reads back what it wrote, and stops if another writer replaced it"
 )
 HUB_GATEWAY = (
