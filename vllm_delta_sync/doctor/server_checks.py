@@ -11,8 +11,8 @@ WAIT_SECONDS = 5
 """Seconds that a server may take to catch up before it counts as lagging."""
 QUIET_SECONDS = 30.0
 """Seconds without a notice after which notices count as lost; publishers and brokers repeat the last every 2 s."""
-WELL = ("idle", "held", "staging", "draining", "committing", "verifying")
-BEGINNING = ("waiting_for_run", "proving", "repairing")
+HEALTHY = ("idle", "held", "staging", "draining", "committing", "verifying")
+STARTING = ("waiting_for_run", "proving", "repairing")
 NOT_LOADED = (
     "Start it with `delta-sync serve MODEL --bucket URL`. With plain `vllm serve`: install vllm-delta-sync there, add "
     "delta_sync to VLLM_PLUGINS, set DELTA_SYNC_BUCKET, and pass --worker-extension-cls "
@@ -75,10 +75,10 @@ class ServerProbe:
         state = str(self._status.field("state", str))[:100]
         figures: dict[str, Any] = {"state": state, "policy": self._status.field("policy", str)}
         error = self._last_error()
-        if state in WELL:
+        if state in HEALTHY:
             held = ", so it applies nothing until POST /delta_sync/release" if state == "held" else ""
             return CheckResult("state", "ok", f"{state}{held}", figures)
-        if state in BEGINNING:
+        if state in STARTING:
             remedy = "" if state == "repairing" else "Wait some minutes; last_error below says what it waits for"
             return CheckResult("state", "warning", f"{state}: it serves no version of the run yet", figures, remedy)
         summary = f"{state}: {error.message if error else 'the server gives no reason'}"

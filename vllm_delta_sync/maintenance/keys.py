@@ -213,7 +213,7 @@ def change_keys(
     requested = [*add, *retire, *revoke]
     if not requested or len(set(requested)) != len(requested):
         raise UsageError("name at least one key to add, retire or revoke, and each key only once")
-    root = _root(keyring, revoke)
+    root = _trusted_signing_key(keyring, revoke)
     if RunDocuments(bucket).info.signature is None:
         raise UsageError(
             f"the run at {bucket.url} is not signed, so a list of keys has no effect; publish a new run with "
@@ -242,7 +242,7 @@ def change_keys(
     return change
 
 
-def _root(keyring: Keyring, revoke: Collection[str]) -> str:
+def _trusted_signing_key(keyring: Keyring, revoke: Collection[str]) -> str:
     root = keyring.public
     if root is None:
         raise SettingsError("changing the list of keys needs --signing-key PATH with a trusted private key")
@@ -362,9 +362,9 @@ def _standalone_documents(run: RunDocuments) -> Iterable[tuple[str, Document, in
             yield key, anchor, version
     for pair in run.folds():
         key = fold_key(*pair)
-        folded = _read(run.bucket, MergedDelta, key, limits.MAX_JSON_BYTES)
-        if folded is not None:
-            yield key, folded, pair[1]
+        merged = _read(run.bucket, MergedDelta, key, limits.MAX_JSON_BYTES)
+        if merged is not None:
+            yield key, merged, pair[1]
     for item in run.bucket.list(TAGS_PREFIX):
         tag = _read(run.bucket, Tag, item.key, limits.MAX_SIDE_BYTES)
         if tag is not None:

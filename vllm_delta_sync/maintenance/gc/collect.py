@@ -231,11 +231,11 @@ class _Collector:
         report.gone = ranges(_gone(found, planned))
         for info in removed:
             report.bytes += info.bytes
-            version, fold = anchor_of_key(info.key), fold_of_key(info.key)
+            version, merged = anchor_of_key(info.key), fold_of_key(info.key)
             if version is not None:
                 report.anchors.append(version)
-            elif fold is not None:
-                report.folds.append(fold)
+            elif merged is not None:
+                report.folds.append(merged)
             elif info.key.startswith(SIDECARS_PREFIX):
                 report.sidecars.append(info.key)
             elif info.key.startswith(LEASES_PREFIX):

@@ -288,11 +288,11 @@ def _edge_of_standalone(
         fits = version < len(history) and anchor.manifest == history[version].digest
         return Edge(item, NOTHING, version, _refs(anchor.objects), used=fits), fits
     first, last = fold_of_key(item.key) or (0, 0)
-    folded = run.folded(first, last)
-    ends = ((first, folded.first_manifest), (last, folded.last_manifest))
+    merged = run.folded(first, last)
+    ends = ((first, merged.first_manifest), (last, merged.last_manifest))
     fits = last < len(history) and all(history[number].digest == digest for number, digest in ends)
     used = fits and _is_step(first, last) and not any(first < number <= last for number in breaks)
-    return Edge(item, first, last, _refs(folded.objects), folded.reversible, used), fits
+    return Edge(item, first, last, _refs(merged.objects), merged.reversible, used), fits
 
 
 def _is_step(first: int, last: int) -> bool:

@@ -225,10 +225,10 @@ def put_lost_shard(run: RunDocuments, manifest: Manifest, lost: ObjectRef, state
     """Write the only lost shard of an anchor version again; False if that does not give its digest."""
     from vllm_delta_sync.run.checks import read_shard
 
-    held = {
+    present = {
         name for ref in manifest.objects if ref != lost for name, _ in read_shard(run.fetch(ref), run.table, ref.key)
     }
-    shard = TensorTable([spec for spec in run.table if spec.name not in held])
+    shard = TensorTable([spec for spec in run.table if spec.name not in present])
     with scratch_folder(None, f"a shard of version {manifest.version}", lost.bytes) as folder:
         path, ref = _shard(run, shard, state, folder)
         if ref.key != lost.key:
