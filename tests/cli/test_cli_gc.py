@@ -60,7 +60,7 @@ def test_gc_for_people(url: str) -> None:
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
     assert lines["head"] == "version 20"
     assert lines["kept"] == "2 versions: 7, 20"
-    assert re.fullmatch(r"\d+ objects, 0 anchors, \d folded ranges, [\d.]+ k?B", lines["would remove"])
+    assert re.fullmatch(r"\d+ objects, 0 anchors, \d merged deltas, [\d.]+ k?B", lines["would remove"])
     assert re.search(r"^ +7  tag best$", out, re.MULTILINE)
     open_bucket(url).delete(open_run(url).manifest(6).objects[0].key)
     out = shown("gc", "--bucket", url, "--keep-last", "1", code=1)

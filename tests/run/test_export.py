@@ -585,13 +585,13 @@ def test_base_supplies_them_later_too(chain: Chain, tmp_path: Path) -> None:
     weights = (out / SINGLE_NAME).stat().st_mtime_ns
     report = exported(chain, out, 3, base=base)
     assert (report.present, report.missing) == (True, [])
-    assert report.notes == ["the folder held the weights already; config.json, tokenizer.json written anew"]
+    assert report.notes == ["the folder already held the weights; wrote only config.json, tokenizer.json"]
     assert report.files == ["config.json", EXPORT_NAME, SINGLE_NAME, "tokenizer.json"]
     assert (out / SINGLE_NAME).stat().st_mtime_ns == weights
     # They stay where nobody says otherwise, and come back as they were.
     (out / "config.json").write_bytes(b"spoilt")
     assert exported(chain, out, 3).files == report.files
-    assert exported(chain, out, 3, base=base).notes == ["the folder held the weights already; config.json written anew"]
+    assert exported(chain, out, 3, base=base).notes == ["the folder already held the weights; wrote only config.json"]
     assert (out / "config.json").read_bytes() == b"{}"
     # Another version has its own, here none.
     assert exported(chain, out, 4).missing == ["config.json", "tokenizer"]
@@ -729,7 +729,7 @@ def test_the_command_says_what_is_missing(chain: Chain, tmp_path: Path) -> None:
     (base / "config.json").write_bytes(b"{}")
     (base / "tokenizer.model").write_bytes(b"")
     said = shown(*export_to, "--bucket", chain.url, "--base", base)
-    assert "config.json, tokenizer.model written anew" in said
+    assert "wrote only config.json, tokenizer.model" in said
 
 
 def test_exit_codes(chain: Chain, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_head_that_proves_a_lost_version_is_left_alone(whole: Whole) -> None:
     before = contents(whole)
     report = repair(whole.run)
     assert (report.repaired, report.unreadable) == ([], [8])
-    assert ["a mirror" in line for line in report.lost if "cannot be read" in line] == [True]
+    assert ["a mirror" in line for line in report.lost if "unreadable" in line] == [True]
     assert contents(whole) == before
 
 
@@ -134,7 +134,7 @@ def test_two_lost_objects_leave_what_is_between_them_lost(whole: Whole) -> None:
     assert whole.readable() == [0, 1, 3, 4, 5, 6, 7, 8]
     assert report.unreadable == [2]
     assert report.repaired == [f"{side.anchor_key(3)}: replaces the objects of version 3"]
-    assert [line.split(" ")[0] for line in report.lost] == [whole.object_of(2), "versions"]
+    assert [line.split(" ")[0] for line in report.lost] == [whole.object_of(2), "unreadable"]
 
 
 def test_a_lost_version_0_is_rebuilt_from_an_anchor_after_it(whole: Whole) -> None:
@@ -205,7 +205,7 @@ def test_what_is_lost_is_listed_with_its_tags(whole: Whole) -> None:
     report = repair(whole.run)
     assert report.unreadable == [4, 5, 6, 7, 8]
     assert ["unreadable versions: 4 to 8; a mirror" in line for line in report.lost] == [False, True, False]
-    assert report.lost[2] == "tag 'best' is on version 5, which cannot be read"
+    assert report.lost[2] == "tag 'best' is on version 5, which is unreadable"
 
 
 def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
@@ -473,7 +473,7 @@ def test_the_object_of_one_rank_is_what_the_others_leave(codec: Codec, rank: int
         lost_object(whole.run, manifest, lost, before, after)
     report = repair(whole.run)
     assert report.lost == []
-    assert ["stands in for" in line for line in report.repaired] == [True]
+    assert ["replaces the objects of" in line for line in report.repaired] == [True]
     assert verify_run(whole.run).replayed
 
 

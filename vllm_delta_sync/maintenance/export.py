@@ -160,7 +160,7 @@ def export(
             if not (report.present and _reads(target / name, data)):
                 write_file(made / name, data)
         if report.present and (added := sorted(path.name for path in made.iterdir() if path.name != EXPORT_NAME)):
-            notes.append(f"the folder already held the weights; only {', '.join(added)} were written")
+            notes.append(f"the folder already held the weights; wrote only {', '.join(added)}")
         _put_in_place(made, target, work, report.files)
     return report
 
@@ -452,12 +452,12 @@ def _model_files(run: RunDocuments, base: str | Path | None, report: ExportRepor
     """
     found: dict[str, bytes] = {}
     kept = [item for item in run.info.files if is_model_file(item.name)]
-    report.looked_in.append(f"run {run.info.run}, which has {', '.join(item.name for item in kept) or 'no files'}")
+    report.looked_in.append(f"run {run.info.run}, which keeps {', '.join(item.name for item in kept) or 'no files'}")
     for item in kept:
         try:
             found[item.name] = fetch_run_file(run, item)
         except (NotFoundError, DigestError, LimitError) as error:
-            report.notes.append(f"cannot use {item.name} of the run: {error.message}")
+            report.notes.append(f"{item.name} of the run cannot be used: {error.message}")
     return _of_base(run, base, report) | found if missing_files(found) else found
 
 
