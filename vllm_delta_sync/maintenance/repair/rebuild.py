@@ -23,7 +23,7 @@ from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.replay_audit import take
 
-_Arguments = TypeVarTuple("_Given")
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class Rebuilder:
