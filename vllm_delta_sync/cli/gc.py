@@ -27,9 +27,9 @@ within --keep-for; versions that a live receiver serves, targets or pins, with i
 can still be rebuilt bit for bit. Manifests stay, so the log stays complete. Heartbeats (leases) that expired a day ago
 or more, and all pause slot entries (turns) but the newest, are removed too.
 
-Without any --keep-… option, --yes is required. If nothing can be removed, the output says why. Safe beside publishers
-and receivers, and to interrupt with Ctrl-C: the next collection continues. Only one collection runs at a time; a killed
-one delays the next by at most ten minutes.
+Without any --keep-… option, --yes or --dry-run is required. If nothing can be removed, the output says why. Safe beside
+publishers and receivers, and to interrupt with Ctrl-C: the next collection continues. Only one collection runs at a
+time; a killed one delays the next by at most ten minutes.
 """
 GC_EXAMPLES = """\
 --min-age must be longer than an upload, a compaction, and a read by a process without a heartbeat. Durations are
