@@ -326,7 +326,7 @@ def test_a_list_that_was_put_back_is_seen_by_its_changes(signed: Signed) -> None
     signed.bucket.put(side.KEYS_KEY, older)
     assert ["is newer than keys.json" in note for note in list_keys(signed.run).notes] == [True]
     assert repair(signed.bucket, keyring=Keyring(ROOT.trusted)).repaired == [
-        "keys.json: the newest change of the list that is here, with sequence 2"
+        "keys.json: from the newest change in keys/, with sequence 2"
     ]
     assert list_keys(signed.run).sequence == 2
 

@@ -90,7 +90,7 @@ def _doctor(options: argparse.Namespace) -> Answer:
         # The cache that a receiver with these settings would use.
         cache=None if cache is None else (cache, settings.cache_bytes),
     )
-    output = _Output()
+    output = _DoctorOutput()
     findings = examine(request, lambda finding: output.show(finding, options.json), output.update)
     failed = [finding for finding in findings if finding.error is not None]
     document: dict[str, Any] = {
@@ -108,7 +108,7 @@ def _doctor(options: argparse.Namespace) -> Answer:
     return document, lambda: _print_remedies(findings, options.keep_going)
 
 
-class _Output:
+class _DoctorOutput:
     """Shows a bar while a large object is transferred, and a line for each finding."""
 
     def __init__(self) -> None:
