@@ -96,15 +96,15 @@ class BackgroundMaintenance:
             logger.exception("%s", failure)
 
     def _look_after(self, manifest: Manifest) -> None:
-        from vllm_delta_sync.maintenance.compact import upkeep
+        from vllm_delta_sync.maintenance.compact import maintain
 
         options = self._options
-        upkeep(
+        maintain(
             self._reader,
             manifest,
             base=self._base,
             anchor_every=options.anchor_every,
-            fold=options.fold,
+            merge=options.fold,
             stop=self._stop,
         )
 

@@ -18,7 +18,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.safetensors_file import write_container
-from vllm_delta_sync.maintenance.compact import make_anchor, make_fold
+from vllm_delta_sync.maintenance.compact import make_anchor, make_merged_delta
 
 GOLDEN = str(DIRECTORY)
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
     shutil.copytree(DIRECTORY, copy)
     run = open_run(str(copy))
     make_anchor(run, 3)
-    make_fold(run, 0, 2)
+    make_merged_delta(run, 0, 2)
     return copy
 
 
@@ -146,7 +146,7 @@ def test_verify(path: Path) -> None:
     assert "findings" not in document
     assert answer("verify", "--bucket", path, "--all")["findings"] == []
     text = shown("verify", "--bucket", path)
-    for line in ("verdict      ok", "1 anchors and 1 folded ranges hold", "rebuilt, and equal to the fingerprint"):
+    for line in ("verdict      ok", "1 anchors and 1 merged deltas are valid", "rebuilt, and equal to the fingerprint"):
         assert line in text
 
 
@@ -203,7 +203,7 @@ def test_repair(path: Path, tmp_path: Path) -> None:
     assert (document["dry_run"], len(document["repaired"]), document["unreadable"]) == (True, 2, [[5, 5]])
     text = shown("repair", "--bucket", path, "--dry-run", code=1)
     assert "could be repaired: HEAD.json: points at version 5" in text
-    assert "lost: versions that cannot be read: 5; a mirror" in text
+    assert "lost: unreadable versions: 5; a mirror" in text
     assert {file: file.read_bytes() for file in path.rglob("*.*") if file.is_file()} == damaged
     assert "ok, repaired" in shown("repair", "--bucket", path, "--mirror", mirror.as_uri())
     assert answer("verify", "--bucket", path)["verdict"] is True

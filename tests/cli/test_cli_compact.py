@@ -55,16 +55,16 @@ def test_text(written: Written) -> None:
     compact = ("compact", "--bucket", written.folder)
     written.lose(written.object_of(6))
     text = shown(*compact, "--dry-run")
-    assert "5 to make, 0 were there" in text
+    assert "5 to make, 0 already exist" in text
     assert text.splitlines()[-1].split() == ["0", "16"]
     text = shown(*compact, "--anchor", "4", code=1)
     for part in (
-        "folded ranges  3 made, 0 were there",
+        "merged deltas  3 made, 0 already exist",
         "anchor         of version 4, made",
         "skipped versions 4 to 8: no",
     ):
         assert part in text
-    assert "anchor         of version 4, was there" in shown(*compact, "--anchor", "4", code=1)
+    assert "anchor         of version 4, already exists" in shown(*compact, "--anchor", "4", code=1)
     help_text = delta_sync("compact", "--help").out
     for word in ("--dry-run", "--anchor N|head|tag:NAME", "--no-folds", "--codec {packed,context}", "Ctrl-C"):
         assert word in help_text

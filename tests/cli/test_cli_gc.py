@@ -60,11 +60,11 @@ def test_gc_for_people(url: str) -> None:
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
     assert lines["head"] == "version 20"
     assert lines["kept"] == "2 versions: 7, 20"
-    assert re.fullmatch(r"\d+ objects, 0 anchors, \d folded ranges, [\d.]+ k?B", lines["would remove"])
+    assert re.fullmatch(r"\d+ objects, 0 anchors, \d merged deltas, [\d.]+ k?B", lines["would remove"])
     assert re.search(r"^ +7  tag best$", out, re.MULTILINE)
     open_bucket(url).delete(open_run(url).manifest(6).objects[0].key)
     out = shown("gc", "--bucket", url, "--keep-last", "1", code=1)
-    assert "versions 7 should be kept and cannot be rebuilt; see delta-sync repair" in out
+    assert "versions 7 should be kept but cannot be rebuilt; run delta-sync repair" in out
     assert re.search(r"^removed +\d+ objects", out, re.MULTILINE)
 
 
@@ -111,7 +111,7 @@ def reasons(url: str, *flags: str) -> str:
     lines = [re.split(r"  +", line, maxsplit=1)[1] for line in text.splitlines() if line.startswith("nothing, because")]
     said = ["\n".join(lines), *("\n".join(document["nothing_because"]) for document in (planned, done))]
     # A moment passes between them.
-    assert len({re.sub(r"may go in .*", "", one) for one in said}) == 1
+    assert len({re.sub(r"can be removed in .*", "", one) for one in said}) == 1
     return said[0]
 
 
@@ -120,7 +120,9 @@ def test_gc_says_why_nothing_goes(url: str) -> None:
         "23 objects are needed by the newest 100 versions (--keep-last), and the run has 21"
     ]
     young = reasons(url, "--keep-last", "1", "--min-age", "30h")
-    assert re.search(r"objects were put less than 1d 6h ago \(--min-age\); the first may go in (5h 59m|6h)$", young)
+    assert re.search(
+        r"objects were put less than 1d 6h ago \(--min-age\); the first can be removed in (5h 59m|6h)$", young
+    )
     assert "are needed by the head, version 20" in young
     # Deltas that folded ranges replace are removed first.
     assert len(answer("gc", "--bucket", url, "--keep-last", "1", "--keep-for", "7d")["removed"]["objects"]) == 2
@@ -148,12 +150,12 @@ def test_gc_says_who_holds_what_would_go(url: str) -> None:
 def test_tag(url: str) -> None:
     made = answer("tag", "best", "--bucket", url, "--version", "7", "--milestone")
     assert (made["tag"], made["version"], made["milestone"], made["branch"]) == ("best", 7, True, None)
-    assert shown("tag", "newest", "--bucket", url) == "version 20 is newest\n"
+    assert shown("tag", "newest", "--bucket", url) == "version 20 is tagged newest\n"
     rows = answer("tag", "--bucket", url)["tags"]
     assert [(row["tag"], row["version"]) for row in rows] == [("best", 7), ("newest", 20)]
     assert re.search(r"^best +7  yes ", shown("tag", "--bucket", url), re.MULTILINE)
     assert answer("tag", "moved", "--bucket", url, "--version", "tag:best")["version"] == 7
-    assert shown("tag", "best", "--bucket", url, "--delete") == "tag best is deleted\n"
+    assert shown("tag", "best", "--bucket", url, "--delete") == "deleted tag best\n"
     assert kind(3, "tag", "best", "--bucket", url, "--delete") == "not_found"
     assert kind(3, "tag", "best", "--bucket", url, "--version", "21") == "not_found"
 
@@ -169,4 +171,4 @@ def test_branch(url: str, tmp_path: Path) -> None:
     assert kind(2, "branch", url, "--bucket", url) == "usage"
     tag = answer("tag", "--bucket", url)["tags"][0]["tag"]
     out = shown("branch", tmp_path / "third", "--bucket", url, "--version", f"tag:{tag}")
-    assert "begins at    version 7 of file://" in out
+    assert "starts at    version 7 of file://" in out

@@ -16,8 +16,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import ConflictError, SettingsError, SignatureError, UsageError
 from vllm_delta_sync.format import manifest as names
 from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile
-from vllm_delta_sync.maintenance.key_list import change_key
-from vllm_delta_sync.maintenance.keys import change_keys
+from vllm_delta_sync.maintenance.keys import change_key, change_keys
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate, load_public
@@ -111,7 +110,7 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     assert (revoked["sequence"], revoked["versions"], revoked["head"]) == (3, [7, 8], 6)
     assert revoked["documents"] == ["folds/0000000000-0000000004.json", "folds/0000000004-0000000008.json"]
     notes = "\n".join(revoked["notes"])
-    for word in ("REVOKED", "versions that fall: 7, 8", "delta-sync compact --signing-key", "another"):
+    for word in ("REVOKED", "versions no longer valid: 7, 8", "delta-sync compact --signing-key", "another"):
         assert word in notes
     found = world.verify(code=1)
     problems = {row["key"] for row in found["findings"]}
@@ -210,7 +209,7 @@ class Racing:
 
 def test_of_two_changes_at_once_one_is_told(world: KeyedRun) -> None:
     world.change(add=[world.public["trainer"]])
-    with pytest.raises(ConflictError, match="changed at the same time"):
+    with pytest.raises(ConflictError, match="came first"):
         change_keys(Racing(world), world.keyring("root"), add=[world.public["stranger"]])  # type: ignore[arg-type]
     file = KeyFile.from_bytes(open_bucket(world.url).get(KEYS_KEY))
     assert file.sequence == 2
@@ -293,7 +292,7 @@ def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
     assert f"by key {short}, not checked" in shown("inspect", world.url)
     for version in ([], ["--version", "1"]):
         text = shown("inspect", world.url, *version, "--trusted-keys", world.pub("root"))
-        assert f"by key {short}, which holds" in text
+        assert f"by key {short}, valid" in text
     row = answer("log", "--bucket", world.url, "--trusted-keys", world.pub("root"))["versions"][1]
     assert (row["signed_by"], row["signature_holds"]) == (world.public["root"], True)
 
@@ -307,4 +306,4 @@ def test_a_key_that_others_can_read_is_refused(world: KeyedRun) -> None:
     world.keys("--add", world.pub("trainer"))
     gone = world.keys("--revoke", world.public["trainer"], "--version", "none")
     assert (gone["versions"], gone["head"]) == ([0], None)
-    assert any("no version of the run is believed any more" in note for note in gone["notes"])
+    assert any("no version of the run has a valid signature any more" in note for note in gone["notes"])

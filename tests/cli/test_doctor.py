@@ -267,7 +267,7 @@ def test_damaged_runs(run: Path, name: str) -> None:
     found = look(run, size=0, reads_only=True)["run"]
     assert (found.verdict, error_of(found)[0]) == (verdict, kind)
     if kind in ("format", "chain"):
-        assert "delta-sync verify" in found.mend
+        assert "delta-sync verify" in found.remedy
 
 
 def test_ago() -> None:
@@ -324,8 +324,8 @@ def test_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     missing = asked("s3://bucket/run", None)
     assert (missing["url"].verdict, missing["put"].verdict) == ("ok", "skipped")
-    assert "obstore" in missing["library"].said
-    assert "pip install" in missing["library"].mend
+    assert "obstore" in missing["library"].summary
+    assert "pip install" in missing["library"].remedy
     assert asked("memory://old", "0.11.9")["library"].verdict == "failed"
     assert asked("s3://bad bucket/run", None)["url"].verdict == "failed"
     assert asked(str(tmp_path), None)["library"].verdict == "ok"
@@ -415,30 +415,35 @@ LAGGING: dict[str, Callable[..., Any]] = {"list": lambda bucket, prefix="": iter
 FAILURES: dict[str, tuple[dict[str, Callable[..., Any]], str, str, str]] = {
     "unwritable": (UNWRITABLE, "put", "may not write", "access"),
     "on a read-only mount": (ON_READ_ONLY_MOUNT, "put", "Read-only", "store"),
-    "damaging": ({"get": lambda b, key, max_bytes=None: b.sound.get(key)[:-1] + b"?"}, "get", "other bytes", "store"),
-    "misjudging": ({"stat": _stat(1)}, "get", "has 1001", "store"),
+    "damaging": ({"get": lambda b, key, max_bytes=None: b.sound.get(key)[:-1] + b"?"}, "get", "wrong bytes", "store"),
+    "misjudging": ({"stat": _stat(1)}, "get", "reports 1001 bytes", "store"),
     "rangeless": ({"get_range": lambda b, key, start, length: b.sound.get(key)}, "range", "from 100", "store"),
     "endless": (
         {"get_range": lambda b, key, start, length: b.sound.get_range(key, start, length) or b"x"},
-        *("range", "behind its end", "store"),
+        *("range", "beyond its end", "store"),
     ),
-    "lagging": (LAGGING, "list", "lag behind", "store"),
+    "lagging": (LAGGING, "list", "listings of this store lag", "store"),
     "careless of If-None-Match": (
         {"put": lambda b, key, data, if_absent=False: b.sound.put(key, data)},
-        *("create", "heeds If-None-Match", "store"),
+        *("create", "honours If-None-Match", "store"),
     ),
-    "lying": ({"put": _lying}, "create", "a second writer was refused", "store"),
-    "racy": ({"put": _racy}, "race", "16 are told", "store"),
+    "lying": ({"put": _lying}, "create", "the refusal of a second writer", "store"),
+    "racy": ({"put": _racy}, "race", "16 succeed instead of one", "store"),
     "caching": (
         {"get": lambda b, key, max_bytes=None: b.memory.setdefault(key, b.sound.get(key))},
-        *("overwrite", "other bytes", "store"),
+        *("overwrite", "wrong bytes", "store"),
     ),
     "undying": (
         {"delete": lambda b, key: b.sound.delete(key) if key.endswith("-once") else None},
-        *("delete", "can be read after it was deleted", "store"),
+        *("delete", "can still be read after it was deleted", "store"),
     ),
-    "remembering": ({"delete": _remembering, "list": _listing_what_is_gone}, "delete", "lag behind", "store"),
-    "shortening": ({"get_file": _shortening}, "throughput", "does not come back equal", "store"),
+    "remembering": (
+        {"delete": _remembering, "list": _listing_what_is_gone},
+        "delete",
+        "listings of this store lag",
+        "store",
+    ),
+    "shortening": ({"get_file": _shortening}, "throughput", "does not read back unchanged", "store"),
     "timing out by itself": ({"get_range": _raises(TimeoutError("of its own"))}, "range", "of its own", "store"),
     "surprising": ({"get_range": _raises(ZeroDivisionError("of a library"))}, "range", "of a library", "store"),
 }
@@ -472,10 +477,10 @@ def test_broken_promises(broken: Broke, name: str) -> None:
     methods, check, said, kind = FAILURES[name]
     found = broken(methods)
     assert verdicts(found)["failed"][0] == check
-    assert (error_of(found[check])[0], said in found[check].said) == (kind, True)
+    assert (error_of(found[check])[0], said in found[check].summary) == (kind, True)
     if check == "put":
         # Whoever may only read is told of --read-only.
-        assert "--read-only" in found["put"].mend
+        assert "--read-only" in found["put"].remedy
         needs_writes = [
             check for check in BUCKET_CHECKS if check not in ("url", "library", "credentials", "put", "run")
         ]
@@ -491,7 +496,7 @@ def test_a_store_without_create_if_absent_is_a_warning(broken: Broke) -> None:
     found = broken({"put": _racy}, exclusive=False)
     assert (verdicts(found)["warning"], "failed" in verdicts(found)) == (["race"], False)
     assert found["race"].figures == {"writers": 16, "winners": 16, "exclusive": False}
-    assert "one publisher at a time" in found["race"].mend
+    assert "one publisher at a time" in found["race"].remedy
 
 
 def test_a_store_that_hangs_is_given_up(broken: Broke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +523,7 @@ def test_clocks(broken: Broke) -> None:
         assert found.verdict == verdict
         assert found.figures["off_seconds"] == pytest.approx(seconds, abs=2)
         if verdict == "warning":
-            assert ("ahead of" if seconds > 0 else "behind") in found.said
+            assert ("ahead of" if seconds > 0 else "behind") in found.summary
 
 
 # Stores over a network
@@ -719,7 +724,7 @@ def test_a_plain_vllm_has_no_plugin() -> None:
     assert found["server"].figures == {"health": 200, "models": [], "api_key": True}
     assert found["plugin"].verdict == "failed"
     for word in ("VLLM_PLUGINS", "DELTA_SYNC_BUCKET", "--worker-extension-cls", "delta-sync serve"):
-        assert word in found["plugin"].mend
+        assert word in found["plugin"].remedy
     assert [finding.verdict for finding in found.values()][2:] == ["skipped"] * 8
     # What is said to be set is what is read.
     assert all(word in NOT_LOADED for word in (WORKER_EXTENSION, patches.PLUGIN_NAME, environment_name("bucket")))
@@ -733,30 +738,30 @@ AHEAD = {**POINT, "version": 9}
 STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "refused": ({"state": "refused", "served": None, "last_error": {"kind": "tensor", "message": "w is odd; mend it"}},
                 "state", "failed", "refused: w is odd; mend it"),
-    "lost": ({"state": "lost"}, "state", "failed", "lost: no reason"),
+    "lost": ({"state": "lost"}, "state", "failed", "lost: the server gives no reason"),
     "proving": ({"state": "proving", "served": None}, "state", "warning", "serves no version"),
     "unknown state": ({"state": "\x1b[2J"}, "state", "failed", "no reason"),
     "no ranks": ({"ranks": []}, "routes", "warning", "no rank has traced"),
     "ranks of nonsense": ({"ranks": [7, None, {"tensors": "x", "unloaded": 3}]}, "routes", "ok", "1 rank, 0"),
-    "unproven": ({"served": None}, "routes", "warning", "proven to be no version"),
+    "unproven": ({"served": None}, "routes", "warning", "the weights match no version"),
     "two ranks": ({"ranks": [{"tensors": 6}] * 2}, "routes", "ok", "2 ranks, 6 tensors"),
-    "unloaded": ({"ranks": [{"tensors": 6, "unloaded": ["head"]}]}, "routes", "ok", "1 of which the model"),
+    "unloaded": ({"ranks": [{"tensors": 6, "unloaded": ["head"]}]}, "routes", "ok", "does not load 1"),
     "no run": ({"run": None}, "same run", "warning", "no run yet"),
     "lags": ({"head": AHEAD, "lag": 6}, "lag", "warning", "6 behind the head"),
-    "held": ({"head": AHEAD, "lag": 6, "holding": True, "state": "held"}, "lag", "ok", "as it was told"),
-    "target": ({"head": AHEAD, "target": "3"}, "lag", "ok", "as it was told"),
+    "held": ({"head": AHEAD, "lag": 6, "holding": True, "state": "held"}, "lag", "ok", "as ordered"),
+    "target": ({"head": AHEAD, "target": "3"}, "lag", "ok", "as ordered"),
     "quarantined": ({"head": AHEAD, "lag": 0}, "lag", "ok", "quarantined"),
     "versions of nonsense": ({"served": {"version": "3"}, "head": []}, "lag", "warning", "serves no version"),
     "booleans for numbers": ({"served": {"version": True}}, "lag", "warning", "serves no version"),
     "error": ({"last_error": {"kind": "store", "message": "disk; mend"}}, "last error", "warning", "disk; mend"),
     "fatal error": ({"served": None, "last_error": {"kind": "store", "message": "x"}}, "last error", "failed", "x"),
-    "untested": ({"versions": {**WELL["versions"], "tested": False}}, "versions", "warning", "never tested"),
-    "other release": ({"versions": {**WELL["versions"], "vllm_delta_sync": "9"}}, "versions", "warning", "is here"),
-    "older plugin": ({"versions": None}, "versions", "warning", "does not say its version"),
-    "deaf": ({"notice": {"listens": True, "heard_seconds": None}}, "notice", "warning", "none has come yet"),
+    "untested": ({"versions": {**WELL["versions"], "tested": False}}, "versions", "warning", "was not tested with"),
+    "other release": ({"versions": {**WELL["versions"], "vllm_delta_sync": "9"}}, "versions", "warning", "machine has"),
+    "older plugin": ({"versions": None}, "versions", "warning", "does not report its version"),
+    "deaf": ({"notice": {"listens": True, "heard_seconds": None}}, "notice", "warning", "none came yet"),
     "gone deaf": ({"notice": {"listens": True, "heard_seconds": 99.5}}, "notice", "warning", "came 100 s ago"),
     "hears": ({"notice": {"listens": True, "heard_seconds": 1.0}}, "notice", "ok", "1 s ago"),
-    "no word of notices": ({"notice": None}, "notice", "skipped", "does not say"),
+    "no word of notices": ({"notice": None}, "notice", "skipped", "does not report it"),
 }  # fmt: skip
 
 
@@ -764,7 +769,7 @@ STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 def test_states(name: str) -> None:
     members, check, verdict, said = STATES[name]
     found = told(**members)[check]
-    assert (found.verdict, said in found.said) == (verdict, True), found
+    assert (found.verdict, said in found.summary) == (verdict, True), found
 
 
 def test_a_server_that_is_behind_is_waited_for() -> None:
@@ -797,12 +802,12 @@ def test_admin() -> None:
 
 
 ANSWERS: dict[str, tuple[dict[str, tuple[int, bytes]], str, str]] = {
-    "nothing of vLLM": ({}, "server", "is no vLLM server: /health says 404"),
+    "nothing of vLLM": ({}, "server", "is not a vLLM server: /health returns 404"),
     "a dead engine": ({"/health": (503, b"")}, "server", "engine is dead"),
-    "a redirect": ({"/health": (302, b"")}, "server", "/health says 302"),
-    "no JSON": ({**status_of(), "/delta_sync/status": (200, b"<html>")}, "plugin", "no status of ours"),
-    "a list": ({**status_of(), "/delta_sync/status": (200, b"[1]")}, "plugin", "no status of ours"),
-    "a bomb": ({**status_of(), "/delta_sync/status": (200, b"[" * 100_000)}, "plugin", "no status of ours"),
+    "a redirect": ({"/health": (302, b"")}, "server", "/health returns 302"),
+    "no JSON": ({**status_of(), "/delta_sync/status": (200, b"<html>")}, "plugin", "not with the plugin's status"),
+    "a list": ({**status_of(), "/delta_sync/status": (200, b"[1]")}, "plugin", "not with the plugin's status"),
+    "a bomb": ({**status_of(), "/delta_sync/status": (200, b"[" * 100_000)}, "plugin", "not with the plugin's status"),
     "an error": ({**status_of(), "/delta_sync/status": (500, b"{}")}, "plugin", "answers with 500"),
     "too much": ({**status_of(), "/delta_sync/status": (200, b" " * (MAX_ANSWER_BYTES + 9))}, "plugin", "more than"),
 }
@@ -813,7 +818,7 @@ def test_answers(name: str) -> None:
     answers, check, said = ANSWERS[name]
     with answering(answers) as server:
         found = look_at(server.url)[check]
-    assert (found.verdict, said in found.said) == ("failed", True), found
+    assert (found.verdict, said in found.summary) == ("failed", True), found
 
 
 def test_nobody_there() -> None:
@@ -882,11 +887,11 @@ def test_for_people(run: Path, tmp_path: Path) -> None:
     assert {mark for mark, _ in lines.values()} == {"✓", "·"}
     assert len({line.index(said) for line, (_, said) in zip(done.out.splitlines(), lines.values(), strict=False)}) == 1
     assert "what to do" not in done.out
-    assert done.out.splitlines()[-1] == "0 failed, 0 warnings, 15 well, 2 skipped"
+    assert done.out.splitlines()[-1] == "0 failed, 0 warnings, 15 ok, 2 skipped"
     done = delta_sync("doctor", "--bucket", tmp_path / "no", "--bytes", "0", encoding="ascii")
     assert (done.code, "\\" in done.out) == (0, False)
     assert {mark for mark, _ in lines_of(done.out).values()} == {"+", "!", "-"}
-    assert re.search(r"^  url  +The first publisher makes it; .*\.$", done.out, re.MULTILINE)
+    assert re.search(r"^  url  +The first publisher creates it; .*\.$", done.out, re.MULTILINE)
 
 
 def test_as_json(run: Path) -> None:
@@ -963,7 +968,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 
 def test_a_file_size_limit(tmp_path: Path) -> None:
-    for limit, check, advice in ((500, "put", "ulimit -f"), (1_000_000, "throughput", "give less --bytes")):
+    for limit, check, advice in ((500, "put", "ulimit -f"), (1_000_000, "throughput", "lower --bytes")):
         with file_size_limit(limit):
             done = delta_sync("doctor", "--bucket", tmp_path, "--bytes", "2000000")
         assert (done.code, advice in lines_of(done.out)[check][1]) == (4, True)

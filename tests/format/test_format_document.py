@@ -28,7 +28,7 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.manifest import FEATURES, Document, Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.maintenance.key_list import CHANGES_PREFIX
+from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit
 from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW
 

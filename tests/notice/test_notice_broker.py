@@ -197,7 +197,7 @@ def test_signals_end_it_cleanly(number: signal.Signals, code: int) -> None:
     running.send_signal(number)
     out, errors = running.communicate(timeout=DEADLINE_SECONDS)
     assert (running.returncode, out) == (code, "")
-    assert "passed 0 notices on, dropped 0 messages" in errors
+    assert "forwarded 0 notices, dropped 0 messages" in errors
     assert "Traceback" not in errors
 
 

@@ -36,9 +36,16 @@ from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance import rolling_weights
 from vllm_delta_sync.maintenance.branch import branch
-from vllm_delta_sync.maintenance.compact import StoppedError, compact, due_folds, make_anchor, make_fold, upkeep
+from vllm_delta_sync.maintenance.compact import (
+    StoppedError,
+    compact,
+    due_ranges,
+    maintain,
+    make_anchor,
+    make_merged_delta,
+)
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.merge_writer import Folding
+from vllm_delta_sync.maintenance.merge_writer import MergeCodec
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run import restore as chain_read
@@ -49,7 +56,7 @@ from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
 
 CREATED = "2026-01-02T03:04:05Z"
-CODECS: tuple[Folding, Folding] = ("packed", "context")
+CODECS: tuple[MergeCodec, MergeCodec] = ("packed", "context")
 T = TypeVar("T")
 
 
@@ -61,7 +68,7 @@ def make(folder: Path, versions: int = 0, **options: Any) -> Written:
     return written
 
 
-def grown(folder: Path, versions: int, codec: Folding = "context") -> Written:
+def grown(folder: Path, versions: int, codec: MergeCodec = "context") -> Written:
     """A run of small tensors of which each version changes much."""
     written = Written(folder / "run", table=SMALL)
     for _ in range(versions):
@@ -106,35 +113,35 @@ def test_merged_deltas_are_made_of_merged_deltas_but_of_no_damaged_one(tmp_path:
     bad = written.run.merged_delta(4, 8).objects[0]
     good = written.bucket.get(bad.key)
     written.bucket.put(bad.key, b"x" * bad.bytes)
-    make_fold(written.run, 0, 16)
+    make_merged_delta(written.run, 0, 16)
     written.check(0, 16)
     # It is made anew where that is asked for.
-    assert make_fold(written.run, 4, 8).objects[0].key == bad.key
-    make_fold(written.run, 4, 8, replace=True)
+    assert make_merged_delta(written.run, 4, 8).objects[0].key == bad.key
+    make_merged_delta(written.run, 4, 8, replace=True)
     assert written.bucket.get(bad.key) == good
     for version in range(1, 17):
         written.lose(written.object_of(version))
-    make_fold(written.run, 0, 16, replace=True)
+    make_merged_delta(written.run, 0, 16, replace=True)
     written.check(0, 16)
     with pytest.raises(NotFoundError, match="no object"):
-        make_fold(written.run, 1, 3)
+        make_merged_delta(written.run, 1, 3)
 
 
 def test_tensors_in_full_and_changes_after_them(tmp_path: Path) -> None:
     written = make(tmp_path, 1)
     for full in ([0, 2], [3], []):
         written.publish(full=full)
-    folded = make_fold(written.run, 0, 4)
+    folded = make_merged_delta(written.run, 0, 4)
     assert not folded.reversible
     written.check(0, 4)
     assert {full.id for full in written.run.changes(folded).full} == {0, 2, 3}
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_several_objects(tmp_path: Path, codec: Folding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_objects(tmp_path: Path, codec: MergeCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 1)
     written = make(tmp_path, 4)
-    folded = make_fold(written.run, 0, 4, object_bytes=1, codec=codec, weights=RollingWeights(written.run))
+    folded = make_merged_delta(written.run, 0, 4, object_bytes=1, codec=codec, weights=RollingWeights(written.run))
     assert len(folded.objects) >= 3
     written.check(0, 4)
     assert_bits(restore(written.run, written.run.manifest(4)).state, written.writer.bits[4])
@@ -147,8 +154,8 @@ def test_several_ranks_and_nothing_changed(tmp_path: Path) -> None:
         written.publish_by_ranks(2)
     for _ in range(4):
         written.publish(share=0.0)
-    assert len(make_fold(written.run, 0, 4).objects) == 1
-    assert make_fold(written.run, 4, 8).changed == 0
+    assert len(make_merged_delta(written.run, 0, 4).objects) == 1
+    assert make_merged_delta(written.run, 4, 8).changed == 0
     for first in (0, 4):
         written.check(first, first + 4)
 
@@ -159,18 +166,18 @@ def test_ranges_that_there_cannot_be(tmp_path: Path) -> None:
     written.publish(codec="raw")
     for first, last in [(3, 3), (4, 3), (-1, 3)]:
         with pytest.raises(UsageError):
-            make_fold(written.run, first, last)
-    with pytest.raises(ChainError, match="left behind by a rebase"):
-        make_fold(written.run, 4, 6)
+            make_merged_delta(written.run, first, last)
+    with pytest.raises(ChainError, match="a rebase dropped versions"):
+        make_merged_delta(written.run, 4, 6)
     with pytest.raises(UnsupportedError, match="version 7 has codec 'raw'"):
-        make_fold(written.run, 6, 7)
-    make_fold(written.run, 1, 6)
+        make_merged_delta(written.run, 6, 7)
+    make_merged_delta(written.run, 1, 6)
     written.check(1, 6)
     with pytest.raises(NotFoundError, match="is not a directory here"):
         compact(written.run, tmp_path / "nowhere")
     written.lose(version_key(2))
     with pytest.raises(GapError):
-        make_fold(written.run, 0, 4)
+        make_merged_delta(written.run, 0, 4)
 
 
 def test_what_the_versions_declare_must_add_up(tmp_path: Path) -> None:
@@ -200,7 +207,7 @@ def test_another_maker_was_first(tmp_path: Path) -> None:
     def put(real: Callable[..., None], key: str, data: bytes | Path) -> None:
         if key == side.fold_key(0, 4) and not theirs:
             theirs.append(None)
-            theirs[:] = [make_fold(written.run, 0, 4, object_bytes=1)]
+            theirs[:] = [make_merged_delta(written.run, 0, 4, object_bytes=1)]
         real()
 
     made = with_put(put, lambda: make_fold(written.run, 0, 4))
@@ -222,7 +229,7 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Mer
         real()
 
     if kind is side.MergedDelta:
-        with_put(put, lambda: make_fold(written.run, 0, 4))
+        with_put(put, lambda: make_merged_delta(written.run, 0, 4))
         written.check(0, 4)
     else:
         with_put(put, lambda: make_anchor(written.run, 4))
@@ -234,7 +241,9 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Mer
 
 
 @pytest.mark.parametrize(("codec", "batch"), [("packed", 1), ("packed", 100), ("context", 100), ("context", 1 << 20)])
-def test_ranges_over_codec_context(tmp_path: Path, codec: Folding, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_over_codec_context(
+    tmp_path: Path, codec: MergeCodec, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In pieces of any size, with tensors in full before, between and after deltas of both codecs."""
     monkeypatch.setattr(reading, "LAZY_ELEMENTS", batch)
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 20)
@@ -253,7 +262,7 @@ def test_ranges_over_codec_context(tmp_path: Path, codec: Folding, batch: int, m
     assert not run.merged_deltas(), "without weights nothing is merged"
     weights = RollingWeights(run, scratch=tmp_path)
     for first, last in [(0, 4), (4, 8), (0, 8), (3, 5)]:
-        folded = make_fold(run, first, last, codec=codec, weights=weights)
+        folded = make_merged_delta(run, first, last, codec=codec, weights=weights)
         assert codec in folded.requires
         written.check(first, last)
     assert run.merged_delta(4, 8).reversible == (codec == "packed")
@@ -270,13 +279,13 @@ def test_ranges_over_codec_context(tmp_path: Path, codec: Folding, batch: int, m
 
 def test_packed_versions_become_a_range_of_codec_context_which_is_repaired(tmp_path: Path) -> None:
     written = grown(tmp_path, 4, "packed")
-    small = make_fold(written.run, 0, 4, codec="context", weights=RollingWeights(written.run))
+    small = make_merged_delta(written.run, 0, 4, codec="context", weights=RollingWeights(written.run))
     written.check(0, 4)
     written.lose(small.objects[0].key)
     report = repair(written.run)
     assert (report.lost, len(report.repaired)) == ([], 1)
     written.check(0, 4)
-    assert small.changed == make_fold(written.run, 0, 4, replace=True).changed
+    assert small.changed == make_merged_delta(written.run, 0, 4, replace=True).changed
 
 
 def test_weights_go_on_from_where_they_are(tmp_path: Path) -> None:
@@ -298,7 +307,7 @@ def test_weights_go_on_from_where_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_compact_and_then_collect(tmp_path: Path, codec: Folding) -> None:
+def test_compact_and_then_collect(tmp_path: Path, codec: MergeCodec) -> None:
     written = grown(tmp_path, 17)
     report = compact(written.run, codec=codec)
     assert (report.folds, report.skipped) == ([(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)], [])
@@ -397,7 +406,7 @@ def test_whatever_ends_it_leaves_nothing(tmp_path: Path, scratch: Path, monkeypa
     for times in range(6):
         asked = iter([False] * times)
         with pytest.raises(StoppedError):
-            make_fold(written.run, 0, 4, scratch=scratch, stop=lambda asked=asked: next(asked, True))  # type: ignore[misc]
+            make_merged_delta(written.run, 0, 4, scratch=scratch, stop=lambda asked=asked: next(asked, True))  # type: ignore[misc]
     with pytest.raises(StoppedError):
         make_anchor(written.run, 4, scratch=scratch, stop=lambda: True)
 
@@ -406,7 +415,7 @@ def test_whatever_ends_it_leaves_nothing(tmp_path: Path, scratch: Path, monkeypa
         raise KeyboardInterrupt
 
     makers: tuple[Callable[[], object], ...] = (
-        lambda: make_fold(written.run, 0, 4, scratch=scratch),
+        lambda: make_merged_delta(written.run, 0, 4, scratch=scratch),
         lambda: make_anchor(written.run, 4, scratch=scratch),
     )
     for maker in makers:
@@ -425,14 +434,14 @@ def test_whatever_ends_it_leaves_nothing(tmp_path: Path, scratch: Path, monkeypa
 SMALL_FILES = """
 import resource, sys
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.maintenance.compact import make_fold
+from vllm_delta_sync.maintenance.compact import make_merged_delta
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format.kernels import add_distances
 from vllm_delta_sync.codec import merge_kernels
 run = open_run(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
-    make_fold(run, 0, 4, scratch=sys.argv[3])
+    make_merged_delta(run, 0, 4, scratch=sys.argv[3])
 except StoreError as error:
     print(error)
 """
@@ -495,8 +504,8 @@ def test_due_ranges_are_an_aligned_skip_list() -> None:
         (0, 16, [4], [(4, 8), (8, 12), (12, 16)]),
         (0, 3, [], []),
     ):
-        assert list(due_folds(first, last, breaks)) == expected
-    assert list(due_folds(0, 64, []))[-3:] == [(60, 64), (48, 64), (0, 64)]
+        assert list(due_ranges(first, last, breaks)) == expected
+    assert list(due_ranges(0, 64, []))[-3:] == [(60, 64), (48, 64), (0, 64)]
 
 
 def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
@@ -512,7 +521,7 @@ def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
         assert sorted(made) == sorted(folds(*due_folds(0, 18, [])))
         for pair in written.run.merged_deltas():
             written.check(*pair)
-    assert upkeep(make(tmp_path / "without", 4).run, manifest, fold=False) == []
+    assert maintain(make(tmp_path / "without", 4).run, manifest, merge=False) == []
 
 
 def test_maintenance_looks_into_the_bucket_now_and_then(tmp_path: Path) -> None:
@@ -530,26 +539,26 @@ def test_maintenance_looks_into_the_bucket_now_and_then(tmp_path: Path) -> None:
             return super().get(key, max_bytes=max_bytes)  # type: ignore[no-any-return]
 
     run.bucket = Counted(written.folder)
-    upkeep(run, written.writer.manifests[3])
+    maintain(run, written.writer.manifests[3])
     assert calls == [side.TAGS_PREFIX]
-    upkeep(run, written.publish(share=0.001))
+    maintain(run, written.publish(share=0.001))
     assert calls.count(side.FOLDS_PREFIX + "000000000") == calls.count(side.ANCHORS_PREFIX) == 1
-    upkeep(run, written.publish(share=0.001))
+    maintain(run, written.publish(share=0.001))
     calls.clear()
     for _ in range(2):
-        upkeep(run, written.publish(share=0.001))
+        maintain(run, written.publish(share=0.001))
     assert calls == [side.TAGS_PREFIX] * 2
 
 
 def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> None:
     written = make(tmp_path, 64)
     asked = iter([False] * 20)
-    stopped = upkeep(written.run, written.writer.manifests[64], stop=lambda: next(asked, True))
+    stopped = maintain(written.run, written.writer.manifests[64], stop=lambda: next(asked, True))
     assert 0 < len(stopped) < 5
     assert sorted(stopped) == folds(*written.run.merged_deltas())
     for key in stopped:
         written.lose(key)
-    first = upkeep(written.run, written.writer.manifests[64])
+    first = maintain(written.run, written.writer.manifests[64])
     assert (len(first), first[:3]) == (8, folds((60, 64), (48, 64), (0, 64)))
     run = written.run
     for left in (8, 5, 0):
@@ -560,14 +569,14 @@ def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> No
 def test_maintenance_leaves_what_is_gone_or_was_left_behind(tmp_path: Path) -> None:
     written = make(tmp_path, 16)
     written.retire((1, 6))
-    assert upkeep(written.run, written.writer.manifests[16]) == folds((12, 16), (8, 12))
+    assert maintain(written.run, written.writer.manifests[16]) == folds((12, 16), (8, 12))
     assert compact(written.run).folds == []
     other = make(tmp_path / "other", 5)
     other.publish(base=2)
     for _ in range(10):
         other.publish()
     pairs = [(12, 16), (8, 12), (0, 4)]
-    assert upkeep(other.run, other.writer.manifests[16]) == folds(*pairs)
+    assert maintain(other.run, other.writer.manifests[16]) == folds(*pairs)
     for pair in pairs:
         other.check(*pair)
 
@@ -576,13 +585,13 @@ def test_every_kth_version_gets_an_anchor(tmp_path: Path) -> None:
     written = make(tmp_path)
     run = written.run
     for _ in range(7):
-        upkeep(run, written.publish(share=0.001), anchor_every=3)
+        maintain(run, written.publish(share=0.001), anchor_every=3)
     assert written.run.anchors() == [3, 6]
     # Nobody calls when 9 is published.
     for _ in range(3):
         written.publish(share=0.001)
     for _ in range(2):
-        upkeep(run, written.publish(share=0.001), anchor_every=3)
+        maintain(run, written.publish(share=0.001), anchor_every=3)
     assert written.run.anchors() == [3, 6, 9, 12]
 
 
@@ -591,12 +600,12 @@ def test_an_anchor_when_replaying_costs_more(tmp_path: Path) -> None:
     made: list[str] = []
     run = written.run
     for _ in range(16):
-        made += upkeep(run, written.publish(share=0.5), fold=False)
+        made += maintain(run, written.publish(share=0.5), merge=False)
     sizes = [manifest.payload_bytes for manifest in written.writer.manifests]
     assert sum(sizes[1:5]) < TABLE.full_bytes < sum(sizes[1:9])
     assert made == [side.anchor_key(8), side.anchor_key(16)]
     cheap = make(tmp_path / "cheap", 15, table=TensorTable([TensorSpec("w", "BF16", (100_000,))]))
-    upkeep(cheap.run, cheap.publish(share=0.001))
+    maintain(cheap.run, cheap.publish(share=0.001))
     assert not cheap.run.anchors()
 
 
@@ -613,12 +622,12 @@ def test_a_milestone_gets_an_anchor(tmp_path: Path) -> None:
 
     tag("old", 1, milestone=False)
     written.bucket.put(side.tag_key("broken"), b"{")
-    assert upkeep(run, written.publish(share=0.001)) == folds((0, 4))
+    assert maintain(run, written.publish(share=0.001)) == folds((0, 4))
     tag("best", 2, milestone=True)
-    assert upkeep(run, written.publish(share=0.001)) == [side.anchor_key(2)]
-    assert upkeep(run, written.publish(share=0.001)) == []
+    assert maintain(run, written.publish(share=0.001)) == [side.anchor_key(2)]
+    assert maintain(run, written.publish(share=0.001)) == []
     tag("best", 3, milestone=True)
-    assert upkeep(run, written.writer.manifests[-1]) == [side.anchor_key(3)]
+    assert maintain(run, written.writer.manifests[-1]) == [side.anchor_key(3)]
     assert written.run.anchors() == [2, 3]
 
 
@@ -629,17 +638,17 @@ def test_what_cannot_be_made_is_said_once_and_the_rest_is_made(
     written.lose(written.object_of(2))
     run = written.run
     for _ in range(4):
-        assert upkeep(run, written.publish(share=0.001), anchor_every=4) == []
-    assert caplog.text.count("versions 0 to 4 are not folded") == 1
-    assert caplog.text.count("version 4 gets no anchor") == 1
-    assert upkeep(run, written.publish(share=0.001)) == folds((4, 8))
+        assert maintain(run, written.publish(share=0.001), anchor_every=4) == []
+    assert caplog.text.count("no merged delta of versions 0 to 4") == 1
+    assert caplog.text.count("no anchor of version 4") == 1
+    assert maintain(run, written.publish(share=0.001)) == folds((4, 8))
 
     def full(real: Callable[..., None], key: str, data: bytes | Path) -> None:
         raise StoreError("full")
 
     other = make(tmp_path / "other", 4)
     with pytest.raises(StoreError):
-        with_put(full, lambda: upkeep(other.run, other.writer.manifests[4]))
+        with_put(full, lambda: maintain(other.run, other.writer.manifests[4]))
 
 
 def test_compact_a_run(tmp_path: Path) -> None:
@@ -648,7 +657,7 @@ def test_compact_a_run(tmp_path: Path) -> None:
     assert (written.run.merged_deltas(), written.run.anchors()) == ([], [])
     seen: list[tuple[int, int]] = []
     report = compact(written.run, anchor="head", progress=lambda done, work, _what: seen.append((done, work)))
-    assert planned.folds == report.folds == list(due_folds(0, 37, []))
+    assert planned.folds == report.folds == list(due_ranges(0, 37, []))
     assert (planned.anchor, report.anchor, report.anchor_present) == (37, 37, False)
     assert (seen[0], seen[-1]) == ((0, len(report.folds) + 1), (len(report.folds) + 1,) * 2)
     for pair in written.run.merged_deltas():

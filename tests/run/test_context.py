@@ -10,7 +10,7 @@ from tests.support.damage import Whole
 from tests.support.samples import RunWriter, changes_between, nudge, random_bits, state_of
 from tests.support.written import TABLE, Written, assert_bits
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.cli.log import version_document
+from vllm_delta_sync.cli.inspect import version_document
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec.delta_object import FINGERPRINTS, DeltaContext, encode

@@ -196,7 +196,7 @@ def test_a_quarantined_head_is_left_out_unless_it_is_named(tmp_path: Path) -> No
     chain.play("..!.!!")
     report = exported(chain, tmp_path / "out")
     assert report.version == 4
-    assert report.notes == [f"version 6 is quarantined, and left out: {REASON}"]
+    assert report.notes == [f"skipped version 6, which is quarantined: {REASON}"]
     report = exported(chain, tmp_path / "out", 5)
     assert (report.version, report.notes) == (5, [f"version 5 is quarantined: {REASON}"])
     set_tag(open_run(chain.url), "bad", 3)
@@ -297,7 +297,7 @@ def test_a_foreign_folder_is_refused_and_stays_as_it_is(chain: Chain, tmp_path: 
     file = tmp_path / "file"
     file.write_bytes(b"mine")
     for below in ("", "out", "a/out"):
-        with pytest.raises(UsageError, match="is, or lies in, a file"):
+        with pytest.raises(UsageError, match="is a file, or lies below one"):
             export(open_run(chain.url), file / below)
     assert file.read_bytes() == b"mine"
 
@@ -560,7 +560,7 @@ def test_what_is_missing_is_named_with_the_places_that_were_looked_into(chain: C
     other.grow()
     other.beside_it(1)
     report = exported(other, tmp_path / "gone-out", 1)
-    assert report.looked_in[1:] == [f"base {str(tmp_path / 'base')!r}, which is no checkpoint on this machine"]
+    assert report.looked_in[1:] == [f"base {str(tmp_path / 'base')!r}, which is not a checkpoint on this machine"]
 
 
 def test_a_folder_of_this_machine_is_not_copied_because_a_run_names_it(chain: Chain, tmp_path: Path) -> None:
@@ -585,13 +585,13 @@ def test_base_supplies_them_later_too(chain: Chain, tmp_path: Path) -> None:
     weights = (out / SINGLE_NAME).stat().st_mtime_ns
     report = exported(chain, out, 3, base=base)
     assert (report.present, report.missing) == (True, [])
-    assert report.notes == ["the folder held the weights already; config.json, tokenizer.json written anew"]
+    assert report.notes == ["the folder already held the weights; wrote only config.json, tokenizer.json"]
     assert report.files == ["config.json", EXPORT_NAME, SINGLE_NAME, "tokenizer.json"]
     assert (out / SINGLE_NAME).stat().st_mtime_ns == weights
     # They stay where nobody says otherwise, and come back as they were.
     (out / "config.json").write_bytes(b"spoilt")
     assert exported(chain, out, 3).files == report.files
-    assert exported(chain, out, 3, base=base).notes == ["the folder held the weights already; config.json written anew"]
+    assert exported(chain, out, 3, base=base).notes == ["the folder already held the weights; wrote only config.json"]
     assert (out / "config.json").read_bytes() == b"{}"
     # Another version has its own, here none.
     assert exported(chain, out, 4).missing == ["config.json", "tokenizer"]
@@ -701,7 +701,7 @@ def test_the_command_says_what_it_wrote(published: Published, tmp_path: Path) ->
     assert lines["directory"].split() == ["directory", str(out)]
     assert " files" in lines["weights"]
     assert "tokenizer.json" in lines["files"]
-    assert "which were there already" in shown(*arguments)
+    assert "already present" in shown(*arguments)
     run = open_run(str(url))
     assert answer("export", "--bucket", url, "--to", out) == {
         "run": run.info.run,
@@ -729,7 +729,7 @@ def test_the_command_says_what_is_missing(chain: Chain, tmp_path: Path) -> None:
     (base / "config.json").write_bytes(b"{}")
     (base / "tokenizer.model").write_bytes(b"")
     said = shown(*export_to, "--bucket", chain.url, "--base", base)
-    assert "config.json, tokenizer.model written anew" in said
+    assert "wrote only config.json, tokenizer.model" in said
 
 
 def test_exit_codes(chain: Chain, tmp_path: Path) -> None:
@@ -805,6 +805,6 @@ def test_an_interrupted_command_says_how_to_go_on(
     with monkeypatch.context() as patch:
         patch.setattr("vllm_delta_sync.maintenance.export.restore", interrupted)
         done = delta_sync("export", "--bucket", chain.url, "--to", tmp_path / "out")
-    assert (done.code, "the same command goes on from here" in done.err) == (130, True)
+    assert (done.code, "the same command continues from here" in done.err) == (130, True)
     assert stored(tmp_path / "out") == {}
     exported(chain, tmp_path / "out")

@@ -255,9 +255,9 @@ def test_collection_removes_what_is_long_over_and_nothing_live(world: FleetRun) 
 
 
 TABLE = """\
-receiver  served  step  lag  state                      target       pause        said  last error
+receiver  served  step  lag  state                      target       pause        heartbeat  last error
 a              2     2    0  idle                       head       12.3 ms     0 s ago  -
-b              1     1    1  staging, waits for its turn  tag:best, holds  -  0 s ago  store: the disk is full\\x07
+b              1     1    1  staging, waits for a pause slot  tag:best, holds  -  0 s ago  store: the disk is full\\x07
 gone           2     2    0  left                       head       -     0 s ago  -
 """
 

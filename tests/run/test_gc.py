@@ -341,7 +341,7 @@ def test_what_was_given_up_once_is_not_missed(tmp_path: Path) -> None:
     report = collect(grown.run_, RetentionPolicy(keep_last=3, keep_every=10))
     assert report.lost == {}
     assert set(report.kept) == {38, 39, 40}
-    assert "given up by an earlier collection, and not kept: versions 10, 20, 30" in report.notes
+    assert "not kept, as an earlier collection gave them up: versions 10, 20, 30" in report.notes
     # What comes back is not gone any more.
     ref = grown.manifests[36].objects[0]
     spare = long_run(tmp_path)
@@ -403,7 +403,7 @@ def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path
     orphan = grown._put(b"whose is it")
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)
-    assert any("folds/0000000000-0000000004.json stays" in note for note in report.notes)
+    assert any("folds/0000000000-0000000004.json cannot be read; it stays" in note for note in report.notes)
     assert orphan.key in grown.memory.held
     assert side.fold_key(0, 4) in grown.memory.held
     assert report.objects

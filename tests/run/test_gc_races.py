@@ -27,7 +27,7 @@ def interleaved(
 ) -> list[Grown]:
     """Collect once for each change that a collection makes, and let something happen right before that change.
 
-    Where another collection took over, or began at the same moment, the first one is refused.
+    Where another collection took over, or started at the same time, the first one is refused.
     """
     done: list[Grown] = []
     at = 0
@@ -169,7 +169,7 @@ def test_a_collection_that_was_killed_delays_the_next_one_for_as_long_as_its_cla
 def test_a_claim_that_cannot_be_read_holds_as_long_as_any(tmp_path: Path, data: bytes) -> None:
     grown = long_run(tmp_path, 8)
     grown.bucket.put(side.collection_key(7), data)
-    with pytest.raises(ConflictError, match="under way"):
+    with pytest.raises(ConflictError, match="is running"):
         collect(grown.run_, FEW)
     grown.memory.clock += CLAIM_SECONDS + 2
     assert collect(grown.run_, FEW).objects
@@ -215,7 +215,7 @@ def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_co
             grown.memory.put(key, theirs.to_bytes())
 
     grown.memory.after = late
-    with pytest.raises(ConflictError, match="began at the same moment"):
+    with pytest.raises(ConflictError, match="started at the same time"):
         collect(grown.run_, FEW)
     assert grown.memory.held.keys() - held.keys() == {side.collection_key(1)}
 
@@ -237,7 +237,7 @@ def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
 
     grown.memory.after = second
     before = objects(grown.memory)
-    with pytest.raises(ConflictError, match=r"retention\.json of memory is not the one that this collection wrote"):
+    with pytest.raises(ConflictError, match=r"retention\.json of memory was replaced"):
         collect(grown.run_, FEW)
     assert len(objects(grown.memory)) == len(before) - 1
 

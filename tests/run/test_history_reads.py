@@ -39,7 +39,7 @@ from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
 from vllm_delta_sync.format.documents import KeyEntry
 from vllm_delta_sync.format.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest, Signature, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
-from vllm_delta_sync.maintenance.merge_writer import make_fold
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run import prefetch
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
@@ -557,7 +557,7 @@ def test_writers_beside_the_history_keep_to_the_limit(chain: Chain, ring: Keyrin
         run.document_limit = 200
         return False
 
-    for make in (lambda: make_anchor(run, HEAD, stop=shrink), lambda: make_fold(run, 0, HEAD, stop=shrink)):
+    for make in (lambda: make_anchor(run, HEAD, stop=shrink), lambda: make_merged_delta(run, 0, HEAD, stop=shrink)):
         run.document_limit = usual
         with pytest.raises(LimitError, match="document_limit"):
             make()

@@ -22,7 +22,13 @@ from vllm_delta_sync.format.anchor_file import shard_tables
 from vllm_delta_sync.format.manifest import Head
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.repair.deltas import difference, lost_object, put_anchor, put_fold, put_lost_shard
+from vllm_delta_sync.maintenance.repair.deltas import (
+    difference,
+    lost_object,
+    put_anchor,
+    put_lost_shard,
+    put_merged_delta,
+)
 from vllm_delta_sync.maintenance.repair.repair import RepairReport, repair
 from vllm_delta_sync.verify.simulate import simulate_fingerprints
 from vllm_delta_sync.verify.verify import verify_run
@@ -66,7 +72,7 @@ def test_head_is_written_again(whole: Whole) -> None:
         else:
             whole.bucket.put(keys.HEAD_KEY, wrong)
         report = repair(whole.run)
-        assert report.repaired == ["HEAD.json: points at version 8, the newest that is good"]
+        assert report.repaired == ["HEAD.json: points at version 8, the newest good one"]
         assert (report.lost, whole.bucket.get(keys.HEAD_KEY)) == ([], right)
     whole.writer.head(3)
     assert repair(whole.run).notes == []
@@ -78,7 +84,7 @@ def test_head_that_proves_a_lost_version_is_left_alone(whole: Whole) -> None:
     before = contents(whole)
     report = repair(whole.run)
     assert (report.repaired, report.unreadable) == ([], [8])
-    assert ["a mirror" in line for line in report.lost if "cannot be read" in line] == [True]
+    assert ["a mirror" in line for line in report.lost if "unreadable" in line] == [True]
     assert contents(whole) == before
 
 
@@ -112,7 +118,7 @@ def test_a_version_whose_object_cannot_be_made_again_gets_a_folded_range() -> No
     damaged = whole.bucket.get(whole.object_of(3))
     report = repair(whole.run)
     assert report.lost == []
-    assert report.repaired == [f"{side.fold_key(2, 3)}: stands in for version 3"]
+    assert report.repaired == [f"{side.fold_key(2, 3)}: replaces the objects of version 3"]
     assert ["version 3: its own objects" in note for note in report.notes] == [True]
     # The manifest cannot list other bytes: what is damaged is left for whoever finds a use for it.
     assert whole.bucket.get(whole.object_of(3)) == damaged
@@ -127,8 +133,8 @@ def test_two_lost_objects_leave_what_is_between_them_lost(whole: Whole) -> None:
     # Version 3 is the one after 2 and 3 taken back once; nothing knows version 2.
     assert whole.readable() == [0, 1, 3, 4, 5, 6, 7, 8]
     assert report.unreadable == [2]
-    assert report.repaired == [f"{side.anchor_key(3)}: stands in for version 3"]
-    assert [line.split(" ")[0] for line in report.lost] == [whole.object_of(2), "versions"]
+    assert report.repaired == [f"{side.anchor_key(3)}: replaces the objects of version 3"]
+    assert [line.split(" ")[0] for line in report.lost] == [whole.object_of(2), "unreadable"]
 
 
 def test_a_lost_version_0_is_rebuilt_from_an_anchor_after_it(whole: Whole) -> None:
@@ -185,9 +191,9 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
             whole.bucket.put(key, b"{")
     report = repair(whole.run)
     assert sorted(report.repaired) == [
-        f"{side.anchor_key(5)}: made again from the chain",
-        f"{side.fold_key(0, 4)}: made again from the chain",
-        f"{side.fold_key(8, 12)}: made again from the chain",
+        f"{side.anchor_key(5)}: rebuilt from the history",
+        f"{side.fold_key(0, 4)}: rebuilt from the history",
+        f"{side.fold_key(8, 12)}: rebuilt from the history",
     ]
     assert report.lost == []
     assert (verify_run(whole.run).anchors, verify_run(whole.run).folds) == (1, 3)
@@ -200,8 +206,8 @@ def test_what_is_lost_is_listed_with_its_tags(whole: Whole) -> None:
     whole.bucket.delete(whole.object_of(4))
     report = repair(whole.run)
     assert report.unreadable == [4, 5, 6, 7, 8]
-    assert ["versions that cannot be read: 4 to 8; a mirror" in line for line in report.lost] == [False, True, False]
-    assert report.lost[2] == "tag 'best' is on version 5, which cannot be read"
+    assert ["unreadable versions: 4 to 8; a mirror" in line for line in report.lost] == [False, True, False]
+    assert report.lost[2] == "tag 'best' is on version 5, which is unreadable"
 
 
 def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
@@ -469,7 +475,7 @@ def test_the_object_of_one_rank_is_what_the_others_leave(codec: Codec, rank: int
         lost_object(whole.run, manifest, lost, before, after)
     report = repair(whole.run)
     assert report.lost == []
-    assert ["stands in for" in line for line in report.repaired] == [True]
+    assert ["replaces the objects of" in line for line in report.repaired] == [True]
     assert verify_run(whole.run).replayed
 
 
@@ -479,7 +485,7 @@ def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:
     states = [state_of(TABLE, bits) for bits in whole.writer.bits]
     run, manifests = whole.run, whole.writer.manifests
     put_anchor(run, manifests[3], states[3])
-    put_fold(run, manifests[1], manifests[4], states[1], states[4])
+    put_merged_delta(run, manifests[1], manifests[4], states[1], states[4])
     report = verify_run(run)
     assert (report.anchors, report.folds) == (1, 1)
     for relative in (True, False):
@@ -508,9 +514,9 @@ def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     run = Run(writer.bucket)
     first, last = writer.manifests
     # Once before, with what is loaded and compiled first.
-    put_fold(run, first, last, before, after)
+    put_merged_delta(run, first, last, before, after)
     with counted() as most:
-        put_fold(run, first, last, before, after, object_bytes=1024 * 1024)
+        put_merged_delta(run, first, last, before, after, object_bytes=1024 * 1024)
     assert most[0] < 12 * 1024 * 1024, most
     folded = run.merged_delta(0, 1)
     assert len(folded.objects) > 1

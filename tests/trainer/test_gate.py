@@ -17,7 +17,7 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, PublishError, StoreError, UsageError
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.manifest import Quarantine
-from vllm_delta_sync.maintenance.compact import upkeep
+from vllm_delta_sync.maintenance.compact import maintain
 from vllm_delta_sync.tensors.floats import count_nonfinite, has_values, values_of
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
@@ -418,6 +418,6 @@ def test_no_anchor_is_made_of_a_quarantined_version(
             trainer.live["a"][5] = NAN if mark == "!" else step
             publisher.publish(step)
             publisher.flush()
-            upkeep(run, run.head(), anchor_every=every)
+            maintain(run, run.head(), anchor_every=every)
     assert run.anchors() == anchors
     assert marks(bucket) == sound

@@ -86,7 +86,7 @@ def test_every_document_is_signed(folder: Path, keys: Keys, trainer: Trainer, tm
     with Publisher(trainer.live, str(folder), signing_key=str(key)) as publisher:
         publish(publisher, trainer)
     run = Run(open_bucket(str(folder)), keys.ring("a"))
-    make_fold(run, 2, 3)
+    make_merged_delta(run, 2, 3)
     made = branch(run, "tag:best", str(tmp_path / "branch"))
     assert assert_all_signed(folder, keys.hex("a")) == {*KINDS, "tensors.json", "objects"} - {KEYS_KEY}
     assert assert_all_signed(tmp_path / "branch", keys.hex("a")) == {
@@ -221,7 +221,7 @@ def test_what_nobody_trusted_has_signed_is_made_again(
     by: str, forger: str | None, folder: Path, keys: Keys, trainer: Trainer
 ) -> None:
     run = signed_run(folder, keys, trainer, 4)
-    make_fold(run, 0, 4)
+    make_merged_delta(run, 0, 4)
     make_anchor(run, 4)
     documents: list[tuple[str, type[Document]]] = [(fold_key(0, 4), MergedDelta), (anchor_key(4), Anchor)]
     for key, kind in documents:
@@ -239,8 +239,8 @@ def test_what_nobody_trusted_has_signed_is_made_again(
         assert (report.present, report.folds, report.anchor_present) == (0, [(0, 4)], False)
         assert compact(again, anchor="head").anchor_present
     else:
-        assert upkeep(again, again.head(), anchor_every=4) == [fold_key(0, 4), anchor_key(4)]
-        assert upkeep(Run(open_bucket(str(folder)), keys.ring("a")), again.head(), anchor_every=4) == []
+        assert maintain(again, again.head(), anchor_every=4) == [fold_key(0, 4), anchor_key(4)]
+        assert maintain(Run(open_bucket(str(folder)), keys.ring("a")), again.head(), anchor_every=4) == []
     assert_all_signed(folder, keys.hex("a"))
     reader = Run(open_bucket(str(folder)), keys.readers("a"))
     assert [(step.start, step.end) for step in way(reader, 0, 4)] == [(0, 4)]

@@ -15,8 +15,7 @@ from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import Anchor, KeyEntry, KeyFile, MergedDelta, Tag
 from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.key_list import check_signer, list_keys
-from vllm_delta_sync.maintenance.keys import change_keys
+from vllm_delta_sync.maintenance.keys import change_keys, check_signer, list_keys
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
@@ -327,7 +326,7 @@ def test_a_list_that_was_put_back_is_seen_by_its_changes(signed: Signed) -> None
     signed.bucket.put(side.KEYS_KEY, older)
     assert ["is newer than keys.json" in note for note in list_keys(signed.run).notes] == [True]
     assert repair(signed.bucket, keyring=Keyring(ROOT.trusted)).repaired == [
-        "keys.json: the newest change of the list that is here, with sequence 2"
+        "keys.json: from the newest change in keys/, with sequence 2"
     ]
     assert list_keys(signed.run).sequence == 2
 

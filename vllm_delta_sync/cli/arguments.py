@@ -1,4 +1,4 @@
-"""What the subcommands' command lines have in common."""
+"""Arguments, settings and helpers that the subcommands share, such as ``add_bucket`` and ``opened``."""
 
 import argparse
 from collections.abc import Callable
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from vllm_delta_sync.client import Run
 
 FLAGS = ("bucket", "trusted_keys", "signing_key")
-"""Settings that commands take as flags; all others come from the environment and the file alone."""
+"""Settings that commands take as flags; all others come only from the environment or the settings file."""
 
 Answer = tuple[dict[str, Any], Callable[[], None]]
-"""The document for ``--json``, and what prints it for people."""
+"""The document for ``--json``, and a function that prints it as text."""
 Command = Callable[[argparse.Namespace], Answer]
 
 
 class CheckFailedError(Exception):
-    """What a command checks does not hold: its error is shown as it is, whatever its kind, and the exit code is 1."""
+    """A check found this error: it is reported unchanged, but the exit code is 1 whatever its kind."""
 
     def __init__(self, error: DeltaSyncError) -> None:
         super().__init__(error)
@@ -29,16 +29,12 @@ class CheckFailedError(Exception):
 
 
 def failed_check(error: DeltaSyncError) -> Exception:
-    """What to raise for an error that a check has found, so that the command ends with 1."""
+    """The exception to raise for an error that a check found, so that the exit code is 1."""
     return error if error.exit_code == 1 else CheckFailedError(error)
 
 
 def exit_codes(failed: str, done: str = "done") -> str:
-    """The part of a command's help that lists its exit codes.
-
-    Args:
-        failed: what it ends with 1 for. done: what it ends with 0 for.
-    """
+    """The list of exit codes in a command's help. Args: failed: meaning of 1. done: meaning of 0."""
     return f"""
 exit codes:
   0 {done}
@@ -48,28 +44,28 @@ exit codes:
 
 
 def add_bucket(parser: argparse.ArgumentParser) -> None:
-    """``--bucket``; see ``bucket_url``."""
+    """Add ``--bucket``; see ``bucket_url``."""
     parser.add_argument("--bucket", metavar="URL", help=f"run URL; default: {_default('bucket')}")
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
-    """``--base``."""
-    parser.add_argument("--base", metavar="DIR", help="checkpoint of version 0, where it is not at the recorded path")
+    """Add ``--base``."""
+    parser.add_argument("--base", metavar="DIR", help="checkpoint of version 0, if it is not at the recorded path")
 
 
 def add_trust(parser: argparse.ArgumentParser, signing: bool = False) -> None:
-    """``--trusted-keys``, and ``--signing-key`` for what writes documents that are signed; see ``keyring_of``."""
+    """Add ``--trusted-keys`` and, for commands that sign documents, ``--signing-key``; see ``keyring_of``."""
     parser.add_argument(
         "--trusted-keys",
         metavar="FILES",
-        help="public key files, separated by commas: take only what one of these keys, or one that they list, has "
-        f"signed; default: {_default('trusted_keys')}" + (", else the key of --signing-key" if signing else ""),
+        help="public key files, separated by commas: accept only what is signed by one of these keys, or by a key in "
+        f"their key list; default: {_default('trusted_keys')}" + (", else the key of --signing-key" if signing else ""),
     )
     if signing:
         parser.add_argument(
             "--signing-key",
             metavar="PATH",
-            help="private key that signs what is written, where the run is signed; default: " + _default("signing_key"),
+            help="private key to sign with, needed if the run is signed; default: " + _default("signing_key"),
         )
 
 
@@ -78,15 +74,15 @@ def _default(field: str) -> str:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """``--json``."""
+    """Add ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def settings_of(options: argparse.Namespace) -> ClientSettings:
-    """The settings that a command runs under: its flags over the environment over the settings file. Read once.
+    """The settings of a command: flags override the environment, which overrides the settings file. Read once.
 
     Raises:
-        SettingsError: an unknown name, or a value that does not fit.
+        SettingsError: an unknown name, or an invalid value.
     """
     if not hasattr(options, "settings"):
         options.settings = client_settings({name: getattr(options, name, None) for name in FLAGS})
@@ -95,22 +91,22 @@ def settings_of(options: argparse.Namespace) -> ClientSettings:
 
 
 def bucket_url(options: argparse.Namespace) -> str:
-    """URL of the run that a command is about.
+    """URL of the command's run.
 
     Raises:
-        UsageError: neither a flag nor a setting names one.
+        UsageError: neither a flag nor a setting names it.
     """
     url = settings_of(options).bucket
     if not url:
-        raise UsageError(f"--bucket URL is missing and {environment_name('bucket')} is not set; say which run is meant")
+        raise UsageError(f"no run is named; give --bucket URL or set {environment_name('bucket')}")
     return url
 
 
 def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
-    """The keys that a command checks and signs with.
+    """The keys with which a command verifies and signs.
 
     Args:
-        signs: whether the signing key is needed; otherwise, and by commands without that flag, it is not even read.
+        signs: whether to read the signing key; commands without ``--signing-key`` never read it.
 
     Raises:
         SettingsError: a key file cannot be used.
@@ -119,23 +115,23 @@ def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
 
 
 def without_mirror(options: argparse.Namespace) -> "StoreOptions":
-    """How a command that maintains a bucket talks to it: never through the mirror in front of it."""
+    """Store options of a command that maintains a bucket: it never reads through the mirror."""
     return settings_of(options).store().model_copy(update={"mirror": None})
 
 
 def opened(options: argparse.Namespace, writes: bool = False, url: str | None = None) -> "Run":
-    """The run that a command is about, checked with the keys that it trusts; closed when the command has ended.
+    """Open the command's run with its trusted keys; it is closed when the command ends.
 
     Args:
-        writes: whether documents will be written that have to be signed where the run is.
-        url: of another run than ``bucket_url`` says.
+        writes: whether the command writes documents, which need a signature if the run is signed.
+        url: of the run; None: ``bucket_url``.
 
     Raises:
-        UsageError: no run is named. SettingsError: a key file cannot be used, or a signed run is to be written into
-            without a key that may sign it. Else as ``open_run``.
+        UsageError: no run is named. SettingsError: a key file cannot be used, or ``writes`` and no key may sign the
+            signed run. Otherwise as ``open_run``.
     """
     from vllm_delta_sync.client import open_run
-    from vllm_delta_sync.maintenance.key_list import check_signer
+    from vllm_delta_sync.maintenance.keys import check_signer
 
     run = open_run(url or bucket_url(options), keyring_of(options, writes), without_mirror(options))
     options.closing.enter_context(run)
@@ -145,25 +141,25 @@ def opened(options: argparse.Namespace, writes: bool = False, url: str | None = 
 
 
 def count(text: str) -> int:
-    """A number from 0 on."""
+    """Parse a number that is 0 or more."""
     value = int(text) if text.isascii() and text.isdecimal() else -1
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give a whole number of at least 0")
     return value
 
 
 def positive(text: str) -> int:
-    """A number from 1 on."""
-    value = count(text)
+    """Parse a number that is 1 or more."""
+    value = int(text) if text.isascii() and text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give a whole number of at least 1")
     return value
 
 
 def version(text: str) -> int | str:
-    """A version's number, or ``tag:NAME``."""
+    """Parse a version's number, or ``tag:NAME``."""
     if text.startswith("tag:"):
         return text
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no version; give a number, or tag:NAME")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version; give a number, or tag:NAME")
     return int(text)

@@ -1,4 +1,4 @@
-"""``delta-sync compact``: arguments and output; what it does is in ``maintenance.compact``."""
+"""``delta-sync compact``: arguments and output; the work is done by ``maintenance.compact``."""
 
 import argparse
 import os
@@ -23,15 +23,15 @@ from vllm_delta_sync.cli.arguments import (
 from vllm_delta_sync.errors import NotFoundError, UsageError
 
 EXAMPLES = """\
-A folded range is one object in the place of 4, 16, 64 … versions, so that a server that is n versions behind reads
-O(log n) objects. An anchor is a full snapshot, so that nobody has to replay what lies before it. Both are made from
-what is in the bucket (an anchor also from the base), on any machine, beside a running publisher. Ended at any moment
-the run stays whole; the next call goes on from there. Ctrl-C ends it with temporary files removed, twice at once.
+A merged delta replaces the deltas of 4, 16, 64 … versions, so that a server that is n versions behind reads O(log n)
+objects. An anchor is a full snapshot, so that readers need not replay the versions before it. Both are made from the
+bucket (an anchor also from the base), on any machine, and beside a running publisher. It is safe to interrupt: the next
+call continues. Ctrl-C ends it after a clean-up of temporary files; a second Ctrl-C ends it at once.
 
-Folded ranges are of codec packed, which is read fast, forwards and backwards. --codec context makes them smaller, for
-slow links and archives; they are read more slowly, and forwards only, since it takes the weights before them. Writing
-them, and folding versions that are of codec context, takes those weights too: the base has to be at hand. Ranges that
-are there stay as they are.
+Merged deltas have codec packed, which is fast to read, forwards and backwards. With --codec context they are smaller,
+for slow links and archives, but slower to read, and forwards only, because reading them takes the weights before them.
+Writing them, and merging versions of codec context, takes these weights too, so the base must be available. Existing
+merged deltas are not changed.
 
 examples:
   delta-sync compact --bucket /data/runs/a --dry-run
@@ -39,7 +39,7 @@ examples:
   delta-sync compact --bucket /data/runs/a --anchor head --base /models/qwen3
   delta-sync compact --bucket /data/runs/a --no-folds --anchor tag:best --json
   delta-sync compact --bucket /data/archive/a --codec context --base /models/qwen3
-  delta-sync compact --bucket /data/runs/a --signing-key trainer.key   (where the run is signed)
+  delta-sync compact --bucket /data/runs/a --signing-key trainer.key   (if the run is signed)
 """
 
 
@@ -47,24 +47,24 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "compact",
-        help="make the folded ranges that a run lacks, and an anchor",
-        description="Make reading a run cheap: folded ranges for catching up, an anchor for starting.",
+        help="make the merged deltas that a run lacks, and an anchor",
+        description="Make a run cheap to read: merged deltas for catching up, an anchor for starting.",
         epilog=EXAMPLES
-        + exit_codes("a range or the anchor cannot be made, since something that it takes is missing or damaged"),
+        + exit_codes("a merged delta or the anchor cannot be made, because its input is missing or damaged"),
     )
     add_bucket(parser)
     add_base(parser)
     add_trust(parser, signing=True)
     parser.add_argument("--anchor", metavar="N|head|tag:NAME", help="also make the anchor of this version")
-    parser.add_argument("--no-folds", action="store_true", help="make no folded ranges")
+    parser.add_argument("--no-folds", action="store_true", help="make no merged deltas")
     parser.add_argument(
         "--codec",
         choices=("packed", "context"),
         default="packed",
-        help="of the folded ranges that are made; context is smaller and read forwards only; default: packed",
+        help="codec of new merged deltas; context is smaller and can only be read forwards; default: packed",
     )
     parser.add_argument("--scratch", metavar="DIR", help="folder for temporary files; default: the system's")
-    parser.add_argument("--dry-run", action="store_true", help="only say what is missing")
+    parser.add_argument("--dry-run", action="store_true", help="only report what is missing")
     add_json(parser)
 
 
@@ -74,22 +74,22 @@ def _compact(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.run.checks import check_base
     from vllm_delta_sync.run.roots import BaseUnavailableError
 
-    anchor = _wanted(options.anchor)
+    anchor = _anchor_version(options.anchor)
     if options.no_folds and anchor is None:
         raise UsageError("--no-folds without --anchor leaves nothing to do; name the version that gets an anchor")
     run = opened(options, writes=not options.dry_run)
-    # What the arguments name has to be there; what is missed afterwards is missing from the run.
+    # First check what the arguments name: NotFoundError after that means that the run is damaged.
     check_base(options.base)
     if anchor is not None:
         anchor = run.resolve(None if anchor == "head" else anchor).version
     bar: list[ProgressBar] = []
 
-    def tell(done: int, work: int, what: str) -> None:
+    def show_progress(done: int, work: int, what: str) -> None:
         bar[:] = bar or [ProgressBar(work, "documents")]
         bar[0].update(done, what)
 
     try:
-        with _stopping() as stop:
+        with _stop_on_interrupt() as stop:
             report = compact(
                 run,
                 options.base,
@@ -97,7 +97,7 @@ def _compact(options: argparse.Namespace) -> Answer:
                 anchor=anchor,
                 dry_run=options.dry_run,
                 scratch=options.scratch,
-                progress=tell,
+                progress=show_progress,
                 stop=stop,
                 codec=options.codec,
             )
@@ -124,17 +124,19 @@ def _compact(options: argparse.Namespace) -> Answer:
 
 
 @contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks to stop where nothing is half done; wherever it may strike, a store's client and the removal of
-    temporary files among it, only the second one does. Whoever has told this process to ignore it is obeyed.
+def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C stop the work at a clean point, and only the second interrupt it anywhere.
+
+    An interrupt anywhere could hit a store's client or the removal of temporary files. Does nothing if the process
+    ignores SIGINT.
 
     Raises:
-        KeyboardInterrupt: it was asked to stop, and has.
+        KeyboardInterrupt: the work was stopped by a Ctrl-C.
     """
-    from vllm_delta_sync.maintenance.compact_uploads import StoppedError, never
+    from vllm_delta_sync.maintenance.rolling_weights import StoppedError, never_stop
 
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield never
+        yield never_stop
         return
     asked = threading.Event()
 
@@ -142,8 +144,8 @@ def _stopping() -> Iterator[Callable[[], bool]]:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
-        # A write of Python's own could have been interrupted by this very call.
-        os.write(sys.stderr.fileno(), b"\ncompact ends as soon as nothing is half done; Ctrl-C again ends it at once\n")
+        # os.write, not print: this handler may have interrupted a write to stderr.
+        os.write(sys.stderr.fileno(), b"\ncompact stops at the next clean point; Ctrl-C again stops it at once\n")
 
     before = signal.signal(signal.SIGINT, ask)
     try:
@@ -154,11 +156,11 @@ def _stopping() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _wanted(text: str | None) -> int | str | None:
+def _anchor_version(text: str | None) -> int | str | None:
     if text is None or text == "head" or text.startswith("tag:"):
         return text
     if not (text.isascii() and text.isdecimal()):
-        raise UsageError(f"--anchor {text!r} is no version; give a number, head, or tag:NAME")
+        raise UsageError(f"--anchor {text!r} is not a version; give a number, head, or tag:NAME")
     return int(text)
 
 
@@ -168,10 +170,10 @@ def _print(document: dict[str, Any]) -> None:
     verb = "to make" if document["dry_run"] else "made"
     fields = [
         ("head", f"version {document['head']}"),
-        ("folded ranges", f"{len(document['folds'])} {verb}, {document['folds_present']} were there"),
+        ("merged deltas", f"{len(document['folds'])} {verb}, {document['folds_present']} already exist"),
     ]
     if document["anchor"] is not None:
-        state = "was there" if document["anchor_present"] else verb
+        state = "already exists" if document["anchor_present"] else verb
         fields.append(("anchor", f"of version {document['anchor']}, {state}"))
     if not document["dry_run"]:
         fields += [("written", size(document["bytes"])), ("seconds", f"{document['seconds']:.1f}")]

@@ -1,4 +1,4 @@
-"""``delta-sync export``: arguments and output; what it does is in ``maintenance.export``."""
+"""``delta-sync export``: arguments and output; the work is done by ``maintenance.export``."""
 
 import argparse
 import sys
@@ -18,16 +18,15 @@ from vllm_delta_sync.cli.arguments import (
 )
 
 EXAMPLES = """\
-What comes out is an ordinary Hugging Face checkpoint: transformers, vLLM and everything else load it. Every tensor has
-the bits that the trainer published; digests, fingerprints and (with --trusted-keys) signatures are checked on the way.
+The result is an ordinary Hugging Face checkpoint, which transformers, vLLM and other tools load. Every tensor has the
+bits that the trainer published; digests, fingerprints and (with --trusted-keys) signatures are checked.
 
-Configuration and tokenizer come from the run, which keeps them since its beginning. Runs of older publishers do not:
-then they are taken from the base, where that is at hand.
+Configuration and tokenizer come from the run. Runs of older publishers do not keep them; then they come from the base,
+if it is available.
 
-It is safe to stop an export at any moment. The folder holds a whole checkpoint or none, and the same command goes on
-without downloading anything twice. Until it is done it takes the disk space of the checkpoint and of the objects that
-lead to it. A folder that was exported to before may be named again; any other has to be new or empty. Without --version
-a quarantined version is passed over.
+It is safe to interrupt: the folder holds a complete checkpoint or none, and the same command continues without
+downloading anything twice. Until it is done, an export takes the disk space of the checkpoint and of the objects read.
+The folder must be new, empty, or from an earlier export. Without --version, quarantined versions are skipped.
 
 examples:
   delta-sync export --bucket /data/runs/a --to /models/a
@@ -42,7 +41,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "export",
         help="write a version as an ordinary checkpoint folder",
         description="Write the weights of a version to a folder, with configuration and tokenizer, bit for bit.",
-        epilog=EXAMPLES + exit_codes("weights or documents are damaged, or not signed by who is trusted"),
+        epilog=EXAMPLES + exit_codes("weights or documents are damaged, or not signed by a trusted key"),
     )
     add_bucket(parser)
     parser.add_argument(
@@ -51,7 +50,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="N|tag:NAME",
         help="the version to write; default: the newest that is not quarantined",
     )
-    parser.add_argument("--to", required=True, metavar="DIR", help="folder to write, made if it is not there")
+    parser.add_argument("--to", required=True, metavar="DIR", help="folder to write; created if it does not exist")
     add_base(parser)
     parser.add_argument(
         "--shard-bytes",
@@ -70,14 +69,16 @@ def _export(options: argparse.Namespace) -> Answer:
     run = opened(options)
     bar: list[ProgressBar] = []
 
-    def tell(done: int, work: int) -> None:
+    def show_progress(done: int, work: int) -> None:
         bar[:] = bar or [ProgressBar(work, "bytes")]
         bar[0].update(done)
 
     try:
-        report = export(run, options.to, options.version, options.base, options.shard_bytes or SHARD_BYTES, tell)
+        report = export(
+            run, options.to, options.version, options.base, options.shard_bytes or SHARD_BYTES, show_progress
+        )
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        print("\nstopped; the same command continues from here", file=sys.stderr)
         raise
     finally:
         for drawn in bar:
@@ -114,8 +115,8 @@ def _print(document: dict[str, Any]) -> None:
     if document["missing"]:
         places = "; ".join(document["looked_in"]) or "the folder itself"
         print(
-            clean(f"missing: {' and '.join(document['missing'])}, looked for in {places}"),
-            "without them nothing loads the weights as a model: copy them into the folder, or pass --base with a "
+            clean(f"missing: {' and '.join(document['missing'])}, searched in {places}"),
+            "without them the weights cannot be loaded as a model: copy them into the folder, or pass --base with a "
             "checkpoint that has them",
             sep="\n",
             file=sys.stderr,
@@ -127,7 +128,7 @@ def _weights(document: dict[str, Any]) -> str:
 
     names = [name for name in document["files"] if name.endswith(".safetensors")]
     where = names[0] if len(names) == 1 else f"{len(names)} files"
-    return f"{size(document['bytes'])} in {where}" + (", which were there already" if document["present"] else "")
+    return f"{size(document['bytes'])} in {where}" + (", already present" if document["present"] else "")
 
 
 COMMANDS: dict[str, Command] = {"export": _export}

@@ -1,4 +1,4 @@
-"""``delta-sync fleet``: who serves what, and waiting until all serve a version."""
+"""``delta-sync fleet`` lists the servers of a run with what they serve, or waits until all serve a version."""
 
 import argparse
 import json
@@ -20,14 +20,13 @@ from vllm_delta_sync.cli.arguments import (
 from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.cli import Parser
     from vllm_delta_sync.client import Run
     from vllm_delta_sync.fleet.fleet import Fleet, Replica
 
 EXAMPLES = """\
-Servers are listed that were started with --receiver-id; each tells in the bucket what it serves. One that has said
-nothing for longer than its lease (setting lease_seconds) is marked as ended. --wait ends once every live server serves
-the version or a newer one, and those, with the ones that have ended since it was published, are at least N.
+Lists servers that were started with --receiver-id and write heartbeats to the bucket. A server whose heartbeat is older
+than its setting lease_seconds counts as ended. --wait ends when every live server serves the version or a newer one,
+and these servers, together with those that ended since it was published, are at least N.
 
 examples:
   delta-sync fleet --bucket /data/runs/a
@@ -38,25 +37,25 @@ CLEAR = "\033[H\033[J"
 LONGEST_ERROR = 60
 
 
-def add(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """The subcommand."""
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand."""
     fleet = commands.add_parser(
         "fleet",
         help="list the servers that follow a run, or wait for them",
-        description="List the servers that follow a run, with what each says of itself.",
-        epilog=EXAMPLES + exit_codes("with --wait: it takes longer than SECONDS; the error names the servers that lag"),
+        description="List the servers that follow a run, from their heartbeats.",
+        epilog=EXAMPLES + exit_codes("with --wait: the timeout passed; the error names the servers that lag"),
     )
     add_bucket(fleet)
     add_trust(fleet)
     fleet.add_argument(
-        "--watch", type=_seconds, metavar="SECONDS", help="list them again and again, until Ctrl-C; goes with no --wait"
+        "--watch", type=_seconds, metavar="SECONDS", help="refresh the list until Ctrl-C; not with --wait"
     )
-    fleet.add_argument("--wait", type=version, metavar="N|tag:NAME", help="wait until all of them serve a version")
+    fleet.add_argument("--wait", type=version, metavar="N|tag:NAME", help="wait until all servers serve this version")
     fleet.add_argument(
-        "--replicas", type=count, default=None, metavar="N", help="with --wait: how many there are (default: 1)"
+        "--replicas", type=count, default=None, metavar="N", help="with --wait: least number of servers (default: 1)"
     )
     fleet.add_argument(
-        "--timeout", type=_seconds, default=None, metavar="SECONDS", help="with --wait: longest (default: 60)"
+        "--timeout", type=_seconds, default=None, metavar="SECONDS", help="with --wait: longest wait (default: 60)"
     )
     add_json(fleet)
 
@@ -67,15 +66,15 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = float("nan")
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number of seconds above 0")
     return value
 
 
 def _fleet(options: argparse.Namespace) -> Answer:
     if options.watch is not None and options.wait is not None:
-        raise UsageError("--watch goes with no --wait")
+        raise UsageError("--watch cannot be combined with --wait")
     if options.wait is None and (options.replicas is not None or options.timeout is not None):
-        raise UsageError("--replicas and --timeout go with --wait VERSION")
+        raise UsageError("--replicas and --timeout need --wait VERSION")
     run = opened(options)
     if options.watch is not None:
         _watch(run, options)
@@ -89,7 +88,7 @@ def _fleet(options: argparse.Namespace) -> Answer:
 
 
 def _watch(run: "Run", options: argparse.Namespace) -> None:
-    """List again and again; ends by an interrupt, or an error."""
+    """Refresh the list until an interrupt or an error."""
     fleet = run.fleet()
     while True:
         document = fleet_document(run, fleet)
@@ -104,7 +103,7 @@ def _watch(run: "Run", options: argparse.Namespace) -> None:
 
 
 def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:
-    """All servers, those that are live first."""
+    """All servers, the live ones first."""
     rows = [_row(replica) for replica in [*fleet.live, *fleet.ended]]
     served = [row["served"] for row in rows if row["live"] and row["served"] is not None]
     return {
@@ -143,12 +142,12 @@ def _row(replica: "Replica") -> dict[str, Any]:
 
 
 def print_fleet(document: dict[str, Any]) -> None:
-    """A table, and one line of totals."""
+    """Print a table, and one line of totals."""
     from vllm_delta_sync.cli.text import clean, print_columns
 
     rows = document["replicas"]
     if rows:
-        titles = ("receiver", "served", "step", "lag", "state", "target", "pause", "said", "last error")
+        titles = ("receiver", "served", "step", "lag", "state", "target", "pause", "heartbeat", "last error")
         print_columns(titles, [_cells(row) for row in rows], left=(0, 4, 5, 8))
         print()
     for line in document["ignored"]:
@@ -162,7 +161,7 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
     if not row["live"]:
         state = "left" if row["left"] else "ended"
     else:
-        state = _text(row["state"]) + (", waits for its turn" if row["waiting"] else "")
+        state = _text(row["state"]) + (", waits for a pause slot" if row["waiting"] else "")
     error = row["error"]
     text = "-" if error is None else f"{error['kind']}: {error['message']}"
     return (

@@ -1,4 +1,4 @@
-"""``delta-sync gc``, ``tag`` and ``branch``: arguments and output; what they do is in ``maintenance``."""
+"""``delta-sync gc``: arguments and output; the work is done by ``maintenance.gc``."""
 
 import argparse
 import re
@@ -13,7 +13,6 @@ from vllm_delta_sync.cli.arguments import (
     exit_codes,
     opened,
     positive,
-    version,
 )
 from vllm_delta_sync.errors import UsageError
 
@@ -22,110 +21,70 @@ SHOWN = 20
 KEEP_LAST = 100
 
 GC_TEXT = """\
-Remove objects, anchors and folded ranges that no version that is kept needs. Kept are: the head; the last N versions
-and every delta of them; every K-th; those with a tag; those that another run branches from; those published within
---keep-for; those that a receiver with a live lease serves, heads for or pins, and its way to the head. Each of them
-can be rebuilt bit for bit afterwards. Without any --keep-… nothing is removed unless --yes says so; where nothing
-would be removed, the answer says why. Manifests stay, so the log stays whole. Of receivers, leases that ended a day
-ago or more go too, and all turns but the newest. Safe beside publishers and receivers, and at
-Ctrl-C: the next collection goes on from there. A second collection at the same time is
-refused; one that was killed delays the next by ten minutes at most.
+Remove objects, anchors and merged deltas that no kept version needs. Kept versions are: the head; the last N versions
+with all their deltas; every K-th version; tagged versions; versions that another run branches from; versions published
+within --keep-for; versions that a live receiver serves, targets or pins, with its path to the head. Each kept version
+can still be rebuilt bit for bit. Manifests stay, so the log stays complete. Heartbeats (leases) that expired a day ago
+or more, and all pause slot entries (turns) but the newest, are removed too.
+
+Without any --keep-… option, --yes or --dry-run is required. If nothing can be removed, the output says why. Safe beside
+publishers and receivers, and to interrupt with Ctrl-C: the next collection continues. Only one collection runs at a
+time; a killed one delays the next by at most ten minutes.
 """
 GC_EXAMPLES = """\
---min-age must be longer than an upload, a compaction, and a read by anybody who has no lease. Durations: 90s, 15m, 2h,
-7d.
+--min-age must be longer than an upload, a compaction, and a read by a process without a heartbeat. Durations are
+written as 90s, 15m, 2h or 7d.
 
 examples:
   delta-sync gc --bucket /data/runs/a --dry-run
   delta-sync gc --bucket /data/runs/a --keep-last 50 --keep-every 1000
   delta-sync gc --bucket /data/runs/a --keep-last 1 --keep-for 7d --min-age 15m --json
 """
-TAG_EXAMPLES = """\
-examples:
-  delta-sync tag --bucket /data/runs/a
-  delta-sync tag best --bucket /data/runs/a --version 420
-  delta-sync tag release-1 --bucket /data/runs/a --milestone
-  delta-sync compact --bucket /data/runs/a --anchor tag:release-1   (where no publisher is running)
-  delta-sync tag best --bucket /data/runs/a --delete
-"""
-BRANCH_EXAMPLES = """\
-Nothing is copied: version 0 of the new run refers to the version, and a tag branch-… in the old run keeps it for as
-long as that tag is there.
-
-examples:
-  delta-sync branch /data/runs/b --bucket /data/runs/a
-  delta-sync branch /data/runs/b --bucket /data/runs/a --version 420
-  delta-sync branch file:///data/runs/b --bucket /data/runs/a --version tag:best --json
-"""
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommands."""
-    _add_gc(commands)
-    tag = commands.add_parser(
-        "tag",
-        help="name a version, so that it is kept",
-        description="Name a version, so that gc keeps it and --version tag:NAME means it; without NAME list the tags.",
-        epilog=TAG_EXAMPLES,
-    )
-    tag.add_argument("name", metavar="NAME", nargs="?", help="1 to 100 of A-Z a-z 0-9 . _ -")
-    add_bucket(tag)
-    add_trust(tag, signing=True)
-    tag.add_argument("--version", type=version, metavar="N|tag:NAME", help="the version; default: the head")
-    tag.add_argument("--milestone", action="store_true", help="its publisher makes an anchor of it, which gc keeps")
-    tag.add_argument("--delete", action="store_true", help="remove the tag")
-    add_json(tag)
-
-    branch = commands.add_parser(
-        "branch",
-        help="begin a new run at a version of this one",
-        description="Begin a new run at a version of this one, without copying anything.",
-        epilog=BRANCH_EXAMPLES,
-    )
-    branch.add_argument("url", metavar="NEW_URL", help="URL of the new run")
-    add_bucket(branch)
-    add_trust(branch, signing=True)
-    branch.add_argument("--version", type=version, metavar="N|tag:NAME", help="where to begin; default: the head")
-    add_json(branch)
-
-
-def _add_gc(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand."""
     gc = commands.add_parser(
         "gc",
-        help="remove what no kept version needs",
+        help="remove objects that no kept version needs",
         description=GC_TEXT,
         epilog=GC_EXAMPLES + exit_codes("a version that should be kept cannot be rebuilt"),
     )
     add_bucket(gc)
     add_trust(gc)
-    gc.add_argument("--keep-last", type=positive, metavar="N", help=f"newest versions (default: {KEEP_LAST})")
-    gc.add_argument("--keep-every", type=positive, metavar="K", help="versions whose number K divides")
-    gc.add_argument("--keep-for", type=_duration, metavar="TIME", help="versions published within this time")
-    gc.add_argument("--no-tagged", action="store_true", help="tags keep no version, save those of branches and rebases")
     gc.add_argument(
-        "--min-age", type=_duration, default=3600.0, metavar="TIME", help="what was put later stays (default: 1h)"
+        "--keep-last", type=positive, metavar="N", help=f"keep the newest N versions (default: {KEEP_LAST})"
+    )
+    gc.add_argument("--keep-every", type=positive, metavar="K", help="keep versions whose number K divides")
+    gc.add_argument("--keep-for", type=_duration, metavar="TIME", help="keep versions published within this time")
+    gc.add_argument(
+        "--no-tagged", action="store_true", help="do not keep tagged versions, except those of branches and rebases"
+    )
+    gc.add_argument(
+        "--min-age",
+        type=_duration,
+        default=3600.0,
+        metavar="TIME",
+        help="keep everything newer than this (default: 1h)",
     )
     gc.add_argument(
         "--longest-pin",
         type=_duration,
         default=7 * 24 * 3600.0,
         metavar="TIME",
-        help="leases hold no version published longer ago (default: 7d)",
+        help="receivers keep no version published longer ago than this (default: 7d)",
     )
-    gc.add_argument("--yes", action="store_true", help="collect without any --keep-…, by the defaults")
-    gc.add_argument("--dry-run", action="store_true", help="only say what would go")
+    gc.add_argument("--yes", action="store_true", help="collect by the defaults, without any --keep-… option")
+    gc.add_argument("--dry-run", action="store_true", help="only report what would be removed")
     add_json(gc)
 
 
 def _duration(text: str) -> float:
-    """Seconds of ``90s``, ``15m``, ``2h`` or ``7d``."""
+    """Parse ``90s``, ``15m``, ``2h`` or ``7d`` into seconds."""
     match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number and s, m, h or d, such as 15m")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number and s, m, h or d, such as 15m")
     return float(int(match[1]) * UNITS[match[2]])
-
-
-# gc
 
 
 def _gc(options: argparse.Namespace) -> Answer:
@@ -135,8 +94,8 @@ def _gc(options: argparse.Namespace) -> Answer:
     chosen = (options.keep_last, options.keep_every, options.keep_for)
     if not (options.yes or options.dry_run or any(value is not None for value in chosen)):
         raise UsageError(
-            "say what to keep: --keep-last N, --keep-every K or --keep-for TIME; or --yes, which keeps the newest "
-            f"{KEEP_LAST} versions and what is tagged or in use. --dry-run says what would go"
+            "choose what to keep with --keep-last N, --keep-every K or --keep-for TIME; or give --yes to keep the "
+            f"newest {KEEP_LAST} versions and those tagged or in use. --dry-run shows what would be removed"
         )
     policy = RetentionPolicy(
         keep_last=KEEP_LAST if options.keep_last is None else options.keep_last,
@@ -149,12 +108,12 @@ def _gc(options: argparse.Namespace) -> Answer:
     run = opened(options)
     bar: list[ProgressBar] = []
 
-    def tell(done: int, total: int, count: int) -> None:
+    def show_progress(done: int, total: int, count: int) -> None:
         bar[:] = bar or [ProgressBar(total, "removed")]
         bar[0].update(done, size(count))
 
     try:
-        report = collect(run, policy, options.dry_run, tell)
+        report = collect(run, policy, options.dry_run, show_progress)
     finally:
         for drawn in bar:
             drawn.close()
@@ -192,12 +151,12 @@ def _print_gc(document: dict[str, Any]) -> None:
 
     removed = document["removed"]
     counts = (
-        f"{len(removed['objects'])} objects, {len(removed['anchors'])} anchors, {len(removed['folds'])} folded ranges"
+        f"{len(removed['objects'])} objects, {len(removed['anchors'])} anchors, {len(removed['folds'])} merged deltas"
     )
     if removed["sidecars"]:
         counts += f", {len(removed['sidecars'])} sidecars"
     if removed["leases"] or removed["turns"]:
-        counts += f", {len(removed['leases'])} leases, {len(removed['turns'])} turns"
+        counts += f", {len(removed['leases'])} heartbeats, {len(removed['turns'])} pause slot entries"
     fields: list[tuple[str, object]] = [
         ("head", f"version {document['head']}"),
         ("kept", f"{len(document['kept'])} versions: {spelled(row['version'] for row in document['kept'])}"),
@@ -208,7 +167,7 @@ def _print_gc(document: dict[str, Any]) -> None:
         fields.append(("without own delta", f"versions {spelled(gone)}"))
     if document["lost"]:
         lost = spelled(row["version"] for row in document["lost"])
-        fields.append(("LOST", f"versions {lost} should be kept and cannot be rebuilt; see delta-sync repair"))
+        fields.append(("LOST", f"versions {lost} should be kept but cannot be rebuilt; run delta-sync repair"))
     because = [("nothing, because", reason) for reason in document["nothing_because"]]
     print_fields([*fields, *because, *(("note", note) for note in document["notes"])])
     named = [row for row in document["kept"] if set(row["because"]) - {"last", "every", "recent"}]
@@ -220,73 +179,4 @@ def _print_gc(document: dict[str, Any]) -> None:
             print(f"… {len(named) - SHOWN} more; --json lists them")
 
 
-# tag
-
-
-def _tag(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
-
-    if options.delete and (options.version is not None or options.milestone):
-        raise UsageError("--delete goes with neither --version nor --milestone")
-    if options.name is None and (options.delete or options.version is not None or options.milestone):
-        raise UsageError("NAME is missing; without it tags are listed")
-    run = opened(options, writes=options.name is not None and not options.delete)
-    if options.name is None:
-        rows = [_tag_document(name, tag) for name, tag in run.tags().items()]
-        document = {"run": run.info.run, "url": run.bucket.url, "tags": rows}
-        return document, lambda: _print_tags(rows)
-    if options.delete:
-        delete_tag(run, options.name)
-        return {"run": run.info.run, "deleted": options.name}, lambda: print(f"tag {options.name} is deleted")
-    row = _tag_document(options.name, set_tag(run, options.name, options.version, options.milestone))
-    return {"run": run.info.run, **row}, lambda: print(f"version {row['version']} is {options.name}")
-
-
-def _tag_document(name: str, tag: Any) -> dict[str, Any]:
-    return {
-        "tag": name,
-        "version": tag.version,
-        "manifest": tag.manifest,
-        "milestone": tag.milestone,
-        "branch": tag.branch,
-        "created_at": tag.created_at,
-    }
-
-
-def _print_tags(rows: list[dict[str, Any]]) -> None:
-    from vllm_delta_sync.cli.text import print_columns
-
-    cells = [
-        (row["tag"], row["version"], "yes" if row["milestone"] else "-", row["created_at"], row["branch"] or "-")
-        for row in rows
-    ]
-    print_columns(("tag", "version", "milestone", "created", "branch"), cells, left=(0, 2, 3, 4))
-
-
-# branch
-
-
-def _branch(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli.text import print_fields
-    from vllm_delta_sync.maintenance.branch import branch
-
-    run = opened(options, writes=True)
-    made = options.closing.enter_context(branch(run, options.version, options.url))
-    first = made.manifest(0)
-    source = first.base.version if first.base is not None else None
-    document = {
-        "run": made.info.run,
-        "url": made.bucket.url,
-        "source": {"run": run.info.run, "url": run.bucket.url, "version": source},
-        "fingerprint": first.fingerprint,
-    }
-    fields: list[tuple[str, object]] = [
-        ("run", made.info.run),
-        ("url", made.bucket.url),
-        ("begins at", f"version {source} of {run.bucket.url}"),
-        ("fingerprint", first.fingerprint),
-    ]
-    return document, lambda: print_fields(fields)
-
-
-COMMANDS: dict[str, Command] = {"gc": _gc, "tag": _tag, "branch": _branch}
+COMMANDS: dict[str, Command] = {"gc": _gc}

@@ -1,4 +1,7 @@
-"""``delta-sync keygen`` and ``keys``: arguments and output; what they do is in ``trust`` and ``maintenance``."""
+"""``delta-sync keygen`` and ``delta-sync keys``: arguments and output of both commands.
+
+The work is done by ``trust.keys``, ``notice.curve`` and ``maintenance.keys``.
+"""
 
 import argparse
 import re
@@ -19,8 +22,8 @@ from vllm_delta_sync.cli.arguments import (
 from vllm_delta_sync.errors import UsageError
 
 KEYGEN_EXAMPLES = """\
-PATH is the private key, which only its owner may read, and nobody else gets; PATH.pub is for everybody. A publisher
-signs with the first (signing_key), servers take only what the second stands for (trusted_keys).
+PATH is the private key; only its owner may read the file, so keep it secret. PATH.pub is the public key. A publisher
+signs with the private key (signing_key); servers accept only what is signed by the public keys in trusted_keys.
 
 examples:
   delta-sync keygen trainer.key
@@ -28,10 +31,10 @@ examples:
   delta-sync keygen notice.key --notice
 """
 KEYS_EXAMPLES = """\
-Without a change, list them. The list, keys.json, lies in the bucket and is signed by a key that servers are told to
-trust; keys that are only in the list sign weights and cannot change it. A key is retired when it signs no more: what
-it signed holds. It is revoked when somebody else may have it: then only the versions up to --version hold, and nothing
-else that it signed. Keep the key that signs the list off the machines that publish, where it might be stolen.
+Without --add, --retire or --revoke, list the keys. The list, keys.json, is in the bucket and signed by a key that the
+servers trust; keys that are only in the list may sign weights, but may not change the list. Retire a key that stops
+signing: its signatures stay valid. Revoke a key that may be stolen: of its signatures, only those of versions up to
+--version stay valid. Keep the key that signs the list off the publishing machines, where it might be stolen.
 
 examples:
   delta-sync keys --bucket /data/runs/a --trusted-keys root.key.pub
@@ -42,29 +45,31 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommands."""
+    """Add both subcommands."""
     keygen = commands.add_parser(
         "keygen",
         help="make a key pair, for signatures or for notices",
         description="Make a key pair: PATH and PATH.pub.",
         epilog=KEYGEN_EXAMPLES,
     )
-    keygen.add_argument("path", metavar="PATH", type=Path, help="file for the private key; it must not be there yet")
-    keygen.add_argument("--notice", action="store_true", help="a CURVE pair for encrypted notices, not for signatures")
+    keygen.add_argument("path", metavar="PATH", type=Path, help="file for the private key; must not exist yet")
+    keygen.add_argument(
+        "--notice", action="store_true", help="make a CURVE key pair for encrypted notices instead of signatures"
+    )
     add_json(keygen)
 
     parser = commands.add_parser(
         "keys",
-        help="who may sign a run: list, add, retire, revoke",
-        description="Say which keys may sign a run, and until which version.",
+        help="list, add, retire or revoke the keys that may sign a run",
+        description="List or change the keys that may sign a run.",
         epilog=KEYS_EXAMPLES,
     )
     add_bucket(parser)
     add_trust(parser, signing=True)
     for name, text in (
-        ("--add", "it may sign from now on"),
-        ("--retire", "it signs no more; what it signed holds"),
-        ("--revoke", "somebody else may have it"),
+        ("--add", "may sign from now on"),
+        ("--retire", "stops signing; its signatures stay valid"),
+        ("--revoke", "may be stolen; its signatures become invalid"),
     ):
         parser.add_argument(
             name, action="append", default=[], metavar="FILE.pub", help=f"public key file, or 64 hex digits: {text}"
@@ -73,7 +78,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "--version",
         type=_last_version,
         metavar="N",
-        help="last version that the keys to retire or revoke have signed; none with --revoke; default: the head",
+        help="last version whose signatures by retired or revoked keys stay valid; with --revoke also none; default: "
+        "the head",
     )
     add_json(parser)
 
@@ -82,7 +88,7 @@ def _last_version(text: str) -> int | str:
     if text == "none":
         return text
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no version; give a number, or none")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version; give a number, or none")
     return int(text)
 
 
@@ -109,7 +115,7 @@ def _keys(options: argparse.Namespace) -> Answer:
         return _change(options)
     if options.version is not None:
         raise UsageError("--version goes with --retire or --revoke")
-    from vllm_delta_sync.maintenance.key_list import list_keys
+    from vllm_delta_sync.maintenance.keys import list_keys
 
     run = opened(options)
     found = list_keys(run)
@@ -136,7 +142,7 @@ def _keys(options: argparse.Namespace) -> Answer:
 def _print_list(document: dict[str, Any]) -> None:
     from vllm_delta_sync.cli.text import print_columns, print_fields
 
-    signed = "none: only trusted keys may sign"
+    signed = "no list: only trusted keys may sign"
     if document["sequence"]:
         checked = "" if document["checked"] else ", not checked"
         signed = f"sequence {document['sequence']}, signed by key {(document['signed_by'] or 'none')[:16]}{checked}"
@@ -148,13 +154,13 @@ def _print_list(document: dict[str, Any]) -> None:
     ]
     if rows:
         print()
-        print_columns(("key", "by", "state", "holds"), rows, left=(0, 1, 2, 3))
+        print_columns(("key", "by", "state", "valid"), rows, left=(0, 1, 2, 3))
 
 
 def _until(row: dict[str, Any]) -> str:
     if row["last"] is not None:
         return f"up to version {row['last']['version']}"
-    return "for nothing" if row["state"] == "revoked" else "without end"
+    return "never" if row["state"] == "revoked" else "always"
 
 
 def _change(options: argparse.Namespace) -> Answer:
@@ -194,7 +200,7 @@ def _public(text: str) -> str:
 def _print_change(document: dict[str, Any]) -> None:
     from vllm_delta_sync.cli.text import clean
 
-    print(f"keys.json has sequence {document['sequence']} and lists {len(document['keys'])} keys")
+    print(f"keys.json now has sequence {document['sequence']} and lists {len(document['keys'])} keys")
     for note in document["notes"]:
         print(clean(note))
 

@@ -1,32 +1,60 @@
-"""What ``log`` and ``inspect`` say: a document for programs, and its printed form for people."""
+"""``delta-sync log``: arguments, output, and the document for ``--json``."""
 
-import json
-from collections import Counter
-from pathlib import Path
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vllm_delta_sync.cli.arguments import failed_check
-from vllm_delta_sync.cli.text import percent, print_columns, print_fields, shape, size, times
-from vllm_delta_sync.client import Run
-from vllm_delta_sync.codec.delta_object import METADATA_KEY
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    Command,
+    add_bucket,
+    add_json,
+    add_trust,
+    exit_codes,
+    failed_check,
+    opened,
+    positive,
+)
+from vllm_delta_sync.cli.text import percent, print_columns, size, times
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
-from vllm_delta_sync.format.canonical_json import load_canonical
-from vllm_delta_sync.format.manifest import Manifest, RunInfo
-from vllm_delta_sync.format.safetensors_file import Container
-from vllm_delta_sync.run.objects import ChangeSummary, needs_base_bits, summarize_changes
-from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.trust.keyring import short
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.client import Run
+    from vllm_delta_sync.format.manifest import Manifest, RunInfo
 
 Document = dict[str, Any]
 
 
-# log
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand."""
+    log = commands.add_parser(
+        "log",
+        help="list the versions of a run",
+        description="List the versions of a run, oldest first, and check that each follows the one before it; with "
+        "--last, check only the listed ones and the one before them.",
+        epilog="examples:\n  delta-sync log --bucket /data/runs/a\n"
+        "  delta-sync log --bucket /data/runs/a --last 5 --json\n"
+        + exit_codes("a version is missing or damaged, or does not follow the one before it"),
+    )
+    add_bucket(log)
+    add_trust(log)
+    log.add_argument("--last", type=positive, metavar="N", help="only the newest N versions")
+    add_json(log)
 
 
-def log_document(run: Run, last: int | None) -> tuple[Document, DeltaSyncError | None]:
-    """Versions of a run, oldest first; and what is wrong, if anything is: with the head, or after the last one shown.
+def _log(options: argparse.Namespace) -> Answer:
+    run = opened(options)
+    with run.keeping():
+        document, failure = log_document(run, options.last)
+    if failure is not None:
+        if not options.json:
+            print_log(document)
+        raise failure if isinstance(failure, StoreError) else failed_check(failure)
+    return document, lambda: print_log(document)
+
+
+def log_document(run: "Run", last: int | None) -> tuple[Document, DeltaSyncError | None]:
+    """Versions of a run, oldest first, and the error with the head or after the last listed version, if any.
 
     Raises:
         NotFoundError: nothing is published. StoreError: the store failed before anything was read.
@@ -36,17 +64,18 @@ def log_document(run: Run, last: int | None) -> tuple[Document, DeltaSyncError |
         head, failure = run.reachable_head()
     except NotFoundError as error:
         if run.pointer is not None:
-            raise failed_check(error) from error  # something was published: HEAD.json names it
+            raise failed_check(error) from error  # HEAD.json shows that something was published
         raise
     try:
         for manifest in run.log(last, head):
-            versions.append(_summary(run, manifest))
+            versions.append(summary(run, manifest))
     except DeltaSyncError as error:
         failure = error
     return {"run": run.info.run, "url": run.bucket.url, "versions": versions}, failure
 
 
-def _summary(run: Run, manifest: Manifest) -> Document:
+def summary(run: "Run", manifest: "Manifest") -> Document:
+    """What both commands show of a version."""
     return {
         "version": manifest.version,
         "step": manifest.step,
@@ -63,23 +92,22 @@ def _summary(run: Run, manifest: Manifest) -> Document:
         "sidecars": len(manifest.sidecars),
         "fingerprint": manifest.fingerprint,
         "created_at": manifest.created_at,
-        **_signed(run, manifest),
+        **signed(run, manifest),
         "quarantined": [] if manifest.quarantine is None else manifest.quarantine.reasons,
     }
 
 
-def _signed(run: Run, document: RunInfo | Manifest) -> Document:
-    """By which key, and whether that holds: what is read without trusted keys is not checked."""
+def signed(run: "Run", document: "RunInfo | Manifest") -> Document:
+    """The signing key, and whether its signature is valid; None if there are no trusted keys to check it with."""
     key = None if document.signature is None else document.signature.key
     return {"signed_by": key, "signature_holds": True if run.keyring.checks_signatures else None}
 
 
-def _print_signed(document: Document) -> str:
+def describe_signature(document: Document) -> str:
+    """The fields of ``signed`` in words."""
     if document["signed_by"] is None:
-        return "vouched for by keys.json" if document["signature_holds"] else "no"
-    return f"by key {short(document['signed_by'])}, " + (
-        "which holds" if document["signature_holds"] else "not checked"
-    )
+        return "listed in keys.json" if document["signature_holds"] else "no"
+    return f"by key {short(document['signed_by'])}, " + ("valid" if document["signature_holds"] else "not checked")
 
 
 def print_log(document: Document) -> None:
@@ -111,229 +139,4 @@ def print_log(document: Document) -> None:
         print("signatures were not checked: no trusted keys were given")
 
 
-# inspect
-
-
-def run_document(run: Run) -> Document:
-    """A run: identity, tensors, the model's files, head."""
-    try:
-        head: Document | None = _summary(run, run.head())
-    except NotFoundError as error:
-        if run.pointer is not None:
-            raise failed_check(error) from error
-        head = None  # made, but nothing is published yet
-    return {
-        "url": run.bucket.url,
-        "run": run.info.run,
-        "created_at": run.info.created_at,
-        "format_version": run.info.format_version,
-        "requires": run.info.requires,
-        **_signed(run, run.info),
-        "tensors": [
-            {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
-            for spec in run.table
-        ],
-        "total": run.table.total,
-        "full_bytes": run.table.full_bytes,
-        "files": [{"name": item.name, "bytes": item.bytes, "sha256": item.sha256} for item in run.info.files],
-        "head": head,
-    }
-
-
-def print_run(document: Document, top: int | None) -> None:
-    """A run, and its largest tensors."""
-    head = document["head"]
-    dtypes = Counter(row["dtype"] for row in document["tensors"])
-    fields = [
-        ("run", document["run"]),
-        ("url", document["url"]),
-        ("created", document["created_at"]),
-        ("signed", _print_signed(document)),
-        ("tensors", f"{len(document['tensors'])} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})"),
-        ("elements", f"{document['total']:,}"),
-        ("full size", size(document["full_bytes"])),
-        ("head", "nothing published yet" if head is None else f"version {head['version']}, step {head['step']}"),
-    ]
-    if head is not None:
-        fields.append(("fingerprint", head["fingerprint"]))
-        fields += [("quarantined", reason) for reason in head["quarantined"]]
-    print_fields(fields)
-    if document["files"]:
-        print()
-        print_columns(("file", "size"), [(item["name"], size(item["bytes"])) for item in document["files"]])
-    print()
-    _print_tensors(document["tensors"], top)
-
-
-def _print_tensors(tensors: list[Document], top: int | None) -> None:
-    rows = sorted(tensors, key=lambda row: -row["bytes"])[:top]
-    print_columns(
-        ("tensor", "dtype", "shape", "size"),
-        [(row["name"], row["dtype"], shape(row["shape"]), size(row["bytes"])) for row in rows],
-        left=(0, 1, 2),
-    )
-    _print_rest(len(tensors), len(rows))
-
-
-def _print_rest(count: int, shown: int) -> None:
-    if shown < count:
-        print(f"… {count - shown} more; --all lists them")
-
-
-def version_document(run: Run, version: int) -> Document:
-    """One version: its manifest, and what it changes in each tensor; the objects are read and checked."""
-    head = run.head().version
-    if version > head:
-        raise NotFoundError(f"version {version} is not published; the newest is {head}")
-    try:
-        manifest = run.manifest(version)
-        if needs_base_bits(manifest):
-            # Without the weights before it nobody can tell how far elements moved.
-            found = summarize_changes(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
-            tensors = [_changed_row(run, tensor, found) for tensor in sorted(found.counts)]
-        else:
-            tensors = _changed_tensors(run, run.changes(manifest))
-    except NotFoundError as error:
-        raise failed_check(error) from error  # the version was published: it lacks something
-    return {
-        **_summary(run, manifest),
-        "run": manifest.run,
-        "url": run.bucket.url,
-        "parent": manifest.parent,
-        "digest": manifest.digest,
-        "requires": manifest.requires,
-        "base": manifest.base.location if manifest.base else None,
-        "objects": [ref.model_dump() for ref in manifest.objects],
-        "sidecars": [item.model_dump() for item in manifest.sidecars],
-        "tensors": tensors,
-    }
-
-
-def _changed_row(run: Run, tensor: int, found: ChangeSummary) -> Document:
-    how = "full" if tensor in found.full else "sparse"
-    return {**_row(run, tensor, how), "changed": found.counts[tensor]}
-
-
-def _row(run: Run, tensor: int, how: str) -> Document:
-    spec = run.table[tensor]
-    row = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "sent": how, "changed": 0}
-    return {**row, "total": spec.numel, "bytes": spec.nbytes, "one_ulp": None}
-
-
-def _changed_tensors(run: Run, changes: Changes) -> list[Document]:
-    rows: dict[int, Document] = {}
-
-    def row_of(tensor: int, how: str) -> Document:
-        return rows.setdefault(tensor, _row(run, tensor, how))
-
-    for group in changes.sparse:
-        for tensor, positions, data in group.tensors():
-            row = row_of(tensor, "sparse")
-            row["changed"] += int(positions.size)
-            if group.relative:
-                row["one_ulp"] = (row["one_ulp"] or 0) + _single_steps(group, data)
-    for full in changes.full:
-        row_of(full.id, "full")["changed"] += int(full.bits.size)
-    return [rows[tensor] for tensor in sorted(rows)]
-
-
-def _single_steps(group: Sparse, distances: np.ndarray) -> int:
-    one = group.element.uint.type(1)
-    return int(np.count_nonzero(distances == one) + np.count_nonzero(distances + one == 0))
-
-
-def print_version(document: Document, top: int | None) -> None:
-    """A version's manifest, its objects, and the tensors that changed most."""
-    print_fields(_version_fields(document))
-    print()
-    print_columns(
-        ("object", "rank", "size"),
-        [(item["key"], item["rank"], size(item["bytes"])) for item in document["objects"]],
-    )
-    if document["sidecars"]:
-        print()
-        print_columns(
-            ("sidecar", "key", "size"),
-            [(item["name"], item["key"], size(item["bytes"])) for item in document["sidecars"]],
-            left=(0, 1),
-        )
-    print()
-    rows = sorted(document["tensors"], key=lambda row: -row["changed"])[:top]
-    print_columns(
-        ("tensor", "dtype", "shape", "sent", "changed", "share", "by 1 ULP"),
-        [
-            (
-                row["name"],
-                row["dtype"],
-                shape(row["shape"]),
-                row["sent"],
-                f"{row['changed']:,}",
-                percent(row["changed"], row["total"]),
-                "-" if row["one_ulp"] is None else percent(row["one_ulp"], row["changed"]),
-            )
-            for row in rows
-        ],
-        left=(0, 1, 2, 3),
-    )
-    _print_rest(len(document["tensors"]), len(rows))
-
-
-def _version_fields(document: Document) -> list[tuple[str, object]]:
-    fields: list[tuple[str, object]] = [
-        ("version", f"{document['version']} ({document['kind']}), step {document['step']}"),
-        ("run", document["run"]),
-        ("created", document["created_at"]),
-        ("signed", _print_signed(document)),
-        ("fingerprint", document["fingerprint"]),
-        ("digest", document["digest"]),
-        ("parent", document["parent"] or "none: the first version"),
-        ("payload", f"{size(document['payload_bytes'])} of {size(document['full_bytes'])}"),
-    ]
-    fields += [("quarantined", reason) for reason in document["quarantined"]]
-    if document["kind"] == "reference":
-        fields.append(("base", document["base"] or "not recorded"))
-    if document["kind"] == "delta":
-        share = percent(document["changed"], document["total"])
-        fields.append(("carried", f"{document['changed']:,} of {document['total']:,} elements, {share}"))
-        fields.append(("codec", f"{document['codec']}, compression {document['compression']}"))
-    return fields
-
-
-def file_document(path: Path) -> Document:
-    """What a safetensors file says of itself: a delta object, an anchor, or any other."""
-    try:
-        length = path.stat().st_size
-        container = Container(np.memmap(path, np.uint8, mode="r") if length else b"", path.name)
-    except OSError as error:
-        raise StoreError(f"file {str(path)!r} cannot be read: {error.strerror}") from error
-    delta = container.metadata.get(METADATA_KEY)
-    return {
-        "file": str(path),
-        "bytes": length,
-        "kind": "tensors" if delta is None else "delta",
-        "metadata": container.metadata,
-        "delta": None if delta is None else load_canonical(delta.encode(), f"{path.name} metadata"),
-        "entries": [
-            {
-                "name": name,
-                "dtype": entry.dtype.name,
-                "shape": list(entry.shape),
-                "bytes": entry.end - entry.start,
-            }
-            for name, entry in container.entries.items()
-        ],
-    }
-
-
-def print_file(document: Document, top: int | None) -> None:
-    """A file's metadata and its largest entries."""
-    fields: list[tuple[str, object]] = [
-        ("file", document["file"]),
-        ("size", size(document["bytes"])),
-        ("holds", "changes of one version" if document["kind"] == "delta" else "whole tensors"),
-    ]
-    shown = document["delta"] if isinstance(document["delta"], dict) else document["metadata"]
-    fields += [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in shown.items()]
-    print_fields(fields)
-    print()
-    _print_tensors(document["entries"], top)
+COMMANDS: dict[str, Command] = {"log": _log}

@@ -1,4 +1,4 @@
-"""``delta-sync repair``: arguments and output; what it does is in ``maintenance.repair``."""
+"""``delta-sync repair``: arguments and output; the work is done by ``maintenance.repair``."""
 
 import argparse
 from typing import Any
@@ -19,10 +19,10 @@ from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields
 from vllm_delta_sync.cli.verify import show
 
 EXAMPLES = """\
-Checks the run as `delta-sync verify --all` does, and mends what it finds: from a mirror, from anchors and folded
-ranges, from the weights on both sides of a gap. Nothing is written that digests and fingerprints of the chain do not
-prove; nothing that is good is overwritten. With trusted keys nothing is taken that is not signed; into a signed run
-nothing is written that --signing-key has not signed. It is safe to interrupt (Ctrl-C): the next call continues.
+Checks the run like `delta-sync verify --all` and repairs what it finds: from a mirror, from anchors and merged deltas,
+or from the weights on both sides of a gap. It writes only what digests and fingerprints of the history prove, and
+overwrites nothing that is intact. With trusted keys it uses only validly signed documents; in a signed run it signs
+what it writes with --signing-key. It is safe to interrupt (Ctrl-C): the next call continues.
 
 examples:
   delta-sync repair --bucket /data/runs/a --dry-run
@@ -35,19 +35,19 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "repair",
-        help="mend a damaged run, and say what is lost",
-        description="Bring back, or rebuild, what a run lacks.",
+        help="repair a damaged run, and report what is lost",
+        description="Restore or rebuild what a run lacks.",
         epilog=EXAMPLES
         + exit_codes(
-            "something is lost, and the list says what would help; with --dry-run: something is damaged",
-            "the run is whole now",
+            "something is lost, and the output says what would help; with --dry-run: something is damaged",
+            "the run is complete now",
         ),
     )
     add_bucket(parser)
-    parser.add_argument("--mirror", metavar="URL", help="a copy of the run to take from; it may be damaged too")
+    parser.add_argument("--mirror", metavar="URL", help="a copy of the run to restore from; may be damaged too")
     add_base(parser)
     add_trust(parser, signing=True)
-    parser.add_argument("--dry-run", action="store_true", help="only say what could be repaired, and what is lost")
+    parser.add_argument("--dry-run", action="store_true", help="only report what could be repaired and what is lost")
     add_json(parser)
 
 
@@ -70,17 +70,17 @@ def _repair(options: argparse.Namespace) -> Answer:
         )
     finally:
         bar.close()
-    # A dry run has repaired nothing: what it would repair is damaged still.
-    whole = not report.lost and not (options.dry_run and report.repaired)
+    # A dry run repairs nothing, so what it could repair is still damaged.
+    intact = not report.lost and not (options.dry_run and report.repaired)
     document = {
-        "verdict": whole,
+        "verdict": intact,
         "url": bucket.url,
         "dry_run": options.dry_run,
         "repaired": report.repaired,
         "lost": report.lost,
         "unreadable": ranges(report.unreadable),
         "notes": report.notes,
-        "exit_code": 0 if whole else 1,
+        "exit_code": 0 if intact else 1,
     }
     return document, lambda: _print(document)
 

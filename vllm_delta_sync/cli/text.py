@@ -1,4 +1,4 @@
-"""Text for people: columns, sizes, shares, and nothing that could move a terminal's cursor."""
+"""Text output of the commands: columns, sizes, shares, progress bars; ``clean`` escapes control characters."""
 
 import sys
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def clean(text: object) -> str:
-    """``text`` with everything unprintable escaped: names in a bucket are other people's bytes."""
+    """``text`` with unprintable characters escaped, because names in a bucket are untrusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def size(count: int) -> str:
-    """Bytes in decimal units, three digits."""
+    """Bytes in decimal units with three digits."""
     value, unit = float(count), 0
     while value >= 999.5 and unit < len(UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -20,17 +20,17 @@ def size(count: int) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Share with three digits; a dash of nothing."""
+    """A share in percent with three digits; a dash if ``whole`` is 0."""
     return f"{100 * part / whole:.3g} %" if whole else "-"
 
 
 def times(full: int, payload: int) -> str:
-    """How many times smaller ``payload`` is than ``full``; a dash where there is no payload."""
+    """How many times smaller ``payload`` is than ``full``; a dash if there is no payload."""
     return f"{full / payload:.3g}x" if payload else "-"
 
 
 def shape(sizes: Sequence[int]) -> str:
-    """``64x48``; a scalar has none."""
+    """A shape such as ``64x48``, or ``scalar``."""
     return "x".join(map(str, sizes)) or "scalar"
 
 
@@ -54,15 +54,15 @@ def print_fields(fields: Sequence[tuple[str, object]]) -> None:
 
 
 class ProgressBar:
-    """A bar on stderr that is there only while somebody looks at it: nothing is printed unless that is a terminal.
+    """A progress bar on stderr; prints nothing unless stderr is a terminal.
 
     Args:
         unit: of the total, such as ``versions``; ``bytes`` are shown in kB, MB and so on.
     """
 
     def __init__(self, total: int, unit: str) -> None:
-        # Bars as those of the store's transfers, which make room for each other.
-        from vllm_delta_sync.bucket.middleware.progress import bar_class, terminal_size
+        # The same bars as those of the store's transfers, so that both can be shown at once.
+        from vllm_delta_sync.bucket.middleware.progress import bar_class, window
 
         columns, rows = terminal_size()
         size = {"unit": "B", "unit_scale": True} if unit == "bytes" else {"unit": f" {unit}"}
@@ -72,7 +72,7 @@ class ProgressBar:
         )
 
     def update(self, done: int, note: str = "") -> None:
-        """Draw ``done`` of the total."""
+        """Show ``done`` of the total, and a note."""
         if note:
             self._bar.set_postfix_str(note, refresh=False)
         self._bar.update(done - self._bar.n)

@@ -1,4 +1,4 @@
-"""``delta-sync verify``: arguments and output; what it does is in ``verify``."""
+"""``delta-sync verify``: arguments and output; the work is done by ``verify.verify``."""
 
 import argparse
 from typing import Any
@@ -19,10 +19,9 @@ from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 
 EXAMPLES = """\
-Stops at the first thing that does not hold, and names version, object and tensor; --all goes on and lists everything.
-With trusted keys each document has to be signed; without them the signatures of a signed run are not checked. That
-HEAD.json has run out is noted: it says that its publisher has ended, or that somebody hides what came later.
-`delta-sync repair` mends what can be mended.
+Stops at the first problem, and names version, object and tensor; --all lists all problems. With trusted keys, each
+document must have a valid signature; without them, signatures are not checked. An expired HEAD.json is noted: it means
+that the publisher has ended, or that an attacker hides newer versions. `delta-sync repair` repairs what it can.
 
 examples:
   delta-sync verify --bucket /data/runs/a
@@ -37,9 +36,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "verify",
         help="check a run from version 0 to the head",
-        description="Read all of a run and check it: chain, signatures, digests, the model's files, contents of "
-        "objects, anchors, folded ranges, and the fingerprint of every version against weights that are rebuilt.",
-        epilog=EXAMPLES + exit_codes("something does not hold: a missing object or manifest counts too", "all holds"),
+        description="Read and check all of a run: history, signatures, digests, the model's files, contents of "
+        "objects, anchors, merged deltas, and the fingerprint of every version against the rebuilt weights.",
+        epilog=EXAMPLES + exit_codes("a problem was found, also a missing object or manifest", "no problem was found"),
     )
     add_bucket(parser)
     add_base(parser)
@@ -94,7 +93,7 @@ def _verify(options: argparse.Namespace) -> Answer:
 
 
 def show(bar: ProgressBar, report: VerifyReport) -> None:
-    """Draw how far checking has come."""
+    """Show the progress of the checks."""
     bar.update(report.versions, size(report.bytes))
 
 
@@ -110,7 +109,7 @@ def _problem(finding: Finding) -> dict[str, Any]:
 
 
 def _print(document: dict[str, Any]) -> None:
-    """The verdict, and what it rests on."""
+    """Print the verdict, and what was checked."""
     findings = document.get("findings", [])
     if findings:
         for row in findings:
@@ -119,21 +118,21 @@ def _print(document: dict[str, Any]) -> None:
     fields: list[tuple[str, object]] = [
         ("verdict", "ok" if document["verdict"] else f"{len(findings)} problems"),
         ("run", document["run"]),
-        ("versions", f"0 to {document['head']}" + (": chain and digests hold" if document["verdict"] else "")),
+        ("versions", f"0 to {document['head']}" + (": history and digests are valid" if document["verdict"] else "")),
         ("objects", _objects(document)),
     ]
     if document["verdict"]:
         fields.append(("weights", _weights(document)))
     if document["signatures_checked"] and document["verdict"]:
-        fields.append(("signatures", "of every document hold"))
+        fields.append(("signatures", "of every document are valid"))
     if document["files"]:
         fields.append(("files", f"{document['files']} of the model are undamaged"))
     if document["sidecars"]:
         fields.append(("sidecars", f"{document['sidecars']} are undamaged"))
     if document["anchors"] or document["folds"]:
-        fields.append(("beside", f"{document['anchors']} anchors and {document['folds']} folded ranges hold"))
+        fields.append(("standalone", f"{document['anchors']} anchors and {document['folds']} merged deltas are valid"))
     if document["gone"]:
-        fields.append(("gone", f"own objects of {document['gone']} versions, which retention removed"))
+        fields.append(("removed", f"own objects of {document['gone']} versions, by gc"))
     if document.get("unreadable"):
         from vllm_delta_sync.maintenance.gc.record import spelled
 
@@ -149,7 +148,7 @@ def _objects(document: dict[str, Any]) -> str:
 
 def _weights(document: dict[str, Any]) -> str:
     if not document["replayed"]:
-        return "not rebuilt; declared changes lead from fingerprint to fingerprint"
+        return "not rebuilt; the declared changes match the fingerprints"
     return "rebuilt, and equal to the fingerprint of every version" + (" that is kept" if document["gone"] else "")
 
 

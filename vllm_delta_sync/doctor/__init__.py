@@ -1,4 +1,4 @@
-"""``delta-sync doctor``: try what a publisher and a receiver need of a bucket, and ask a server how it is.
+"""``delta-sync doctor``: test what publishers and receivers need from a bucket, and check a server.
 
-May import ``maintenance`` and what is below. Begin with ``doctor``.
+May import ``maintenance`` and the packages below it. Start with ``doctor``.
 """

@@ -1,4 +1,4 @@
-"""The first things a doctor looks at: is the URL understood, is there a library for it, does the store let us in?"""
+"""``AccessChecks``, the doctor's first checks: is the URL valid, the library installed, and access granted?"""
 
 import importlib.metadata
 import os
@@ -46,16 +46,16 @@ VARIABLES = {
         "AZURE_FEDERATED_TOKEN_FILE",
     ),
 }
-"""What a store's client takes credentials from, first of all; files and machines that have a role are further ways."""
+"""Variables that a store's client takes credentials from, by precedence; files and machine roles come after them."""
 FILES = {"s3": ".aws/credentials", "gs": ".config/gcloud/application_default_credentials.json"}
-"""The same, in the home directory."""
+"""Credential files in the home directory."""
 
 
 class AccessChecks:
-    """The way to a bucket.
+    """Checks of the access to a bucket.
 
     Attributes:
-        bucket: once the URL was understood and can be opened. is_directory: whether it is a local one.
+        bucket: set by ``url`` if the bucket can be opened. is_directory: whether it is a local directory.
     """
 
     def __init__(self, url: str, options: StoreOptions, reads_only: bool) -> None:
@@ -72,7 +72,7 @@ class AccessChecks:
         return self._scheme == "file"
 
     def url(self) -> CheckResult:
-        """Whether the URL is understood; a directory that is not there yet is noted."""
+        """Whether the URL is valid; warns about a directory that does not exist yet."""
         if all(_version(name) is not None for name in LIBRARIES.get(self._scheme, ())):
             self.bucket = open_bucket(self._url, self._options)
         else:
@@ -86,32 +86,32 @@ class AccessChecks:
         if root.exists():
             return CheckResult("url", "ok", f"{figures['url']}, a directory", figures)
         if self._reads_only:
-            raise Failure(NotFoundError(f"{root} does not exist"), figures, "Check the path, and whether it is mounted")
+            raise Failure(NotFoundError(f"{root} does not exist"), figures, "Check the path and the mount")
         self._folders += [root / STAGING, root, *(folder for folder in root.parents if not folder.exists())]
-        mend = "The first publisher makes it; if a run should be there, check the path, and whether it is mounted"
-        return CheckResult("url", "warning", f"{figures['url']} does not exist yet", figures, mend)
+        remedy = "The first publisher creates it; if a run should be there, check the path and the mount"
+        return CheckResult("url", "warning", f"{figures['url']} does not exist yet", figures, remedy)
 
     def library(self) -> CheckResult:
-        """Whether what talks to such a store is installed, and new enough."""
+        """Whether the client library of such a store is installed and recent enough."""
         names = LIBRARIES.get(self._scheme, ())
         if not names:
-            return CheckResult("library", "ok", "none is needed")
+            return CheckResult("library", "ok", "none needed")
         found = {name: _version(name) for name in names}
         missing = [name for name, version in found.items() if version is None]
         if missing:
-            said = f"{self._scheme}:// needs {' and '.join(missing)}, which this Python does not have"
-            raise Failure(UsageError(said), dict(found), f"Install it: {INSTALL}")
+            summary = f"{self._scheme}:// needs {' and '.join(missing)}, which is not installed in this Python"
+            raise Failure(UsageError(summary), dict(found), f"Install it: {INSTALL}")
         for name, version in found.items():
             if _numbers(str(version)) < LEAST.get(name, ()):
                 least = ".".join(map(str, LEAST[name]))
-                mend = f"Install {least} or later: {INSTALL}"
-                raise Failure(UsageError(f"{name} {version} is too old"), dict(found), mend)
+                remedy = f"Install {least} or later: {INSTALL}"
+                raise Failure(UsageError(f"{name} {version} is too old"), dict(found), remedy)
         return CheckResult(
             "library", "ok", ", ".join(f"{name} {version}" for name, version in found.items()), dict(found)
         )
 
     def credentials(self) -> CheckResult:
-        """Where they come from, and whether the store lets us look at it with them."""
+        """Where the credentials come from, and whether the store accepts them for reading."""
         if self.bucket is None:
             raise StoreError("the bucket was not opened")
         next(iter(self.bucket.list(PREFIX)), None)
@@ -122,36 +122,34 @@ class AccessChecks:
         if self.is_directory:
             return self._directory()
         if self._scheme == "memory":
-            return CheckResult("credentials", "ok", "none are needed; nobody but this process sees this store")
+            return CheckResult("credentials", "ok", "none needed; only this process sees this store")
         source = source_of(self._scheme)
         figures = {"source": source}
         if source is None:
-            said = "none found in the environment, and the store answers all the same: by a role, or because it is open"
-            return CheckResult("credentials", "ok", said, figures)
+            summary = "none found in the environment, but the store answers: through a role, or because it is public"
+            return CheckResult("credentials", "ok", summary, figures)
         return CheckResult("credentials", "ok", f"accepted; {source}", figures)
 
     def _directory(self) -> CheckResult:
         if not self._root.exists():
-            return CheckResult("credentials", "ok", "none are needed")
+            return CheckResult("credentials", "ok", "none needed")
         free = shutil.disk_usage(self._root).free
         figures = {"user": os.geteuid(), "owner": self._root.stat().st_uid, "free_bytes": free}
-        return CheckResult(
-            "credentials", "ok", f"none are needed, this user may read; {free / 1e9:.3g} GB free", figures
-        )
+        return CheckResult("credentials", "ok", f"none needed, this user may read; {free / 1e9:.3g} GB free", figures)
 
     def remove_folders(self) -> None:
-        """Remove directories that were made on the way, where nothing is in them."""
+        """Remove empty directories that the checks created."""
         for folder in self._folders:
             try:
                 folder.rmdir()
             except FileNotFoundError:
-                continue  # it was never made
+                continue  # never created
             except OSError:
-                return  # somebody has put something there meanwhile
+                return  # another process has put something into it
 
 
 def source_of(scheme: str) -> str | None:
-    """The name of the variable or file that credentials come from, as far as can be told; never what they are."""
+    """The name of the variable or file that credentials come from, if known; never the credentials themselves."""
     for name in VARIABLES.get(scheme, ()):
         if os.environ.get(name):
             return f"${name}"

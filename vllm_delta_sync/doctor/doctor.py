@@ -1,4 +1,4 @@
-"""``delta-sync doctor``: try what a publisher and a receiver need of a bucket, ask a server how it is, and say so."""
+"""``examine`` runs the checks of ``delta-sync doctor``: those of a bucket, then those of a server."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,17 +24,17 @@ SERVER_CHECKS = (
 )
 WRITING = ("put", "create", "race", "overwrite", "delete", "clock")
 SETTLE_SECONDS = 3.0
-"""After an interrupt: for the request that was under way."""
+"""Seconds to wait, after an interrupt, for the request in flight."""
 
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What a doctor is asked to look at.
+    """What to check.
 
     Attributes:
-        url: of a run. options: how to talk to the store. server: URL of a vLLM server.
-        size: bytes for throughput; 0: not measured. reads_only: put nothing. keep_going: see ``CheckRunner``.
-        cache: ``cache_dir`` and ``cache_bytes``.
+        url: of a run. options: of the store's client. server: URL of a vLLM server.
+        size: bytes of the throughput test; 0: no test. reads_only: put nothing. keep_going: see ``CheckRunner``.
+        cache: settings ``cache_dir`` and ``cache_bytes``.
     """
 
     url: str
@@ -48,55 +48,59 @@ class DoctorRequest:
 
 
 def examine(
-    request: DoctorRequest, tell: Callable[[CheckResult], None] = lambda finding: None, progress: Progress | None = None
+    request: DoctorRequest,
+    on_finding: Callable[[CheckResult], None] = lambda finding: None,
+    progress: Progress | None = None,
 ) -> list[CheckResult]:
-    """Carry out all checks. Objects that are put on the way are removed at the end, whatever ends it.
+    """Run all checks. Removes the test objects at the end, also after an interrupt.
 
     Args:
-        tell: called with each finding at once. progress: see there; from other threads.
+        on_finding: called with each finding at once. progress: see ``Progress``; called from other threads.
 
     Returns:
-        the findings, in the order of ``BUCKET_CHECKS`` and ``SERVER_CHECKS``; nothing is raised but interrupts.
+        the findings, in the order of ``BUCKET_CHECKS`` and ``SERVER_CHECKS``. Raises only interrupts.
     """
-    bucket_side = _BucketSide(request, tell, progress)
-    findings = bucket_side.examine()
+    bucket_checks = _BucketChecks(request, on_finding, progress)
+    findings = bucket_checks.examine()
     if request.server is not None:
-        findings = findings + _examine_server(request, request.server, bucket_side, tell)
+        findings = findings + _examine_server(request, request.server, bucket_checks, on_finding)
     return findings
 
 
-class _BucketSide:
-    def __init__(self, request: DoctorRequest, tell: Callable[[CheckResult], None], progress: Progress | None) -> None:
+class _BucketChecks:
+    def __init__(
+        self, request: DoctorRequest, on_finding: Callable[[CheckResult], None], progress: Progress | None
+    ) -> None:
         self._request = request
         self._progress = progress
-        # Bars and lines of the store's own would come between ours; the mirror is looked at by itself.
+        # The store's own progress output would mix with the doctor's; the mirror has a check of its own.
         self._options = request.options.model_copy(update={"mirror": None, "store_progress": "off"})
-        self._exam = CheckRunner(tell, request.keep_going)
-        self._door = AccessChecks(request.url, self._options, request.reads_only)
+        self._runner = CheckRunner(on_finding, request.keep_going)
+        self._access = AccessChecks(request.url, self._options, request.reads_only)
         self._probe: StoreProbe | None = None
         self.run: RunProbe | None = None
-        # With all tries a request takes three times the deadline, and a check makes few; a directory tries once.
-        self._seconds = self._options.store_deadline * (2 if self._door.is_directory else 6)
+        # A request with retries takes up to three deadlines, and a check makes few requests; directories never retry.
+        self._seconds = self._options.store_deadline * (2 if self._access.is_directory else 6)
 
     def examine(self) -> list[CheckResult]:
-        exam, seconds = self._exam, self._seconds
-        exam.check("url", self._door.url, seconds)
-        exam.check("library", self._door.library, seconds)
-        exam.check("credentials", self._door.credentials, seconds, ("url", "library"))
-        bucket = self._door.bucket
+        runner, seconds = self._runner, self._seconds
+        runner.check("url", self._access.url, seconds)
+        runner.check("library", self._access.library, seconds)
+        runner.check("credentials", self._access.credentials, seconds, ("url", "library"))
+        bucket = self._access.bucket
         if bucket is None:
             for name in BUCKET_CHECKS[3:]:
-                exam.check(name, _unreachable, seconds, ("url", "library"))
-            return exam.findings
+                runner.check(name, _unreachable, seconds, ("url", "library"))
+            return runner.findings
         try:
             self._examine_store(bucket)
             self._examine_run(bucket)
-            return exam.findings
+            return runner.findings
         finally:
-            self._end()
+            self._clean_up()
 
     def _examine_store(self, bucket: Bucket) -> None:
-        request, exam = self._request, self._exam
+        request, runner = self._request, self._runner
         self._probe = probe = StoreProbe(bucket, self._options, request.size, request.reads_only, self._progress)
         needs = {
             "put": ("credentials",),
@@ -122,68 +126,67 @@ class _BucketSide:
         }
         for name, call in calls.items():
             if request.reads_only and name in WRITING:
-                exam.skip(name, "--read-only")
+                runner.skip(name, "--read-only")
             elif name == "throughput" and not request.size:
-                exam.skip(name, "--bytes 0")
+                runner.skip(name, "--bytes 0")
             else:
                 moving = 6 * self._options.allowance(request.size) if name == "throughput" else 0
-                exam.check(name, call, self._seconds + moving, needs[name])
+                runner.check(name, call, self._seconds + moving, needs[name])
 
     def _examine_run(self, bucket: Bucket) -> None:
-        exam, seconds, mirror = self._exam, self._seconds, self._request.options.mirror
+        runner, seconds, mirror = self._runner, self._seconds, self._request.options.mirror
         self.run = run = RunProbe(bucket, self._request.keyring, self._request.reads_only)
-        exam.check("run", run.look, 2 * seconds, ("credentials",))
+        runner.check("run", run.check_run, 2 * seconds, ("credentials",))
         if mirror is None:
-            exam.skip("mirror", "none is set")
+            runner.skip("mirror", "no mirror is set")
         else:
-            exam.check("mirror", lambda: self._mirror(run, mirror), 2 * seconds, ("run",))
+            runner.check("mirror", lambda: self._mirror(run, mirror), 2 * seconds, ("run",))
         cache = self._request.cache
         if cache is None:
-            exam.skip("cache", "none is used for this bucket")
+            runner.skip("cache", "no cache is used for this bucket")
         else:
-            exam.check("cache", lambda: check_cache(*cache), seconds)
+            runner.check("cache", lambda: check_cache(*cache), seconds)
 
     def _mirror(self, run: RunProbe, url: str) -> CheckResult:
         with open_mirror(url, self._options) as mirror:
             return run.mirror(mirror)
 
-    def _end(self) -> None:
-        """Remove what was put, within the time of a few requests; where the store hangs, a later doctor does."""
-        exam, bucket, probe = self._exam, self._door.bucket, self._probe
+    def _clean_up(self) -> None:
+        """Remove the test objects, within the time of a few requests; if the store hangs, a later doctor does it."""
+        runner, bucket, probe = self._runner, self._access.bucket, self._probe
         if bucket is None or probe is None:
             return
-        exam.settle(SETTLE_SECONDS)
+        runner.settle(SETTLE_SECONDS)
         try:
-            left = probe.made if exam.hung else bounded(probe.clean_up, self._seconds)
-            if not exam.hung:
+            left = probe.made if runner.hung else bounded(probe.clean_up, self._seconds)
+            if not runner.hung:
                 bounded(bucket.close, self._seconds)
         except HungError:
             left = probe.made
         if left:
-            said = f"could not be removed from the bucket: {', '.join(left)}"
-            exam.add(
-                CheckResult("clean-up", "warning", said, {"left": left}, "A doctor who comes a day later removes it")
-            )
-        if not exam.hung:
-            self._door.remove_folders()
+            summary = f"could not remove test objects from the bucket: {', '.join(left)}"
+            remedy = "delta-sync doctor removes them when it runs a day later"
+            runner.add(CheckResult("clean-up", "warning", summary, {"left": left}, remedy))
+        if not runner.hung:
+            self._access.remove_folders()
 
 
 def _examine_server(
-    request: DoctorRequest, url: str, bucket_side: _BucketSide, tell: Callable[[CheckResult], None]
+    request: DoctorRequest, url: str, bucket_checks: _BucketChecks, on_finding: Callable[[CheckResult], None]
 ) -> list[CheckResult]:
-    exam = CheckRunner(tell, request.keep_going)
+    runner = CheckRunner(on_finding, request.keep_going)
     probe = ServerProbe(url)
-    if bucket_side.run is not None:
-        head = bucket_side.run.head
-        probe.run, probe.head = bucket_side.run.run, None if head is None else head.version
+    if bucket_checks.run is not None:
+        head = bucket_checks.run.head
+        probe.run, probe.head = bucket_checks.run.run, None if head is None else head.version
     calls = (
         *(probe.reach, probe.plugin, probe.state, probe.routes, probe.same_run, probe.lag, probe.last_error),
         *(probe.versions, probe.notice, probe.admin),
     )
     for name, call in zip(SERVER_CHECKS, calls, strict=True):
         needs = ("server", "plugin")[: SERVER_CHECKS.index(name)]
-        exam.check(name, call, 4 * REQUEST_SECONDS, needs)
-    return exam.findings
+        runner.check(name, call, 4 * REQUEST_SECONDS, needs)
+    return runner.findings
 
 
 def _unreachable() -> CheckResult:

@@ -1,4 +1,4 @@
-"""What a doctor says of a run without reading all of it, of the mirror in front of it, and of the cache beside it."""
+"""``RunProbe`` checks a run and its mirror without reading all of it; ``check_cache`` checks the local cache."""
 
 import fcntl
 import os
@@ -25,15 +25,15 @@ from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.trust import Keyring
 
 LOOK_BACK = 20
-"""Versions before the head that are looked at for an object; a reference and an empty delta have none."""
+"""Number of newest versions searched for an object; references and empty deltas have none."""
 MOST_FETCHED = 256 * 1024 * 1024
 
 
 class RunProbe:
-    """A quick look at the run at a URL.
+    """Quick checks of the run at a URL.
 
     Attributes:
-        run: its id, once it is known. head: its newest version.
+        run: its id, once known. head: manifest of its newest version, once known.
     """
 
     def __init__(self, bucket: Bucket, keyring: Keyring, reads_only: bool) -> None:
@@ -44,16 +44,18 @@ class RunProbe:
         self.run: str | None = None
         self.head: Manifest | None = None
 
-    def look(self) -> CheckResult:
-        """The documents that readers begin with, the head's objects, and whether manifests are missing."""
+    def check_run(self) -> CheckResult:
+        """Check the documents that readers start with, the head's objects, and that no manifest is missing."""
         try:
-            # Not by stat, which cannot say that there is no bucket at all.
+            # get, not stat: stat cannot report that the bucket itself is missing.
             self._bucket.get(RUN_KEY, max_bytes=MAX_JSON_BYTES)
         except NotFoundError as error:
-            return self._nothing(error)
+            return self._no_run(error)
         except LimitError:
-            pass  # said below, as what it is
-        mend = f"Look closer: delta-sync verify --bucket {self._bucket.url} --all; delta-sync repair mends what it can"
+            pass  # RunDocuments below reports it
+        remedy = (
+            f"Run delta-sync verify --bucket {self._bucket.url} --all for details, and delta-sync repair to repair it"
+        )
         try:
             documents = RunDocuments(self._bucket, self._keyring)
             self._documents, self.run = documents, documents.info.run
@@ -61,87 +63,91 @@ class RunProbe:
         except (StoreError, Failure):
             raise
         except DeltaSyncError as error:
-            raise Failure(error, {"run": self.run}, mend) from error
+            raise Failure(error, {"run": self.run}, remedy) from error
 
-    def _nothing(self, error: NotFoundError) -> CheckResult:
+    def _no_run(self, error: NotFoundError) -> CheckResult:
         if next(iter(self._bucket.list(VERSIONS_PREFIX)), None) is not None:
             raise NotFoundError(
-                f"there are versions but no {RUN_KEY}: a run was removed in part; bring {RUN_KEY} back from a copy "
+                f"there are versions but no {RUN_KEY}, so part of a run was removed; restore {RUN_KEY} from a copy "
                 "with `delta-sync repair --mirror`, or remove the rest"
             )
         figures = {"run": None}
         if self._reads_only:
-            mend = "Check the URL, its last part above all; or start the publisher"
-            return CheckResult("run", "warning", f"there is no run at the URL: {error.message}", figures, mend)
-        return CheckResult("run", "ok", "there is no run at the URL yet; a publisher can begin one", figures)
+            remedy = "Check the URL, especially its last part; or start the publisher"
+            return CheckResult("run", "warning", f"there is no run at the URL: {error.message}", figures, remedy)
+        return CheckResult("run", "ok", "there is no run at the URL yet; a publisher can start one", figures)
 
     def _examine(self, documents: RunDocuments) -> CheckResult:
         figures: dict[str, Any] = {"run": self.run, "signed": documents.info.signature is not None}
         try:
             head, error = documents.reachable_head()
         except NotFoundError:
-            # Without version 0 nothing is published, whatever else there is.
+            # No versions: the run exists, but nothing was published.
             if documents.versions():
                 raise
             return CheckResult("run", "ok", f"run {self.run}, nothing published yet", {**figures, "head": None})
         if error is not None:
             raise error
         self.head = head
-        self._check_whole(documents, head)
+        self._check_complete(documents, head)
         age = age_of(head.created_at)
         figures |= {"head": head.version, "step": head.step, "age_seconds": round(age)}
         figures["signatures_checked"] = documents.keyring.checks_signatures
         signed = "not signed"
         if figures["signed"]:
             signed = (
-                "signatures hold"
-                if documents.keyring.checks_signatures
-                else "signed, not checked without --trusted-keys"
+                "signatures are valid" if documents.keyring.checks else "signed, not checked without --trusted-keys"
             )
-        said = f"run {self.run}, head version {head.version}, published {ago(age)}, {signed}; `verify` checks all of it"
-        return self._judge(documents, said, figures)
+        summary = (
+            f"run {self.run}, head version {head.version}, published {ago(age)}, {signed}; `verify` checks all of it"
+        )
+        return self._judge(documents, summary, figures)
 
-    def _check_whole(self, documents: RunDocuments, head: Manifest) -> None:
-        there = set(documents.versions())
-        missing = next((version for version in range(head.version + 1) if version not in there), None)
+    def _check_complete(self, documents: RunDocuments, head: Manifest) -> None:
+        stored = set(documents.versions())
+        missing = next((version for version in range(head.version + 1) if version not in stored), None)
         if missing is not None:
-            raise ChainError(f"{version_key(missing)} is missing: the chain has a hole")
+            raise ChainError(f"{version_key(missing)} is missing, so the history has a hole")
         for ref, found in zip(
             head.objects, in_parallel(lambda ref: has_object(self._bucket, ref), head.objects), strict=True
         ):
             if not found:
-                raise NotFoundError(f"{ref.key} of version {head.version} is missing, or has another size than it had")
+                raise NotFoundError(f"{ref.key} of version {head.version} is missing, or has the wrong size")
 
-    def _judge(self, documents: RunDocuments, said: str, figures: dict[str, Any]) -> CheckResult:
+    def _judge(self, documents: RunDocuments, summary: str, figures: dict[str, Any]) -> CheckResult:
         pointer = documents.pointer
         if pointer is None:
-            mend = "A publisher that goes on, or `delta-sync repair`, writes it again"
-            return CheckResult("run", "warning", f"{said}; HEAD.json is missing", figures, mend)
+            remedy = "The publisher writes it with its next version; without a publisher run `delta-sync repair`"
+            return CheckResult("run", "warning", f"{summary}; HEAD.json is missing", figures, remedy)
         if pointer.expires_at is not None and age_of(pointer.expires_at) > 0:
             figures["expired_seconds"] = round(age_of(pointer.expires_at))
-            said = f"{said}; HEAD.json ran out {ago(age_of(pointer.expires_at))}"
-            mend = "If a publisher should be at work, see whether it is, and whether clocks agree; else all is well"
-            return CheckResult("run", "warning", said, figures, mend)
-        return CheckResult("run", "ok", said, figures)
+            summary = f"{summary}; HEAD.json expired {ago(age_of(pointer.expires_at))}"
+            remedy = (
+                "If a publisher should be running, check that it is and that clocks agree; otherwise this is normal"
+            )
+            return CheckResult("run", "warning", summary, figures, remedy)
+        return CheckResult("run", "ok", summary, figures)
 
     def mirror(self, mirror: Bucket) -> CheckResult:
-        """Whether a mirror has an object of the run as it should be."""
+        """Whether a mirror has an undamaged object of the run."""
         ref = self._some_object()
         if ref is None:
-            return CheckResult("mirror", "skipped", "the run has no object yet to ask it for")
+            return CheckResult("mirror", "skipped", "the run has no object yet to request")
         figures = {"key": ref.key, "bytes": ref.bytes}
         try:
             data = mirror.get(ref.key, max_bytes=ref.bytes)
             check_object(ref, data)
         except NotFoundError:
-            mend = "Nothing is lost, for the bucket is asked then; check the mirror's URL if it should be filled by now"
-            return CheckResult("mirror", "warning", f"{mirror.url} does not have {ref.key}", figures, mend)
+            remedy = (
+                "Readers take it from the bucket instead; check the mirror's URL if the mirror should have it by now"
+            )
+            return CheckResult("mirror", "warning", f"{mirror.url} does not have {ref.key}", figures, remedy)
         except StoreError:
             raise
         except DeltaSyncError as error:
-            mend = "Readers take it from the bucket then, each at the cost of both; drop it from the mirror"
-            raise Failure(error, figures, mend) from error
-        return CheckResult("mirror", "ok", f"it serves an object of {ref.bytes} bytes with the right digest", figures)
+            remedy = "Readers fetch it from the mirror and then from the bucket; delete it from the mirror"
+            raise Failure(error, figures, remedy) from error
+        return CheckResult("mirror", "ok", f"serves an object of {ref.bytes} bytes with the right digest", figures)
 
     def _some_object(self) -> ObjectRef | None:
         """The smallest object of the newest version that has any."""
@@ -157,19 +163,19 @@ class RunProbe:
 
 
 def check_cache(folder: Path, limit: int) -> CheckResult:
-    """Whether ``cache_dir`` can be used, and has room for ``cache_bytes``.
+    """Whether ``cache_dir`` is usable and has room for ``cache_bytes``.
 
     Raises:
-        SettingsError: it cannot be used; receivers do without it then.
+        SettingsError: it is not usable; receivers then run without a cache.
     """
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
         if not place.is_dir():
-            raise SettingsError(f"cache_dir {str(folder)!r}: {str(place)!r} is no directory; set another")
+            raise SettingsError(f"cache_dir {str(folder)!r}: {str(place)!r} is not a directory; set another cache_dir")
         if place == folder and place.stat().st_uid != os.geteuid():
-            raise SettingsError(f"cache_dir {str(folder)!r} belongs to another user; set one of this user")
+            raise SettingsError(f"cache_dir {str(folder)!r} belongs to another user; set a directory of this user")
         with tempfile.TemporaryFile(dir=place) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(b"x")
@@ -177,28 +183,28 @@ def check_cache(folder: Path, limit: int) -> CheckResult:
         room = os.statvfs(place)
     except OSError as error:
         raise SettingsError(
-            f"cache_dir {str(folder)!r} cannot be written: {error.strerror or error}; set a directory of this user "
-            "on a local disk with room"
+            f"cache_dir {str(folder)!r} cannot be written: {error.strerror or error}; set a directory of this user on "
+            "a local disk with free space"
         ) from error
     free = room.f_bavail * room.f_frsize
     figures = {"free_bytes": free, "cache_bytes": limit}
-    said = f"{folder} is writable, {free / 1e9:.3g} GB free"
+    summary = f"{folder} is writable, {free / 1e9:.3g} GB free"
     if free < limit:
-        mend = f"Free some space, or set cache_bytes to less than the {limit / 1e9:.3g} GB that it may hold now"
-        return CheckResult("cache", "warning", said, figures, mend)
-    return CheckResult("cache", "ok", said, figures)
+        remedy = f"Free some space, or set cache_bytes below its current {limit / 1e9:.3g} GB"
+        return CheckResult("cache", "warning", summary, figures, remedy)
+    return CheckResult("cache", "ok", summary, figures)
 
 
 def age_of(moment: str) -> float:
-    """Seconds since a timestamp of a document, by this machine's clock; negative before it.
+    """Seconds since a document's timestamp, by this machine's clock; negative if it is in the future.
 
     Raises:
-        LimitError: it is no time that a calendar knows.
+        LimitError: the timestamp is not a valid date and time.
     """
     try:
         return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
     except ValueError as error:
-        raise LimitError(f"{moment!r} is no time: {error}") from error
+        raise LimitError(f"{moment!r} is not a valid date and time: {error}") from error
 
 
 def ago(seconds: float) -> str:

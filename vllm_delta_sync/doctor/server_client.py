@@ -1,4 +1,4 @@
-"""How the doctor asks a server: one request at a time, each bounded in time and size; what comes is not trusted."""
+"""``ServerClient`` sends the doctor's requests to a server, with limits on time and size; answers are not trusted."""
 
 import http.client
 import ipaddress
@@ -20,7 +20,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Reply:
-    """A status code, and the JSON object that came with it; an empty one if there was none."""
+    """An HTTP status code and the JSON object of the answer; an empty one if the body is not a JSON object."""
 
     status: int
     document: dict[str, Any]
@@ -40,10 +40,10 @@ def field(document: Any, path: str, kind: type[_Value]) -> _Value | None:
 
 
 class ServerClient:
-    """Asks one server.
+    """Sends requests to one server.
 
     Raises:
-        UsageError: the URL is none of a server, or holds credentials.
+        UsageError: the URL is not an http URL, or holds credentials.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,9 +51,9 @@ class ServerClient:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
         except ValueError as error:
-            raise UsageError(f"server URL {url[:200]!r} cannot be understood: {error}") from error
+            raise UsageError(f"server URL {url[:200]!r} is not valid: {error}") from error
         if parts.scheme not in ("http", "https") or not host or not url.isascii() or " " in url:
-            raise UsageError(f"server URL {url[:200]!r} is none: write http://host:8000")
+            raise UsageError(f"server URL {url[:200]!r} is not valid; write it like http://host:8000")
         if public_url(url) != url or parts.username is not None:
             raise UsageError(f"server URL {url[:200]!r} has a user, a password, a query or a fragment; leave them out")
         self.url = url.rstrip("/")
@@ -63,7 +63,7 @@ class ServerClient:
         """Send a request without a body.
 
         Raises:
-            UnavailableError: nobody answers, or what does is no HTTP server; with HungError: not in time.
+            UnavailableError: no server answers in time, or what answers is not an HTTP server.
             FormatError: the answer is too large.
         """
         request = Request(self.url + path, method=method, headers=headers or {})
@@ -72,7 +72,7 @@ class ServerClient:
         except HungError as error:
             raise UnavailableError(
                 f"{self.url}{path} does not answer within {REQUEST_SECONDS:g} s; the server is overloaded or hangs, or "
-                "a firewall swallows requests"
+                "a firewall drops requests"
             ) from error
 
     def _ask(self, request: Request) -> Reply:
@@ -84,15 +84,15 @@ class ServerClient:
                 return Reply(error.code, self._parsed(error))
         except (OSError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, URLError) else error
-            said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+            reason_text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
             raise UnavailableError(
-                f"{self.url} does not answer: {said}; check host and port, and whether the server has started"
+                f"{self.url} does not answer: {reason_text}; check host and port, and whether the server has started"
             ) from error
 
     def _parsed(self, answer: Any) -> dict[str, Any]:
         data = answer.read(MAX_ANSWER_BYTES + 1)
         if len(data) > MAX_ANSWER_BYTES:
-            raise FormatError(f"{self.url} answers with more than {MAX_ANSWER_BYTES} bytes; it is no server of ours")
+            raise FormatError(f"{self.url} answers with more than {MAX_ANSWER_BYTES} bytes, so it is not a vLLM server")
         try:
             document = json.loads(data)
         except (ValueError, RecursionError):
@@ -102,7 +102,7 @@ class ServerClient:
 
 class _NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """What is looked at is the server that was named."""
+        """Follow no redirect: the check is about the server that was named."""
 
 
 def _opener(host: str) -> OpenerDirector:

@@ -1,6 +1,6 @@
-"""Whether a store keeps the promises of ``Bucket``, how fast it is, and what its clock says.
+"""``StoreProbe`` checks whether a store keeps the contract of ``Bucket``, its speed and its clock.
 
-Objects lie at ``doctor/<32 hex digits>-<name>``, where no reader of a run looks: FORMAT.md has unknown keys ignored.
+Test objects have keys ``doctor/<32 hex digits>-<name>``; readers of a run ignore unknown keys (docs/FORMAT.md).
 """
 
 import os
@@ -26,7 +26,7 @@ from vllm_delta_sync.settings import SLOWEST_BYTES_PER_SECOND
 
 PREFIX = "doctor/"
 STALE_SECONDS = 24 * 3600.0
-"""Objects put so long ago belong to a doctor that was killed."""
+"""Age in seconds at which a test object must be from a doctor that was killed."""
 MOST_STALE = 1000
 SMALL_BYTES = 1000
 WRITERS = 16
@@ -35,27 +35,27 @@ CLOCK_SECONDS = 60.0
 SLOW_SECONDS = 2.0
 CHUNK_BYTES = 4 * 1024 * 1024
 MOST_READ_BYTES = 256 * 1024 * 1024
-READ_ONLY_MEND = "A receiver needs no more than to read: check it with --read-only. A publisher has to write"
+READ_ONLY_REMEDY = "A receiver only needs to read: check it with --read-only. A publisher must be able to write"
 SINGLE_WRITER = (
-    "Let one publisher at a time write a run: this store takes the later of two writers that create one key at the "
-    "same moment. A publisher reads back what it wrote, and stops if somebody else was there"
+    "Run only one publisher at a time: if two writers create the same key at once, this store keeps the later "
+    "one. A publisher reads back what it wrote, and stops if another writer replaced it"
 )
 HUB_GATEWAY = (
-    ". With credentials for the Hub's S3 gateway (HF_S3_ACCESS_KEY_ID, HF_S3_SECRET_ACCESS_KEY) there is one winner"
+    ". With credentials for the Hub's S3 gateway (HF_S3_ACCESS_KEY_ID, HF_S3_SECRET_ACCESS_KEY) exactly one writer wins"
 )
 
 _OWN = re.compile(re.escape(PREFIX) + r"[0-9a-f]{32}-[a-z]+")
 
 
 class StoreProbe:
-    """The checks of one store, in the order in which they build on each other, and what they leave to be removed.
+    """The checks of one store, in the order of their dependencies, and their test objects.
 
     Args:
-        reads_only: puts and deletes nothing; run.json is read instead of an object of its own.
-        size: bytes of the object that throughput is measured with.
+        reads_only: put and delete nothing; read run.json instead of a test object.
+        size: bytes of the throughput test's object.
 
     Attributes:
-        made: keys that may have been put.
+        made: keys of test objects that may have been put.
     """
 
     def __init__(
@@ -76,9 +76,10 @@ class StoreProbe:
         try:
             self._put("small", self._data)
         except StoreError as error:
-            raise Failure(error, mend=READ_ONLY_MEND if is_refusal(error) else "") from error
-        took = time.perf_counter() - began
-        return CheckResult("put", "ok", f"a small object is written, {took * 1000:.1f} ms", {"ms": milliseconds(took)})
+            raise Failure(error, remedy=READ_ONLY_REMEDY if is_refusal(error) else "") from error
+        seconds_taken = time.perf_counter() - began
+        summary = f"a small object was written in {seconds_taken * 1000:.1f} ms"
+        return CheckResult("put", "ok", summary, {"ms": milliseconds(seconds_taken)})
 
     def get(self) -> CheckResult:
         if self._reads_only:
@@ -89,66 +90,67 @@ class StoreProbe:
             return CheckResult(
                 "get", "ok", f"{RUN_KEY} can be read, {len(self._data)} bytes", {"bytes": len(self._data)}
             )
-        self._expect(self._bucket.get(self._key), self._data, "it was put")
+        self._expect(self._bucket.get(self._key), self._data, "the put")
         size = self._bucket.stat(self._key).bytes
         if size != len(self._data):
-            raise StoreError(f"the store says that an object of {len(self._data)} bytes has {size}")
-        return CheckResult("get", "ok", "it comes back equal", {"bytes": size})
+            raise StoreError(f"the store reports {size} bytes for an object of {len(self._data)} bytes")
+        return CheckResult("get", "ok", "it reads back unchanged", {"bytes": size})
 
     def part(self) -> CheckResult:
         start, length = len(self._data) // 10, len(self._data) // 20
         part = self._bucket.get_range(self._key, start, length)
-        self._expect(part, self._data[start : start + length], f"{length} bytes of it from {start} were asked for")
+        self._expect(part, self._data[start : start + length], f"a request for {length} of its bytes from {start}")
         beyond = self._bucket.get_range(self._key, len(self._data), length)
-        self._expect(beyond, b"", "a range behind its end was asked for")
+        self._expect(beyond, b"", "a request for a range beyond its end")
         return CheckResult("range", "ok", "a part of an object can be read alone", {"bytes": length})
 
     def listing(self) -> CheckResult:
         found = [info for info in self._bucket.list(self._key) if info.key == self._key]
         if [info.bytes for info in found] != [len(self._data)]:
             raise StoreError(
-                f"a listing does not show {self._key!r} as it was put: listings lag behind there; use a store whose "
-                "listings are up to date"
+                f"a listing does not show {self._key!r} as it was put, so listings of this store lag; use a store with "
+                "consistent listings"
             )
-        return CheckResult("list", "ok", "a listing shows it at once")
+        return CheckResult("list", "ok", "listings show it at once")
 
     def create(self) -> CheckResult:
-        """The second writer of a key is told so, and changes nothing."""
+        """Whether create-if-absent refuses the second writer of a key."""
         self._put("once", self._data, if_absent=True)
         try:
             self._bucket.put(self._stem + "once", b"second", if_absent=True)
         except ConflictError:
-            self._expect(self._bucket.get(self._stem + "once"), self._data, "a second writer was refused")
-            return CheckResult("create", "ok", "a key that exists is not created again")
+            self._expect(self._bucket.get(self._stem + "once"), self._data, "the refusal of a second writer")
+            return CheckResult("create", "ok", "an existing key is not created again")
         raise StoreError(
-            "create-if-absent creates a key that exists, so two publishers would overwrite each other's versions; use "
-            "a store that heeds If-None-Match"
+            "create-if-absent overwrites an existing key, so two publishers would overwrite each other's versions; use "
+            "a store that honours If-None-Match"
         )
 
     def race(self) -> CheckResult:
-        """Of many writers at once exactly one wins."""
+        """Whether exactly one of many concurrent writers creates a key."""
         outcomes = self._race()
         for outcome in outcomes:
             if isinstance(outcome, DeltaSyncError) and not isinstance(outcome, ConflictError):
                 raise outcome
         won = [number for number, outcome in enumerate(outcomes) if outcome is None]
         kept = self._bucket.get(self._stem + "race")
-        figures = {"writers": WRITERS, "winners": len(won), "exclusive": self._bucket.supports_conditional_put}
-        if self._bucket.supports_conditional_put and ([_payload(number) for number in won] != [kept]):
-            said = f"of {WRITERS} writers that create one key at once {len(won)} are told that they were first"
-            raise Failure(
-                StoreError(said), figures, "Use a store that heeds If-None-Match, or " + _lowered(SINGLE_WRITER)
-            )
-        said = f"of {WRITERS} writers at once {len(won)} won"
-        if self._bucket.supports_conditional_put:
-            return CheckResult("race", "ok", said, figures)
-        mend = SINGLE_WRITER + (HUB_GATEWAY if self._bucket.url.startswith("hf://") else "")
-        return CheckResult("race", "warning", f"{said}; the store does not promise that it is one", figures, mend)
+        figures = {"writers": WRITERS, "winners": len(won), "exclusive": self._bucket.exclusive}
+        if self._bucket.exclusive and ([_payload(number) for number in won] != [kept]):
+            summary = f"of {WRITERS} writers that create one key at once, {len(won)} succeed instead of one"
+            remedy = "Use a store that honours If-None-Match, or " + _lowered(SINGLE_WRITER)
+            raise Failure(StoreError(summary), figures, remedy)
+        summary = f"of {WRITERS} writers at once, {len(won)} won"
+        if self._bucket.exclusive:
+            return CheckResult("race", "ok", summary, figures)
+        remedy = SINGLE_WRITER + (HUB_GATEWAY if self._bucket.url.startswith("hf://") else "")
+        return CheckResult(
+            "race", "warning", f"{summary}; the store does not guarantee a single winner", figures, remedy
+        )
 
     def _race(self) -> list[DeltaSyncError | None]:
         self._note("race")
         start = threading.Barrier(WRITERS)
-        outcomes: list[DeltaSyncError | None] = [StoreError("a writer did not come back")] * WRITERS
+        outcomes: list[DeltaSyncError | None] = [StoreError("a writer did not finish")] * WRITERS
 
         def write(number: int) -> None:
             start.wait()
@@ -171,14 +173,14 @@ class StoreProbe:
         data = os.urandom(SMALL_BYTES // 2)
         self._put("small", data)
         self._data = data
-        self._expect(self._bucket.get(self._key), data, "it was overwritten")
+        self._expect(self._bucket.get(self._key), data, "the overwrite")
         if self._bucket.stat(self._key).bytes != len(data):
-            raise StoreError("the store says the size that an object had before it was overwritten")
+            raise StoreError("the store reports the old size of an object that was overwritten")
         self.listing()
         return CheckResult("overwrite", "ok", "readers see an overwritten object at once")
 
     def delete(self) -> CheckResult:
-        """Gone means gone; and what killed doctors left goes with it."""
+        """Whether a deleted object disappears at once. Also removes the test objects of killed doctors."""
         now = self._bucket.stat(self._key).modified
         self._bucket.delete(self._key)
         self._bucket.delete(self._key)
@@ -187,12 +189,12 @@ class StoreProbe:
         except NotFoundError:
             pass
         else:
-            raise StoreError(f"{self._key!r} can be read after it was deleted: something in between keeps a copy")
+            raise StoreError(f"{self._key!r} can still be read after it was deleted: a cache or proxy keeps a copy")
         if any(info.key == self._key for info in self._bucket.list(self._key)):
-            raise StoreError(f"a listing shows {self._key!r} after it was deleted: listings lag behind there")
+            raise StoreError(f"a listing shows {self._key!r} after it was deleted: listings of this store lag")
         removed = self._remove_stale(now)
-        more = f"; {removed} objects that a killed doctor left are removed" if removed else ""
-        return CheckResult("delete", "ok", f"a deleted object is gone at once{more}", {"stale_removed": removed})
+        more = f"; removed {removed} objects of a killed doctor" if removed else ""
+        return CheckResult("delete", "ok", f"a deleted object disappears at once{more}", {"stale_removed": removed})
 
     def _remove_stale(self, now: float) -> int:
         stale = [
@@ -213,15 +215,15 @@ class StoreProbe:
                 puts.append(_timed(lambda: self._put("small", self._data)))
             gets.append(_timed(lambda: self._bucket.get_range(self._key, 0, SMALL_BYTES)))
         figures = {**_spread("get", gets), **(_spread("put", puts) if puts else {}), "rounds": len(gets)}
-        parts = [_spoken("get", gets)] + ([_spoken("put", puts)] if puts else [])
-        said = ", ".join(parts)
+        parts = [_describe("get", gets)] + ([_describe("put", puts)] if puts else [])
+        summary = ", ".join(parts)
         if statistics.median(gets + puts) > SLOW_SECONDS:
-            mend = "Use a store that is nearer: each version costs a receiver about three requests in a row"
-            return CheckResult("latency", "warning", said, figures, mend)
-        return CheckResult("latency", "ok", said, figures)
+            remedy = "Use a nearer store: each version costs a receiver about three requests in sequence"
+            return CheckResult("latency", "warning", summary, figures, remedy)
+        return CheckResult("latency", "ok", summary, figures)
 
     def throughput(self) -> CheckResult:
-        """One large object there and back; bounded memory."""
+        """Upload and download one large object, in bounded memory."""
         if self._reads_only:
             return self._download_only()
         with tempfile.TemporaryDirectory(prefix="delta-sync-doctor-") as folder:
@@ -230,14 +232,14 @@ class StoreProbe:
                 digest = _write_random(source, self._size)
             except OSError as error:
                 raise StoreError(
-                    f"no room for {self._size} bytes in {folder}: {error.strerror}; set TMPDIR, or give less --bytes"
+                    f"no room for {self._size} bytes in {folder}: {error.strerror}; set TMPDIR, or lower --bytes"
                 ) from error
-            up = self._moved("up", self._size, lambda: self._put("large", source))
+            up = self._transfer_seconds("up", self._size, lambda: self._put("large", source))
             source.unlink()
-            down = self._moved("down", self._size, lambda: self._bucket.get_file(self._stem + "large", copy))
+            down = self._transfer_seconds("down", self._size, lambda: self._bucket.get_file(self._stem + "large", copy))
             with copy.open("rb") as file:
                 if _digest(file.read) != digest:
-                    raise StoreError(f"an object of {self._size} bytes does not come back equal")
+                    raise StoreError(f"an object of {self._size} bytes does not read back unchanged")
         return self._speeds(self._size, {"up": up, "down": down})
 
     def _download_only(self) -> CheckResult:
@@ -245,24 +247,30 @@ class StoreProbe:
         if largest is None or not largest.bytes:
             return CheckResult("throughput", "skipped", "there is no object to read")
         size = min(largest.bytes, self._size, MOST_READ_BYTES)
-        down = self._moved("down", size, lambda: self._bucket.get_range(largest.key, 0, size))
+        down = self._transfer_seconds("down", size, lambda: self._bucket.get_range(largest.key, 0, size))
         return self._speeds(size, {"down": down})
 
-    def _moved(self, way: str, size: int, move: Callable[[], object]) -> float:
-        with observed_by(_Told(lambda done: self._progress(way, done, size))):
+    def _transfer_seconds(self, direction: str, size: int, move: Callable[[], object]) -> float:
+        with watched(_ProgressObserver(lambda done: self._progress(direction, done, size))):
             return _timed(move)
 
-    def _speeds(self, size: int, took: dict[str, float]) -> CheckResult:
-        speeds = {way: size / max(seconds, 1e-9) for way, seconds in took.items()}
-        figures = {"bytes": size, **{f"{way}_bytes_per_second": round(speed) for way, speed in speeds.items()}}
-        said = ", ".join(f"{speed / 1e6:.3g} MB/s {way}" for way, speed in speeds.items()) + f" ({size / 1e6:.3g} MB)"
+    def _speeds(self, size: int, seconds_taken: dict[str, float]) -> CheckResult:
+        speeds = {direction: size / max(seconds, 1e-9) for direction, seconds in seconds_taken.items()}
+        figures = {
+            "bytes": size,
+            **{f"{direction}_bytes_per_second": round(speed) for direction, speed in speeds.items()},
+        }
+        summary = (
+            ", ".join(f"{speed / 1e6:.3g} MB/s {direction}" for direction, speed in speeds.items())
+            + f" ({size / 1e6:.3g} MB)"
+        )
         if size >= SLOWEST_BYTES_PER_SECOND and min(speeds.values()) < SLOWEST_BYTES_PER_SECOND:
-            mend = (
-                "A transfer is given up where it takes longer than store_deadline and a second for each MB: raise "
-                "store_deadline, or use a store that is nearer"
+            remedy = (
+                "A transfer is aborted if it takes longer than store_deadline plus one second per MB: raise "
+                "store_deadline, or use a nearer store"
             )
-            return CheckResult("throughput", "warning", said, figures, mend)
-        return CheckResult("throughput", "ok", said, figures)
+            return CheckResult("throughput", "warning", summary, figures, remedy)
+        return CheckResult("throughput", "ok", summary, figures)
 
     def clock(self) -> CheckResult:
         before = time.time()
@@ -280,20 +288,20 @@ class StoreProbe:
             "warning",
             f"the store's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} this machine's",
             figures,
-            "Set this machine's clock, by NTP: a signed HEAD.json runs out by the clock of the machine that reads it, "
-            "while retention counts ages by the store's",
+            "Synchronize this machine's clock with NTP: a signed HEAD.json expires by the reading machine's clock, "
+            "while gc measures ages by the store's",
         )
 
     def clean_up(self) -> list[str]:
-        """Remove what was put; keys that could not be removed."""
-        gone = in_parallel(self._remove, self.made)
-        return [key for key, removed in zip(self.made, gone, strict=True) if not removed]
+        """Remove the test objects; return the keys that could not be removed."""
+        outcomes = in_parallel(self._remove, self.made)
+        return [key for key, removed in zip(self.made, outcomes, strict=True) if not removed]
 
     def _remove(self, key: str) -> bool:
         try:
             self._bucket.delete(key)
         except DeltaSyncError:
-            # Whoever may not write may not delete either, and has nothing to.
+            # Without write access nothing can be deleted, and nothing was put.
             return self._is_absent(key)
         return True
 
@@ -317,25 +325,25 @@ class StoreProbe:
     def _expect(self, found: bytes, expected: bytes, after: str) -> None:
         if found != expected:
             raise StoreError(
-                f"after {after}, {self._key!r} reads as {len(found)} other bytes: something between here and the "
-                "store answers from an old or a damaged copy"
+                f"after {after}, {self._key!r} reads as {len(found)} wrong bytes: a cache or proxy answers with an old "
+                "or damaged copy"
             )
 
 
-class _Told(TransferObserver):
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
+class _ProgressObserver(TransferObserver):
+    def __init__(self, on_finding: Callable[[int], None]) -> None:
+        self._on_finding = on_finding
         self._lock = threading.Lock()
         self._done = 0
 
     def on_bytes(self, count: int) -> None:
         with self._lock:
             self._done += count
-            self._tell(self._done)
+            self._on_finding(self._done)
 
 
 def is_refusal(error: StoreError) -> bool:
-    """Whether a write failed for want of the right to it, and not for want of room or network."""
+    """Whether a write failed for lack of permission, rather than lack of space or network."""
     cause = error.__cause__
     return isinstance(error, AccessError) or isinstance(cause, PermissionError) or getattr(cause, "errno", 0) == EROFS
 
@@ -358,7 +366,7 @@ def _spread(name: str, seconds: list[float]) -> dict[str, float]:
     return {f"{name}_ms_p50": milliseconds(statistics.median(seconds)), f"{name}_ms_worst": milliseconds(max(seconds))}
 
 
-def _spoken(name: str, seconds: list[float]) -> str:
+def _describe(name: str, seconds: list[float]) -> str:
     return f"{name} {statistics.median(seconds) * 1000:.3g} ms (worst {max(seconds) * 1000:.3g})"
 
 

@@ -1,4 +1,4 @@
 """Change a run beside its publisher: merged deltas and anchors, tags, branches, key lists, exports.
 
-May import ``client`` and what is below. Begin with ``compact``; ``gc`` and ``repair`` are packages of their own.
+May import ``client`` and the packages below it. Start with ``compact``; see also the packages ``gc`` and ``repair``.
 """

@@ -1,4 +1,4 @@
-"""Make an anchor beside the chain: all tensors of a version as checkpoint shards, from the bucket and the base."""
+"""``make_anchor`` writes a standalone anchor: all tensors of a version as checkpoint shards."""
 
 from pathlib import Path
 
@@ -8,8 +8,7 @@ from vllm_delta_sync.format.anchor_file import shard_tables, write_anchor
 from vllm_delta_sync.format.documents import Anchor, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, check_stop, never
-from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
+from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import file_digest, scratch_folder
@@ -24,25 +23,25 @@ def make_anchor(
     replace: bool = False,
     scratch: str | Path | None = None,
     shard_bytes: int = OBJECT_BYTES,
-    stop: Stop = never,
+    stop: Stop = never_stop,
 ) -> Anchor:
-    """Write the anchor of a version, unless it is there.
+    """Write the anchor of a version, unless the bucket has it.
 
-    The weights are rebuilt and verified as any reader does it, in memory or in a scratch file (``chain_read``), and
-    written shard by shard. Objects are put before the document that names them, and looked for again after it.
+    Rebuilds and verifies the weights like a reader, from the bucket and the base, in memory or in a scratch file, and
+    writes shard by shard. Objects are put before the document that names them, and again after it if they are missing.
 
     Args:
-        base: as ``run.restore.restore``. replace: make it anew where there is one, for instance with damaged shards.
+        base: as ``run.restore.restore``. replace: write it even if there is one, for example with damaged shards.
         scratch: folder for the weights and one shard at a time; None for the system's temporary directory.
-        shard_bytes: how large a shard becomes; a tensor is never split, so one may be larger.
-        stop: asked now and then; True ends it.
+        shard_bytes: target size of a shard; a tensor is never split, so a shard may be larger.
+        stop: polled during the work; True stops it.
 
     Returns:
-        the document that is in the bucket, which another writer may have made.
+        the document in the bucket, which another writer may have written.
 
     Raises:
-        NotFoundError: there is no such version, or the base is not at hand. StoppedError: ``stop`` said so.
-        StoreError: the store failed, or there is no room for the scratch files. Else as ``run.restore.restore``.
+        NotFoundError: no such version, or the base is not available. StoppedError: ``stop`` returned True.
+        StoreError: the store failed, or there is no room for the scratch files. Otherwise as ``run.restore.restore``.
     """
     target = run.manifest(version)
     found = None if replace else existing_anchor(run, target)
@@ -66,7 +65,7 @@ def make_anchor(
             theirs = existing_anchor(run, target)
             if theirs is not None:
                 return theirs
-            # It is damaged, signed by nobody who is trusted, or of a version that is no longer: readers pass it over.
+            # The existing document is damaged, lacks a valid signature, or is of a replaced version: readers skip it.
             run.bucket.put(key, document.to_bytes())
         for shard, ref in zip(shards, refs, strict=True):
             if not has_object(run.bucket, ref):
@@ -75,7 +74,7 @@ def make_anchor(
 
 
 def existing_anchor(run: RunDocuments, target: Manifest) -> Anchor | None:
-    """The anchor that is there, if it is of this version; one that may not be believed counts as none."""
+    """The anchor in the bucket if it is valid and of this version, else None."""
     try:
         found = run.anchor(target.version)
     except (StoreError, UnsupportedError):
@@ -86,7 +85,6 @@ def existing_anchor(run: RunDocuments, target: Manifest) -> Anchor | None:
 
 
 def _put(run: RunDocuments, state: ModelState, shard: TensorTable, folder: Path) -> ObjectRef:
-    """Write one shard into the bucket."""
     path = folder / "shard"
     write_anchor(path, shard, ((spec.name, state.bits[run.table.index(spec.name)]) for spec in shard))
     digest = file_digest(path)

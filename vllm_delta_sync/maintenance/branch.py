@@ -1,7 +1,7 @@
-"""Branches: a run that begins at a version of another, and copies none of its weights.
+"""``branch`` starts a new run at a version of another run, without copying weights.
 
-Version 0 of the branch is a reference to the version; a tag in the source keeps that. The tag comes first and goes
-last, so that at no moment there is a branch whose version may be removed.
+Version 0 of the branch refers to that version, and a tag in the source run keeps the version. The tag is set first and
+deleted last, so gc can never remove the version of a branch.
 """
 
 import secrets
@@ -42,24 +42,24 @@ logger = guarded_logger(__name__)
 
 
 def branch_tag(run_id: str) -> str:
-    """Name of the tag that a branch sets in the run that it comes from. Args: run_id: of the branch."""
+    """Name of the tag that a branch sets in its source run. Args: run_id: of the branch."""
     return f"branch-{run_id[:12]}"
 
 
 def branch(run: Run, version: int | str | None, url: str) -> Run:
-    """Begin a new run at a version of this one. Weights are neither copied nor needed: only deltas are read.
+    """Start a new run at a version of ``run``. Reads deltas only; weights are neither read nor copied.
 
-    What is written, in the new run and of the tag in this one, is signed with this one's keyring.
+    The new run, and the tag in ``run``, are signed with the keyring of ``run``.
 
     Args:
         version: a number, ``tag:NAME``, or None for the head. url: of the new run.
 
     Raises:
-        UsageError: the URL is this run's. ConflictError: it holds a run, or part of one.
-        NotFoundError: there is no such version, or it is not kept any more, or a run file is missing. StoreError: the
-            store failed; what was written is removed again, unless nobody can tell whether the branch stands.
+        UsageError: the URL is that of ``run``. ConflictError: the URL holds a run, or part of one.
+        NotFoundError: no such version, or it was removed, or a run file is missing.
+        StoreError: the store failed; what was written is removed again, unless the branch may exist already.
         DigestError, LimitError: a run file, or an object of a delta, is damaged.
-        SignatureError: the signing key is not one to begin a run with.
+        SignatureError: the signing key must not start a run.
     """
     run.keyring.check_can_start_run()
     with ExitStack() as failing:
@@ -72,7 +72,7 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
 
 def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     if bucket.url == run.bucket.url:
-        raise UsageError(f"{bucket.url!r} is the run to branch from; give the branch a URL of its own")
+        raise UsageError(f"{bucket.url!r} is the run to branch from; choose another URL for the branch")
     _refuse_existing(bucket)
     source = run.resolve(version)
     info = RunInfo(
@@ -90,22 +90,22 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     put_tag(run, name, source.version, branch=bucket.url)
     try:
         _create(bucket, {RUN_KEY: info.to_bytes(), TABLE_KEY: run.table.to_bytes()}, files, first)
-    except BaseException:  # an interrupted branch gives its URL and its tag back as well
-        if _take_back(bucket, info, first):
+    except BaseException:  # also on an interrupt: release the URL and the tag
+        if _undo(bucket, info, first):
             delete_tag(run, name)
         raise
     try:
         bucket.put(HEAD_KEY, make_head(first, run.keyring).to_bytes())
     except DeltaSyncError as error:
-        # Readers find version 0 without it.
-        logger.warning("the branch stands, but its %s was not written: %s", HEAD_KEY, error)
+        # Readers find version 0 without HEAD.json.
+        logger.warning("the branch was created, but its %s was not written: %s", HEAD_KEY, error)
 
 
 def _refuse_existing(bucket: Bucket) -> None:
     for prefix in (RUN_KEY, TABLE_KEY, HEAD_KEY, VERSIONS_PREFIX):
         found = next(iter(bucket.list(prefix)), None)
         if found is not None:
-            raise ConflictError(f"{bucket.url} holds {found.key}, of a run or part of one; branch to a new URL")
+            raise ConflictError(f"{bucket.url} already holds {found.key} of a run; branch to a new URL")
 
 
 def _version_0(run: Run, source: Manifest, info: RunInfo) -> Manifest:
@@ -127,13 +127,13 @@ def _version_0(run: Run, source: Manifest, info: RunInfo) -> Manifest:
 
 
 def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
-    """Fingerprint of each tensor of a version, hex by name: those of its root, plus what deltas declare to change.
+    """Fingerprint of each tensor of a version, as name → hex: those of its root plus the changes that deltas declare.
 
-    Reads the deltas, neither weights nor the base; of deltas of codec ``context`` what can be read without weights.
+    Reads the deltas, but neither weights nor the base; of codec ``context`` the part readable without weights.
 
     Raises:
-        NotFoundError: the version is not kept. DeltaSyncError: an object on the way is damaged.
-        FingerprintError: it does not come out as the version declares.
+        NotFoundError: the version was removed. DeltaSyncError: an object of a delta is damaged.
+        FingerprintError: the result differs from the version's declared fingerprint.
     """
     found = lasting_plan(run, version)
     values = {run.table.index(name): Fingerprint.from_hex(value) for name, value in _of_root(run, found).items()}
@@ -149,7 +149,7 @@ def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
             values[tensor] += change
     if sum(values.values(), Fingerprint()) != version.model_fingerprint:
         raise FingerprintError(
-            f"version {version.version}: fingerprints of its tensors do not add up to {version.fingerprint}; see "
+            f"version {version.version}: the fingerprints of its tensors do not add up to {version.fingerprint}; run "
             "`delta-sync verify`"
         )
     return {spec.name: values[tensor].hex() for tensor, spec in enumerate(run.table)}
@@ -160,7 +160,7 @@ def _of_root(run: Run, found: Plan) -> dict[str, str]:
     if found.standalone:
         anchor = run.anchor(found.root.version)
         if anchor.manifest != found.root.digest:
-            raise ChainError(f"the anchor of version {anchor.version} was made of another version {anchor.manifest}")
+            raise ChainError(f"the anchor of version {anchor.version} belongs to another manifest, {anchor.manifest}")
         declared = anchor.tensor_fingerprints
     if declared is None:
         raise ChainError(f"version {found.root.version} does not declare the fingerprints of its tensors")
@@ -168,15 +168,15 @@ def _of_root(run: Run, found: Plan) -> dict[str, str]:
 
 
 def _create(bucket: Bucket, documents: dict[str, bytes], files: dict[str, bytes], first: Manifest) -> None:
-    """Claim the URL and commit version 0. An object that is there already is ours if its bytes are.
+    """Claim the URL and commit version 0. An existing object counts as ours if its bytes equal ours.
 
-    Right before version 0 run.json has to be ours still: another writer may have taken this for a start that was cut
-    short. Where create-if-absent does not hold, both have to read back as ours after a while.
+    run.json must still be ours right before version 0: another writer may have replaced it, taking it for an
+    interrupted start. On a store without create-if-absent, both must read back as ours after a while.
     """
     for key, data in documents.items():
         _put(bucket, key, data)
     for key, data in files.items():
-        bucket.put(key, data)  # named by its content, so what may lie there is the same, or damaged
+        bucket.put(key, data)  # named by its content, so an existing one is equal or damaged
     info = documents[RUN_KEY]
     if not (confirm_created(bucket, RUN_KEY, info) and has_content(bucket, RUN_KEY, info)):
         raise _taken(bucket, RUN_KEY)
@@ -197,8 +197,8 @@ def _taken(bucket: Bucket, key: str) -> ConflictError:
     return ConflictError(f"{bucket.url} holds {key} of another writer; branch to a new URL")
 
 
-def _take_back(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
-    """Remove what a branch that failed has written; whether it is certain that no branch stands."""
+def _undo(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
+    """Remove what a failed branch has written. Returns whether it is certain that no branch exists."""
     try:
         if not has_content(bucket, RUN_KEY, info.to_bytes()):
             return True
@@ -207,9 +207,9 @@ def _take_back(bucket: Bucket, info: RunInfo, first: Manifest) -> bool:
         for item in info.files:
             bucket.delete(item.key)
         bucket.delete(TABLE_KEY)
-        # The claim goes last: as long as it stands nobody else writes here.
+        # Delete run.json last: it keeps other writers away.
         bucket.delete(RUN_KEY)
     except DeltaSyncError as error:
-        logger.warning("%s may hold a part of a branch that failed; its tag stays: %s", bucket.url, error)
+        logger.warning("%s may hold part of a failed branch; its tag stays: %s", bucket.url, error)
         return False
     return True

@@ -1,19 +1,20 @@
-"""What is made beside a chain so that reading it stays cheap: folded ranges and anchors; when each is due.
+"""``compact`` and ``maintain`` make the merged deltas and anchors that a run lacks, so that reading it stays cheap.
 
-Folded ranges form an aligned skip list: one from a to b = a + 4^l for every a that 4^l divides, never across a version
+Merged deltas form an aligned skip list: one from a to a + 4^l for every a that 4^l divides, but none across a version
 that does not build on the one before. An anchor is due every k-th version, for a milestone tag, or when replaying from
-the nearest one costs more bytes than the model has.
+the nearest anchor reads more bytes than the model has.
 """
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnsupportedError
+from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.errors import DeltaSyncError, SignatureError, StoreError, UnsupportedError
 from vllm_delta_sync.format.documents import (
     FOLDS_PREFIX,
     TAGS_PREFIX,
@@ -26,10 +27,8 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anchor
-from vllm_delta_sync.maintenance.compact_trust import READ_PER_CALL, believed_anchors, believed_folds
-from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, StoppedError, never
-from vllm_delta_sync.maintenance.merge_writer import Folding, RawCodecError, make_fold
-from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
+from vllm_delta_sync.maintenance.merge_writer import MergeCodec, RawCodecError, make_merged_delta
+from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, StoppedError, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
@@ -37,35 +36,37 @@ from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
 
 __all__ = [
     "ANCHOR_RATIO",
-    "FOLDS_PER_CALL",
+    "MERGES_PER_CALL",
     "OBJECT_BYTES",
     "CompactReport",
     "StoppedError",
     "compact",
-    "due_folds",
+    "due_ranges",
+    "maintain",
     "make_anchor",
-    "make_fold",
-    "upkeep",
+    "make_merged_delta",
 ]
 
 logger = guarded_logger(__name__)
 
 ANCHOR_RATIO = 1.0
-"""An anchor is due when replaying takes more than this times the bytes of the model."""
-FOLDS_PER_CALL = 8
-"""How many folded ranges ``upkeep`` makes at most before it returns."""
+"""An anchor is due when a replay reads more than this many times the bytes of the model."""
+MERGES_PER_CALL = 8
+"""Most merged deltas that one call of ``maintain`` makes."""
+READ_PER_CALL = 64
+"""Most documents whose signatures one call of ``maintain`` reads, so that a long run is not read at once."""
 
-Pair = tuple[int, int]
+VersionRange = tuple[int, int]
 
-# What there was when a run was last looked after: the newest version that ends a range, the newest k-th, and the tags.
-_looked: WeakKeyDictionary[RunDocuments, tuple[int, int, tuple[tuple[str, float], ...]]] = WeakKeyDictionary()
+# Per run, the state at the last ``maintain``: the newest version that ends a range, the newest k-th version, the tags.
+_maintained: WeakKeyDictionary[RunDocuments, tuple[int, int, tuple[tuple[str, float], ...]]] = WeakKeyDictionary()
 
 
-def due_folds(first: int, last: int, breaks: list[int]) -> Iterator[Pair]:
-    """Folded ranges (a, b) with ``first`` ≤ a and b ≤ ``last``, ascending by b, then by length.
+def due_ranges(first: int, last: int, breaks: list[int]) -> Iterator[VersionRange]:
+    """Ranges (a, b) of merged deltas with ``first`` ≤ a and b ≤ ``last``, ascending by b, then by length.
 
     Args:
-        breaks: ascending versions that do not build on the one before; no range leads into or across one.
+        breaks: ascending versions that do not build on the one before; no range ends at or crosses one.
     """
     for end in range(first - first % MERGE_WIDTH + MERGE_WIDTH, last + 1, MERGE_WIDTH):
         size = MERGE_WIDTH
@@ -76,27 +77,26 @@ def due_folds(first: int, last: int, breaks: list[int]) -> Iterator[Pair]:
             size *= MERGE_WIDTH
 
 
-def upkeep(
+def maintain(
     run: RunDocuments,
     manifest: Manifest,
     base: str | Path | None = None,
     anchor_every: int | None = None,
-    fold: bool = True,
-    stop: Stop = never,
+    merge: bool = True,
+    stop: Stop = never_stop,
 ) -> list[str]:
-    """Make what is due now that a version is committed: for the publisher's background, after each version or some.
+    """Make what is due after a commit. The publisher calls this in the background, not necessarily after each version.
 
-    Lists the tags; looks further once for every ``MERGE_WIDTH`` versions, every k-th, and whenever the tags are others,
-    as long as ``run`` is the same object. Ranges that were missed, because nobody called in time, are made too: those
-    of the aligned window that the newest one closes, ``FOLDS_PER_CALL`` at most, and one anchor at most. Versions of
-    codec ``raw`` get no folded ranges. Those of codec ``context`` get them from ``compact`` alone: it takes a version's
-    weights, which are not to be rebuilt beside a training every few versions. What cannot be made because the chain is
-    damaged is logged and left.
+    Lists the tags. Does the rest only when ``FOLD_WIDTH`` versions or a k-th version have passed or the tags changed
+    since the last call with the same ``run`` object. Makes at most ``MERGES_PER_CALL`` merged deltas, including missing
+    ones in the aligned window that ends at the newest version, and at most one anchor. Versions of codec ``raw`` get no
+    merged deltas. Versions of codec ``context`` get them from ``compact`` only, because merging them takes the weights,
+    which should not be rebuilt beside training every few versions. Damage in the history is logged and skipped.
 
     Args:
         manifest: of the newest version. base: as ``run.restore.restore``.
-        anchor_every: an anchor for every k-th version, beside those by cost and by tag.
-        fold: whether to make folded ranges. stop: asked now and then; True ends it.
+        anchor_every: k: make an anchor for every k-th version, besides those due by cost or tag.
+        merge: whether to make merged deltas. stop: polled during the work; True stops it.
 
     Returns:
         keys of the documents made.
@@ -109,29 +109,31 @@ def upkeep(
     if manifest.version == 0:
         return []
     tags = tuple((item.key, item.modified) for item in run.bucket.list(TAGS_PREFIX))
-    found = (aligned, kth, tags)
-    if _looked.get(run, (0, 0, ())) == found:
+    state = (aligned, kth, tags)
+    if _maintained.get(run, (0, 0, ())) == state:
         return []
     made: list[str] = []
     run.verifier.refresh()
     try:
-        missed = _missed(run, manifest, aligned) if fold and aligned else []
-        for pair in missed[:FOLDS_PER_CALL]:
-            if _tried(f"versions {pair[0]} to {pair[1]} are not folded", partial(make_fold, run, *pair, stop=stop)):
+        missing = _missing_ranges(run, manifest, aligned) if merge and aligned else []
+        for pair in missing[:MERGES_PER_CALL]:
+            make = partial(make_merged_delta, run, *pair, stop=stop)
+            if _try_to_make(f"no merged delta of versions {pair[0]} to {pair[1]}", make):
                 made.append(fold_key(*pair))
         version = _due_anchor(run, manifest, kth)
-        make = partial(make_anchor, run, version or 0, base, stop=stop)
-        if version is not None and _tried(f"version {version} gets no anchor", make):
+        if version is not None and _try_to_make(
+            f"no anchor of version {version}", partial(make_anchor, run, version, base, stop=stop)
+        ):
             made.append(anchor_key(version))
-        # What cannot be made now is not tried again after each version.
-        if not made or (version is None and len(missed) <= FOLDS_PER_CALL):
-            _looked[run] = found
+        # What failed now is not tried again after every version.
+        if not made or (version is None and len(missing) <= MERGES_PER_CALL):
+            _maintained[run] = state
     except StoppedError:
-        logger.debug("upkeep was stopped; what is missing is made later")
+        logger.debug("maintenance was stopped; a later call makes what is missing")
     return made
 
 
-def _tried(failure: str, make: Callable[[], object]) -> bool:
+def _try_to_make(failure: str, make: Callable[[], object]) -> bool:
     try:
         make()
     except StoreError:
@@ -145,34 +147,34 @@ def _tried(failure: str, make: Callable[[], object]) -> bool:
     return True
 
 
-def _missed(run: RunDocuments, manifest: Manifest, aligned: int) -> list[Pair]:
-    """Ranges to make: those that end at ``aligned``, shortest first, then others that are missing, the newest first."""
-    window = MERGE_WIDTH
+def _missing_ranges(run: RunDocuments, manifest: Manifest, aligned: int) -> list[VersionRange]:
+    """Ranges to make: those that end at ``aligned``, shortest first, then the other missing ones, newest first."""
+    window = FOLD_WIDTH
     while aligned % window == 0:
         window *= MERGE_WIDTH
     start = max(0, aligned - window)
-    # Not all of them: a long run has many.
+    # List only keys that share the window's leading digits: a long run has many merged deltas.
     low, high = f"{start:010d}", f"{aligned - 1:010d}"
     shared = next((digit for digit in range(10) if low[digit] != high[digit]), 10)
     items = run.bucket.list(FOLDS_PREFIX + low[:shared])
-    pairs = (pair for item in items if (pair := fold_of_key(item.key)) is not None)
-    listed = believed_folds(run, pairs, READ_PER_CALL)
-    missing = [pair for pair in due_folds(start, aligned, _breaks(manifest)) if pair not in listed]
+    ranges = (pair for item in items if (pair := fold_of_key(item.key)) is not None)
+    listed = trusted_merged_deltas(run, ranges, READ_PER_CALL)
+    missing = [pair for pair in due_ranges(start, aligned, _breaks(manifest)) if pair not in listed]
     missing.sort(key=lambda pair: (pair[1] != aligned, pair[1] - pair[0], -pair[1]))
     if any(pair[1] != aligned for pair in missing):
         retention = run.retention()
-        missing = [pair for pair in missing if _possible(pair, retention, listed)]
+        missing = [pair for pair in missing if _can_make(pair, retention, listed)]
     return missing
 
 
-def _possible(pair: Pair, retention: Retention | None, made: set[Pair]) -> bool:
-    """Whether the parts of a range are there, as far as listings and hints tell."""
+def _can_make(pair: VersionRange, retention: Retention | None, made: set[VersionRange]) -> bool:
+    """Whether the parts of a range are available, judging by listings and retention.json."""
     first, last = pair
     size = (last - first) // MERGE_WIDTH
     if size == 1:
         return retention is None or not any(retention.is_gone(version) for version in range(first + 1, last + 1))
     parts = ((start, start + size) for start in range(first, last, size))
-    return all(part in made or _possible(part, retention, made) for part in parts)
+    return all(part in made or _can_make(part, retention, made) for part in parts)
 
 
 def _breaks(manifest: Manifest) -> list[int]:
@@ -180,16 +182,18 @@ def _breaks(manifest: Manifest) -> list[int]:
 
 
 def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
-    """The version that should get an anchor now, if one should. A quarantined one gets none but as a milestone: whoever
-    starts anew does not serve it, and the newest sound one before it stands in for it.
+    """The version that is due an anchor now, or None.
+
+    A quarantined version gets an anchor only as a milestone: a server that starts does not serve it, so the newest
+    sound version before it gets the anchor instead.
 
     Args:
-        kth: the newest version that gets one whatever it costs; 0 for none.
+        kth: the newest k-th version, which gets an anchor whatever it costs; 0 for none.
     """
     version = manifest.version
-    anchors = believed_anchors(run, run.anchors(), READ_PER_CALL)
+    anchors = trusted_anchors(run, run.anchors(), READ_PER_CALL)
     if kth and not any(kth <= anchor <= version for anchor in anchors):
-        sound = _sound(run, manifest, kth)
+        sound = _newest_sound(run, manifest, kth)
         if sound and not any(sound <= anchor <= version for anchor in anchors):
             return sound
     milestone = _milestone(run, version, anchors)
@@ -200,23 +204,23 @@ def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
             return None
         manifest = run.manifest(manifest.sound)
         version = manifest.version
-    return version if version not in anchors and _costs_more(run, manifest, anchors) else None
+    return version if version not in anchors and _replay_costs_more(run, manifest, anchors) else None
 
 
-def _sound(run: RunDocuments, newest: Manifest, version: int) -> int:
-    """The newest version up to this one that is not quarantined; 0 if there is none."""
+def _newest_sound(run: RunDocuments, newest: Manifest, version: int) -> int:
+    """The newest version up to ``version`` that is not quarantined; 0 if there is none."""
     try:
         manifest = newest if version == newest.version else run.manifest(version)
     except StoreError:
         raise
     except DeltaSyncError:
-        # Whoever makes its anchor says what is wrong.
+        # Making its anchor will report the error.
         return version
     return manifest.sound or 0
 
 
 def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | None:
-    """A version with a milestone tag and no anchor; the newest."""
+    """The newest version that has a milestone tag and no anchor."""
     wanted = []
     for name in (tag_of_key(item.key) for item in run.bucket.list(TAGS_PREFIX)):
         try:
@@ -224,18 +228,18 @@ def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | Non
         except StoreError:
             raise
         except DeltaSyncError as error:
-            # Removed meanwhile, or damaged: that is between its owner and retention.
-            logger.debug("tag %s is not looked at: %s", name, error)
+            # Removed meanwhile, or damaged; gc reports damaged tags.
+            logger.debug("skipped tag %s: %s", name, error)
             continue
         if tag is not None and tag.milestone and tag.version <= version and tag.version not in anchors:
             wanted.append(tag.version)
     return max(wanted, default=None)
 
 
-def _costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]) -> bool:
-    """Whether a reader who begins at the nearest version that is held whole reads more than an anchor has."""
-    planner = ReadPlanner(run)
-    planner.add_manifests(manifest)
+def _replay_costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]) -> bool:
+    """Whether a replay from the nearest anchor or version 0 reads more bytes than an anchor has."""
+    planner = Planner(run)
+    planner.know(manifest)
     bases = {item.version: item.base_version for item in manifest.breaks}
     bottom = max((number for number, base in bases.items() if base is None), default=0)
     root = max((anchor for anchor in anchors if bottom <= anchor <= manifest.version), default=bottom)
@@ -244,7 +248,7 @@ def _costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]) -> bo
     except StoreError:
         raise
     except DeltaSyncError as error:
-        logger.warning("whether version %d needs an anchor is not known: %s", manifest.version, error)
+        logger.warning("cannot tell whether version %d needs an anchor: %s", manifest.version, error)
         return False
     return sum(step.payload_bytes for step in steps) > ANCHOR_RATIO * run.table.full_bytes
 
@@ -254,16 +258,17 @@ class CompactReport:
     """Outcome of ``compact``.
 
     Attributes:
-        head: newest version. present: folded ranges that were there.
-        folds: (first, last) of those made, or to be made in a dry run. skipped: (first, last, why) of those that
-            cannot be made. damaged: one of them for another reason than its codec, which is ``raw``.
-        anchor: version whose anchor was made, or is to be made. anchor_present: it was there.
-        bytes: of the objects made. seconds: it took.
+        head: newest version. present: number of merged deltas that existed before.
+        folds: (first, last) of the merged deltas made, or to be made in a dry run.
+        skipped: (first, last, reason) of those that cannot be made.
+        damaged: whether one was skipped for another reason than codec ``raw``.
+        anchor: version whose anchor was made, or is to be made. anchor_present: the anchor existed before.
+        bytes: of the objects made. seconds: duration.
     """
 
     head: int
     present: int = 0
-    folds: list[Pair] = field(default_factory=list)
+    folds: list[VersionRange] = field(default_factory=list)
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
     damaged: bool = False
     anchor: int | None = None
@@ -280,25 +285,26 @@ def compact(
     dry_run: bool = False,
     scratch: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-    stop: Stop = never,
-    codec: Folding = "packed",
+    stop: Stop = never_stop,
+    codec: MergeCodec = "packed",
 ) -> CompactReport:
-    """Make every folded range that a run lacks, and an anchor if asked for; on any machine, without the trainer.
+    """Make every merged delta that a run lacks, and an anchor if requested. Runs on any machine, without the trainer.
 
-    Safe beside a publisher, readers and others that compact: whatever is made twice is made the same. Ended at any
-    point it leaves the run whole, and goes on from there the next time.
+    Safe beside a publisher, readers and other compactions, as a document made twice comes out the same. Safe to
+    interrupt: the run stays intact, and the next call continues.
 
     Args:
-        base: as ``run.restore.restore``. anchor: a version, ``head`` or ``tag:NAME``.
-        dry_run: only say what would be made.
+        folds: whether to make merged deltas. anchor: a version, ``head`` or ``tag:NAME``.
+        base: as ``run.restore.restore``. dry_run: only report what would be made.
         scratch: folder for temporary files; None for the system's.
-        progress: called with documents made so far, documents to make, and what is being made.
-        codec: of the folded ranges that are made. Writing ``context``, and folding versions that have it, takes the
-            weights of the version before each range: a model's size of memory, or of scratch for a large one.
+        progress: called with documents made, documents to make, and what is being made.
+        stop: polled during the work; True stops it.
+        codec: of the merged deltas made. Writing ``context``, and merging versions that have it, takes the weights of
+            the version before each range: the model's size in memory, or in scratch files for a large model.
 
     Raises:
-        StoreError: the store failed, or there is no room for scratch files. StoppedError: ``stop`` said so.
-        NotFoundError: there is no such version or tag, or the base is not at hand.
+        StoreError: the store failed, or there is no room for scratch files. StoppedError: ``stop`` returned True.
+        NotFoundError: no such version or tag, or the base is not available.
         DeltaSyncError: the anchor cannot be made. Ranges that cannot be made are reported as skipped.
     """
     began = time.monotonic()
@@ -306,36 +312,36 @@ def compact(
     head = run.head()
     report = CompactReport(head.version)
     target = None if anchor is None else run.resolve(None if anchor == "head" else anchor)
-    planned = list(_unfolded(run, head, report)) if folds else []
+    planned = list(_missing_mergeable(run, head, report)) if folds else []
     if target is not None:
         report.anchor_present = existing_anchor(run, target) is not None
         report.anchor = target.version
     work = len(planned) + (target is not None)
-    tell = progress or (lambda _done, _all, _what: None)
+    report_progress = progress or (lambda _done, _all, _what: None)
     if dry_run:
         report.folds = planned
     else:
         weights = RollingWeights(run, base, scratch, stop)
         for done, pair in enumerate(planned):
-            tell(done, work, f"versions {pair[0]} to {pair[1]}")
-            make = partial(make_fold, run, *pair, scratch=scratch, stop=stop, codec=codec, weights=weights)
-            _fold_or_note(make, pair, report)
+            report_progress(done, work, f"versions {pair[0]} to {pair[1]}")
+            make = partial(make_merged_delta, run, *pair, scratch=scratch, stop=stop, codec=codec, weights=weights)
+            _make_or_skip(make, pair, report)
     if target is not None and not dry_run:
-        tell(len(planned), work, f"anchor of version {target.version}")
+        report_progress(len(planned), work, f"anchor of version {target.version}")
         document = make_anchor(run, target.version, base, scratch=scratch, stop=stop)
         report.bytes += 0 if report.anchor_present else document.payload_bytes
-    tell(work, work, "done")
+    report_progress(work, work, "done")
     report.seconds = time.monotonic() - began
     return report
 
 
-def _fold_or_note(make: Callable[[], MergedDelta], pair: Pair, report: CompactReport) -> None:
-    """Make a range; what keeps it from being made also keeps longer ones, which are not tried."""
+def _make_or_skip(make: Callable[[], MergedDelta], pair: VersionRange, report: CompactReport) -> None:
+    """Make a merged delta, or note why not. Skips it if a shorter range within it was skipped."""
     if any(pair[0] <= first and last <= pair[1] for first, last, _ in report.skipped):
-        report.skipped.append((*pair, "a shorter range that it consists of cannot be made"))
+        report.skipped.append((*pair, "a shorter merged delta within it cannot be made"))
         return
     try:
-        folded = make()
+        merged = make()
     except StoreError:
         raise
     except DeltaSyncError as error:
@@ -343,16 +349,77 @@ def _fold_or_note(make: Callable[[], MergedDelta], pair: Pair, report: CompactRe
         report.damaged |= not isinstance(error, RawCodecError)
         return
     report.folds.append(pair)
-    report.bytes += folded.payload_bytes
+    report.bytes += merged.payload_bytes
 
 
-def _unfolded(run: RunDocuments, head: Manifest, report: CompactReport) -> Iterator[Pair]:
-    """Ranges that are due and not there; what cannot be made for versions that are gone is left out."""
-    listed = believed_folds(run, run.merged_deltas())
+def _missing_mergeable(run: RunDocuments, head: Manifest, report: CompactReport) -> Iterator[VersionRange]:
+    """Ranges that are due and missing, without those whose versions gc removed."""
+    listed = trusted_merged_deltas(run, run.folds())
     report.present = len(listed)
     retention = run.retention()
     made = set(listed)
-    for pair in due_folds(0, head.version, _breaks(head)):
-        if pair not in listed and _possible(pair, retention, made):
+    for pair in due_ranges(0, head.version, _breaks(head)):
+        if pair not in listed and _can_make(pair, retention, made):
             made.add(pair)
             yield pair
+
+
+# Signatures
+
+
+# Per run: the sequence of keys.json, and the keys of documents whose signatures were found valid under it.
+_trusted: WeakKeyDictionary[RunDocuments, tuple[int, set[str]]] = WeakKeyDictionary()
+
+
+def trusted_merged_deltas(
+    run: RunDocuments, listed: Iterable[VersionRange], most: int | None = None
+) -> set[VersionRange]:
+    """The listed merged deltas with valid signatures; all of them if the run's keyring checks no signatures.
+
+    A merged delta without a valid signature counts as missing, so that it is made again.
+
+    Args:
+        most: read at most this many unread documents, those that end last; the rest count as valid.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    ranges = {fold_key(*pair): pair for pair in sorted(listed, key=lambda pair: (-pair[1], pair))}
+    reads = {key: partial(run.folded, *pair) for key, pair in ranges.items()}
+    return {ranges[key] for key in ranges.keys() - _untrusted(run, reads, most)}
+
+
+def trusted_anchors(run: RunDocuments, listed: Iterable[int], most: int | None = None) -> list[int]:
+    """The listed anchors with valid signatures, ascending; see ``trusted_merged_deltas``."""
+    versions = {anchor_key(version): version for version in sorted(listed, reverse=True)}
+    reads = {key: partial(run.anchor, version) for key, version in versions.items()}
+    return sorted(versions[key] for key in versions.keys() - _untrusted(run, reads, most))
+
+
+def _untrusted(run: RunDocuments, reads: Mapping[str, Callable[[], object]], most: int | None) -> set[str]:
+    if not run.keyring.checks:
+        return set()
+    file = run.authentic.keys.file
+    sequence = 0 if file is None else file.sequence
+    known, good = _trusted.get(run, (0, set()))
+    if known != sequence:
+        good = set()
+    _trusted[run] = sequence, good
+    unknown = [key for key in reads if key not in good][:most]
+    answers = in_parallel(lambda key: _is_trusted(reads[key]), unknown)
+    refused = {key for key, answer in zip(unknown, answers, strict=True) if not answer}
+    good.update(set(unknown) - refused)
+    return refused
+
+
+def _is_trusted(read: Callable[[], object]) -> bool:
+    try:
+        read()
+    except SignatureError:
+        return False
+    except StoreError:
+        raise
+    except DeltaSyncError:
+        # Damaged, or removed meanwhile: readers plan around it, and repair fixes it.
+        pass
+    return True

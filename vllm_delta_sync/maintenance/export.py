@@ -1,9 +1,8 @@
-"""Export a version as an ordinary checkpoint folder: safetensors, index, configuration and tokenizer.
+"""``export`` writes a version as an ordinary checkpoint folder: safetensors, index, configuration and tokenizer.
 
-``export`` rebuilds the weights right where they are to stay, in memory maps of the files, with every check that
-readers make. A folder shows either a whole checkpoint or none: all of it is made in a folder within, ``WORK_NAME``, and
-moved from there at the end. What was fetched is kept there until then, so that an export that was stopped downloads
-nothing twice.
+``export`` rebuilds the weights directly in memory maps of the final files, with every check that readers make. The
+folder holds a complete checkpoint or none: all files are made in its subfolder ``WORK_NAME`` and moved out at the end.
+Fetched objects stay in the subfolder until then, so that a stopped export downloads nothing twice.
 """
 
 import fcntl
@@ -58,11 +57,11 @@ from vllm_delta_sync.tensors.checkpoint import (
 logger = guarded_logger(__name__)
 
 SHARD_BYTES = 5 * 10**9
-"""Bytes of tensors in one file, as transformers has long cut checkpoints."""
+"""Default bytes of tensors in one file, the size that transformers long used."""
 WORK_NAME = ".delta_sync_export"
-"""Folder in which an export is made. It is there only while one runs, or after one that was stopped."""
+"""Subfolder of an unfinished export. It exists only while an export runs, or after one was stopped."""
 MADE_NAME, OBJECTS_NAME, LOCK_NAME = "new", "objects", "lock"
-"""What is in it: the files that are being made, the objects that were fetched, the lock of who is at work."""
+"""In the subfolder: the new files, the fetched objects, the lock of the running export."""
 WEIGHTS_SUFFIX = ".safetensors"
 _UNLIMITED = 2**62
 
@@ -72,12 +71,12 @@ class ExportReport:
     """Outcome of ``export``.
 
     Attributes:
-        folder: where the checkpoint is. version, step, manifest: what it holds, and the SHA-256 of its manifest.
+        folder: of the checkpoint. version, step, manifest: the exported version, and the SHA-256 of its manifest.
         files: names of all files, sorted. bytes: of the weights.
-        present: whether the folder held those weights already; they were only checked, and other files completed.
-        missing: what no server starts without, and is not there: ``config.json``, ``tokenizer``.
-        looked_in: where configuration and tokenizer were looked for, and why something there could not be read.
-        notes: what is worth knowing and no error, such as a file of the run that is damaged.
+        present: the folder already held these weights; they were only checked, and other files completed.
+        missing: files that servers need and the folder lacks: ``config.json``, ``tokenizer``.
+        looked_in: where configuration and tokenizer were searched, and why something there could not be read.
+        notes: warnings, such as a damaged file of the run.
     """
 
     folder: Path
@@ -100,28 +99,27 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write a version to a folder, as ``save_pretrained`` of transformers would, every tensor bit for bit.
+    """Write a version to a folder like ``save_pretrained`` of transformers, every tensor bit for bit.
 
-    Takes the memory of a few tensors, and while it runs the disk space of the checkpoint and of the objects that lead
-    to it. Stopped at any moment, even killed, the folder holds what it held before, or no checkpoint; the next call
-    downloads only what is missing. A folder that an earlier call has filled is replaced. Files of other names that
-    others put there stay.
+    Takes the memory of a few tensors and, until it ends, the disk space of the checkpoint and of the objects read.
+    After a stop or kill the folder holds what it held before, or no checkpoint; the next call downloads only what is
+    missing. Replaces the files of an earlier export, and leaves files of other names alone.
 
     Args:
-        folder: where to; a new one, an empty one, or one that an earlier call has written.
+        folder: a new or empty one, or one that an earlier export wrote.
         version: a number, ``tag:NAME``, or None for the newest that is not quarantined.
-        base: as ``Run.snapshot``; and where configuration and tokenizer are looked for if the run does not keep them.
-        shard_bytes: bytes of tensors in one file; a larger tensor has a file of its own.
-        progress: called with bytes so far and in all.
+        base: as ``Run.snapshot``; also the source of configuration and tokenizer if the run does not keep them.
+        shard_bytes: bytes of tensors in one file; a larger tensor gets its own file.
+        progress: called with bytes done and bytes in total.
 
     Raises:
-        UsageError: the folder holds what no export has written, or is the base that the run refers to.
-        ConflictError: another export writes there.
-        NotFoundError: there is no such version, or none that is not quarantined, or the base is not at hand.
-        StoreError: the store failed, or there is no room. Else as ``Run.snapshot``.
+        UsageError: the folder holds files that no export wrote, or is the base that the run refers to.
+        ConflictError: another export is writing to the folder.
+        NotFoundError: no such version, or every version is quarantined, or the base is not available.
+        StoreError: the store failed, or there is no room. Otherwise as ``Run.snapshot``.
     """
     if shard_bytes < 1:
-        raise UsageError(f"shard_bytes is {shard_bytes}; give a number of bytes from 1 on")
+        raise UsageError(f"shard_bytes is {shard_bytes}; give at least 1 byte")
     check_base(base)
     manifest, notes = _chosen(run, version)
     target = Path(folder)
@@ -138,17 +136,17 @@ def export(
         small = _model_files(run, base, report)
         written = _written(target)
         if written is not None and _holds(target, written, run, manifest, weights):
-            logger.info("%s holds the weights of version %d already", target, manifest.version)
+            logger.info("%s already holds the weights of version %d", target, manifest.version)
             report.present = True
             kept = {name for name in written["files"] if is_model_file(name) and (target / name).is_file()}
         else:
-            # The same documents, read through a cache that outlives this process.
+            # The same run, read through a cache that outlives this process.
             source = RunDocuments(run.bucket, run.keyring, ObjectCache(work / OBJECTS_NAME, _UNLIMITED))
             restore(source, manifest, base, progress=progress, scratch=work, room=partial(weights.room, made))
             weights.finish(made)
             kept = set()
         report.files = sorted({*weights.names, *small, *kept, EXPORT_NAME})
-        report.missing = missing_files({*report.files, *_others(target, work)})
+        report.missing = missing_files({*report.files, *_other_names(target, work)})
         about = {
             "format_version": 1,
             "run": run.info.run,
@@ -162,13 +160,13 @@ def export(
             if not (report.present and _reads(target / name, data)):
                 write_file(made / name, data)
         if report.present and (added := sorted(path.name for path in made.iterdir() if path.name != EXPORT_NAME)):
-            notes.append(f"the folder held the weights already; {', '.join(added)} written anew")
+            notes.append(f"the folder already held the weights; wrote only {', '.join(added)}")
         _put_in_place(made, target, work, report.files)
     return report
 
 
 def _chosen(run: Run, version: Version) -> tuple[Manifest, list[str]]:
-    """The version that is meant, and what is to be said of it."""
+    """The version to export, and notes about it."""
     manifest = run.resolve(version)
     if manifest.quarantine is None:
         return manifest, []
@@ -181,36 +179,36 @@ def _chosen(run: Run, version: Version) -> tuple[Manifest, list[str]]:
             "name the version to export (--version)"
         )
     sound = run.manifest(manifest.sound)
-    run.verifier.check_descends(manifest, sound)
-    return sound, [f"version {manifest.version} is quarantined, and left out: {reasons}"]
+    run.authentic.descends(manifest, sound)
+    return sound, [f"skipped version {manifest.version}, which is quarantined: {reasons}"]
 
 
 # The folder
 
 
 def _refuse_base(run: RunDocuments, target: Path, base: str | Path | None) -> None:
-    """Raise UsageError if the folder is the checkpoint that version 0 refers to: what is replaced would be lost."""
+    """Raise UsageError if the folder is the checkpoint that version 0 refers to, which would be overwritten."""
     try:
         recorded = run.manifest(0).base
     except StoreError:
         raise
     except DeltaSyncError:
-        recorded = None  # lost or damaged: an anchor may lead to the version all the same
-    for place in (base, None if recorded is None or recorded.run is not None else recorded.location):
-        if place is not None and target.is_dir() and Path(place).is_dir() and target.samefile(place):
+        recorded = None  # version 0 is lost or damaged, but an anchor may still lead to the version
+    for checkpoint in (base, None if recorded is None or recorded.run is not None else recorded.location):
+        if checkpoint is not None and target.is_dir() and Path(checkpoint).is_dir() and target.samefile(checkpoint):
             raise UsageError(f"--to {str(target)!r} is the checkpoint that the run builds on; name another folder")
 
 
 @contextmanager
 def _work_folder(target: Path, weights: Collection[str]) -> Iterator[Path]:
-    """The folder within ``target`` in which an export is made, for this process alone; removed once it is done.
+    """Lock and yield the work folder within ``target``; remove it at the end.
 
     Args:
-        weights: names of the files to come that nobody else may have put there.
+        weights: names of the weight files to write, which must not exist as files of others.
 
     Raises:
-        UsageError: ``target`` holds what no export has written. ConflictError: another export writes there.
-        StoreError: it cannot be written.
+        UsageError: ``target`` holds files that no export wrote. ConflictError: another export is writing there.
+        StoreError: the folder cannot be written.
     """
     work = target / WORK_NAME
     try:
@@ -220,38 +218,38 @@ def _work_folder(target: Path, weights: Collection[str]) -> Iterator[Path]:
             _refuse_foreign(target, work, weights)
         with _locked(work):
             try:
-                # Again where another export was just at work. Without the lock its files may seem to be nobody's.
+                # Check again under the lock: another export may just have finished here.
                 _refuse_foreign(target, work, weights)
                 yield work
-            except BaseException:  # an interrupt too
+            except BaseException:  # also on an interrupt
                 _clear(work)
                 if new and not any(target.iterdir()):
                     target.rmdir()
                 raise
             _remove(work)
     except (NotADirectoryError, FileExistsError) as error:
-        raise UsageError(f"--to {str(target)!r} is, or lies in, a file; name a folder") from error
+        raise UsageError(f"--to {str(target)!r} is a file, or lies below one; name a folder") from error
     except OSError as error:
         raise StoreError(f"folder {str(target)!r} cannot be written: {error.strerror or error}") from error
 
 
 def _refuse_foreign(target: Path, work: Path, weights: Collection[str]) -> None:
-    """Raise UsageError if the folder holds what exports have not written; see ``_work_folder``."""
+    """Raise UsageError if the folder holds files that no export wrote; see ``_work_folder``."""
     found = sorted(path.name for path in target.iterdir() if path.name != WORK_NAME)
-    ours = _ours(target, work)
-    # Without its list the folder is ours if one was being filled as an export was stopped.
+    ours = _exported_names(target, work)
+    # Without a list in the folder, a list in the work folder shows that a stopped export was moving files.
     foreign = found if EXPORT_NAME not in found and not (work / EXPORT_NAME).exists() else []
     foreign += [name for name in found if name in {SINGLE_NAME, INDEX_NAME, *weights} - ours]
     if foreign:
         raise UsageError(
-            f"--to {str(target)!r} holds {foreign[0]!r}, which delta-sync export has not written; name a new or an "
-            "empty folder"
+            f"--to {str(target)!r} holds {foreign[0]!r}, which delta-sync export did not write; name a new or empty "
+            "folder"
         )
 
 
 @contextmanager
 def _locked(work: Path) -> Iterator[None]:
-    """Make the work folder, and keep other exports out of it. Raises ConflictError: one is at work there."""
+    """Make the work folder and lock it. Raises ConflictError: another export has locked it."""
     with ExitStack() as stack:
         while True:
             _make_folder(work)
@@ -262,28 +260,28 @@ def _locked(work: Path) -> Iterator[None]:
                     break
             except BlockingIOError as error:
                 raise ConflictError(
-                    f"another export is writing to {str(work.parent)!r}; wait for it, or end it"
+                    f"another export is writing to {str(work.parent)!r}; wait until it ends, or stop it"
                 ) from error
             except FileNotFoundError:
-                continue  # an export that has just ended has removed it
+                continue  # an export that just ended removed the folder
         yield
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder unless it is there. Raises OSError: it cannot be made, or something else has its name."""
+    """Make a folder unless it exists. Raises OSError: it cannot be made, or the name is not a folder's."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             return
         except FileExistsError:
-            # Raised too if another export removes the folder right after it was found to be there.
+            # Also raised if another export removes the folder during the call.
             with suppress(FileNotFoundError):
                 if not stat.S_ISDIR(folder.lstat().st_mode):
                     raise
 
 
 def _clear(work: Path) -> None:
-    """After a failure: keep what the next call goes on from, and nothing else."""
+    """After a failure: keep only what the next call resumes from."""
     shutil.rmtree(work / MADE_NAME, ignore_errors=True)
     fetched = any(path.is_file() for path in (work / OBJECTS_NAME).rglob("*"))
     if not fetched and not (work / EXPORT_NAME).exists():
@@ -301,11 +299,11 @@ def _remove(work: Path) -> None:
     try:
         work.rmdir()
     except OSError:
-        pass  # another export has begun there meanwhile
+        pass  # another export has started there
 
 
 def _written(folder: Path) -> dict[str, Any] | None:
-    """What an earlier export says about the folder; None if there was none, or it says nothing sensible."""
+    """The file list of an earlier export in the folder; None if there is none, or it is damaged."""
     try:
         value = json.loads((folder / EXPORT_NAME).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -318,14 +316,14 @@ def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name
 
 
-def _ours(*folders: Path) -> set[str]:
-    """Names of the files that earlier exports have written, by their lists in these folders."""
-    return {name for told in map(_written, folders) if told is not None for name in told["files"]}
+def _exported_names(*folders: Path) -> set[str]:
+    """Names of the files that earlier exports wrote, from their lists in these folders."""
+    return {name for written in map(_written, folders) if written is not None for name in written["files"]}
 
 
-def _others(target: Path, work: Path) -> set[str]:
-    """Names of the files that others have put there."""
-    return {path.name for path in target.iterdir() if path.is_file()} - _ours(target, work)
+def _other_names(target: Path, work: Path) -> set[str]:
+    """Names of the files in the folder that no export wrote."""
+    return {path.name for path in target.iterdir() if path.is_file()} - _exported_names(target, work)
 
 
 def _reads(path: Path, data: bytes) -> bool:
@@ -333,38 +331,38 @@ def _reads(path: Path, data: bytes) -> bool:
 
 
 def _holds(target: Path, written: Mapping[str, Any], run: Run, manifest: Manifest, weights: "_WeightFiles") -> bool:
-    """Whether a folder holds the weights of a version in such files, by the bits that are in them."""
+    """Whether a folder holds the weights of a version in these files; compares the bits."""
     names = {name for name in written["files"] if name.endswith(WEIGHTS_SUFFIX) or name == INDEX_NAME}
     if written.get("manifest") != manifest.digest or names != set(weights.names):
         return False
     try:
-        there = Checkpoint(target)
-        prints = (fingerprint_tensor(spec.name, there.bits(spec.name)) for spec in run.table)
-        whole = {spec.name: spec for spec in run.table} == there.specs
-        return whole and sum(prints, Fingerprint()) == manifest.model_fingerprint
+        checkpoint = Checkpoint(target)
+        prints = (fingerprint_tensor(spec.name, checkpoint.bits(spec.name)) for spec in run.table)
+        complete = {spec.name: spec for spec in run.table} == checkpoint.specs
+        return complete and sum(prints, Fingerprint()) == manifest.model_fingerprint
     except DeltaSyncError:
         return False
 
 
 def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> None:
-    """Move what was made to its place; what earlier exports have written there, and ``names`` lack, goes.
+    """Move the new files to their place, and delete files of earlier exports that are not in ``names``.
 
-    Where weights are moved, what tells readers that there is a checkpoint goes first and comes last: stopped in
-    between, the folder holds none.
+    If weights are moved, the files that identify a checkpoint are deleted first and moved last: if it is stopped in
+    between, the folder holds no checkpoint.
     """
-    before = _ours(target, work)
+    before = _exported_names(target, work)
     moved = {path.name for path in made.iterdir()}
-    gone = before - set(names)
-    if not moved and not gone:
+    deleted = before - set(names)
+    if not moved and not deleted:
         return
-    # From now on both lists are known to belong here, whatever happens.
+    # From now on the old and the new files count as the export's, even if it is stopped.
     write_file(work / EXPORT_NAME, json.dumps({"files": sorted({*before, *names})}).encode())
-    signs = (SINGLE_NAME, INDEX_NAME, CONFIG_NAME, EXPORT_NAME)
+    identifying = (SINGLE_NAME, INDEX_NAME, CONFIG_NAME, EXPORT_NAME)
     if any(name.endswith(WEIGHTS_SUFFIX) for name in moved):
-        gone |= moved.intersection(signs)
-    for name in sorted(gone, key=lambda name: (name not in signs, name)):
+        deleted |= moved.intersection(identifying)
+    for name in sorted(deleted, key=lambda name: (name not in identifying, name)):
         (target / name).unlink(missing_ok=True)
-    for name in sorted(moved, key=lambda name: (signs.index(name) if name in signs else -1, name)):
+    for name in sorted(moved, key=lambda name: (identifying.index(name) if name in identifying else -1, name)):
         os.replace(made / name, target / name)
     folder = os.open(target, os.O_RDONLY)
     try:
@@ -377,10 +375,10 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
 
 
 class _WeightFiles:
-    """The safetensors files of a checkpoint that are being filled, as memory maps.
+    """The safetensors files of the new checkpoint, filled through memory maps.
 
     Attributes:
-        names: of the files, the index among them if there are several.
+        names: of the files, including the index if there are several.
 
     Raises:
         LimitError: ``shard_bytes`` is so small that there would be too many files.
@@ -395,22 +393,22 @@ class _WeightFiles:
         self._maps: dict[str, np.memmap] = {}
 
     def room(self, folder: Path, table: TensorTable) -> list[Bits]:
-        """Where the tensors lie in the files of ``folder``, made with their headers: a ``tensors.state.Room``.
+        """Create the files in ``folder`` with their headers; return the tensors' memory, as a ``tensors.state.Room``.
 
         Raises:
             StoreError: there is no room on the disk.
         """
         self._maps = {}
-        places: dict[str, Bits] = {}
+        tensors: dict[str, Bits] = {}
         for name, shard in self._shards.items():
             placed = layout({spec.name: (spec.element, spec.shape) for spec in shard})
             header = header_bytes(placed, {"format": "pt"})
             size = len(header) + shard.full_bytes
             try:
-                # Anew, should another way to the version be tried: no map of the first attempt shall lose its pages.
+                # A second attempt gets new files, so that maps of the first attempt keep their pages.
                 (folder / name).unlink(missing_ok=True)
                 with (folder / name).open("wb+") as file:
-                    # Room is asked for now: a page that cannot be written later would end the process.
+                    # Reserve the space now: on a full disk, a later write to the map would kill the process.
                     os.posix_fallocate(file.fileno(), 0, size)
                     memory = np.memmap(file, np.uint8, mode="r+", shape=(size,))
             except OSError as error:
@@ -421,12 +419,12 @@ class _WeightFiles:
             memory[: len(header)] = np.frombuffer(header, np.uint8)
             for spec in shard:
                 start = len(header) + placed[spec.name].start
-                places[spec.name] = memory[start : start + spec.nbytes].view(spec.element.uint)
+                tensors[spec.name] = memory[start : start + spec.nbytes].view(spec.element.uint)
             self._maps[name] = memory
-        return [places[spec.name] for spec in table]
+        return [tensors[spec.name] for spec in table]
 
     def finish(self, folder: Path) -> None:
-        """Make the files durable, and write the index of several; raises StoreError."""
+        """Sync the files to disk, and write the index if there are several. Raises StoreError."""
         try:
             for name, memory in self._maps.items():
                 memory.flush()
@@ -446,11 +444,11 @@ class _WeightFiles:
 
 
 def _model_files(run: RunDocuments, base: str | Path | None, report: ExportReport) -> dict[str, bytes]:
-    """Name → content of the model's small files: those that the run keeps; where it lacks some, those of its base.
+    """Name → content of the model's small files: those that the run keeps, and missing ones from its base.
 
     Args:
-        report: gets what was looked into, and why something there could not be read. That is no error: weights
-            without a configuration are worth having too.
+        report: records where files were searched and why something could not be read. That is no error, because
+            weights without a configuration are useful too.
     """
     found: dict[str, bytes] = {}
     kept = [item for item in run.info.files if is_model_file(item.name)]
@@ -464,7 +462,7 @@ def _model_files(run: RunDocuments, base: str | Path | None, report: ExportRepor
 
 
 def _of_base(run: RunDocuments, base: str | Path | None, report: ExportReport) -> dict[str, bytes]:
-    """Those of the base that is given, else of the recorded one; for a branch those of the run that it comes from."""
+    """The small files of the given base, else of the recorded base; for a branch, those of its source run."""
     try:
         first = run.manifest(0)
         recorded = first.base
@@ -480,8 +478,8 @@ def _of_base(run: RunDocuments, base: str | Path | None, report: ExportReport) -
         else:
             folder = Path(recorded.location)
             if not any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
-                # Nothing is copied from a folder of this machine only because a run names it.
-                report.looked_in.append(f"base {str(folder)!r}, which is no checkpoint on this machine")
+                # A run must not cause copies of arbitrary local folders: the base must be a checkpoint.
+                report.looked_in.append(f"base {str(folder)!r}, which is not a checkpoint on this machine")
                 return {}
         report.looked_in.append(f"base {str(folder)!r}")
         return {name: path.read_bytes() for name, path in model_files(folder).items()}

@@ -1,18 +1,20 @@
-"""Make a folded range: what leads from one version to a later one, as one delta, from the bucket alone.
+"""``make_merged_delta`` writes one delta that leads from one version to a later one, from the bucket alone.
 
-The way is planned as a reader plans it: through the next shorter folded ranges where there are any, else through the
-versions. Objects are fetched to scratch files and mapped, tensors are walked once in ascending order, and the result
-is written as it comes, so that memory is bounded by a batch of elements, or by one tensor. Where codec ``context`` is
-read or written, the weights at the first version are looked at, and copies of a few tensors go through the versions.
+The steps are planned like a reader's: the next shorter merged deltas where they exist, else the versions' own deltas.
+Objects are fetched to scratch files and mapped, tensors are merged in ascending order, and the result is written as it
+is produced, so memory is bounded by a batch of elements or by one tensor. If codec ``context`` is read or written, the
+merge also reads the weights at the first version, and carries copies of a few tensors through the versions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.parallel import has_object
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import LazyDelta, RollingBase, fold_lazily
 from vllm_delta_sync.codec.delta_writer import DeltaSpool
@@ -28,8 +30,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.documents import MergedDelta, fold_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp
-from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, check_stop, never, put_missing, put_objects
-from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
+from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
@@ -40,17 +41,15 @@ from vllm_delta_sync.tensors.state import ModelState
 
 logger = guarded_logger(__name__)
 
-Folding = Literal["packed", "context"]
+MergeCodec = Literal["packed", "context"]
+Written = Sequence[tuple[ObjectRef, Path]]
 
 
 class RawCodecError(UnsupportedError):
-    """Versions of codec ``raw`` cannot be folded."""
+    """Versions of codec ``raw`` cannot be merged."""
 
 
-"""Codecs that a folded range may have."""
-
-
-def make_fold(
+def make_merged_delta(
     run: RunDocuments,
     first: int,
     last: int,
@@ -58,72 +57,72 @@ def make_fold(
     replace: bool = False,
     scratch: str | Path | None = None,
     object_bytes: int = OBJECT_BYTES,
-    stop: Stop = never,
-    codec: Folding = "packed",
+    stop: Stop = never_stop,
+    codec: MergeCodec = "packed",
     weights: RollingWeights | None = None,
 ) -> MergedDelta:
-    """Write the folded range from version ``first`` to ``last``, unless it is there.
+    """Write the merged delta from version ``first`` to ``last``, unless the bucket has it.
 
-    Its objects are put before the document that names them, and looked for again after it.
+    Its objects are put before the document that names them, and again after it if they are missing.
 
     Args:
-        replace: make it anew where there is one, for instance with damaged objects.
-        scratch: folder for temporary files of about twice the parts' size; None for the system's.
-        object_bytes: when to begin another object.
-        stop: asked now and then; True ends it.
-        codec: of what is written. ``context`` takes fewer bytes, and cannot be taken back.
-        weights: where those of ``first`` come from, if codec ``context`` is read or written.
+        replace: write it even if there is one, for example with damaged objects.
+        scratch: folder for temporary files of about twice the size of the deltas; None for the system's.
+        object_bytes: size at which an object is full.
+        stop: polled during the work; True stops it.
+        codec: of the merged delta. ``context`` takes fewer bytes and cannot be reverted.
+        weights: source of the weights at ``first``, needed if codec ``context`` is read or written.
 
     Returns:
-        the document that is in the bucket, which another writer may have made.
+        the document in the bucket, which another writer may have written.
 
     Raises:
         RawCodecError: a version in between has codec ``raw``.
-        UnsupportedError: one in between has codec ``context``, and there are no weights.
-        ChainError (GapError): nothing that is left leads from ``first`` to ``last``, or an anchor lies between.
+        UnsupportedError: a version in between has codec ``context``, and ``weights`` is None.
+        ChainError (GapError): no remaining deltas lead from ``first`` to ``last``, or an anchor lies between.
         FingerprintError: the objects do not lead from one version's fingerprint to the next.
-        StoreError: the store failed, or there is no room for the scratch files. StoppedError: ``stop`` said so.
-        UsageError: the range is none. NotFoundError: a version is not there.
+        StoreError: the store failed, or there is no room for the scratch files. StoppedError: ``stop`` returned True.
+        UsageError: ``first`` is not before ``last``. NotFoundError: a version does not exist.
     """
     if not 0 <= first < last:
-        raise UsageError(f"a folded range leads from a version to a later one, not from {first} to {last}")
-    planner = ReadPlanner(run)
+        raise UsageError(f"a merged delta leads from a version to a later one, not from {first} to {last}")
+    planner = Planner(run)
     ends = planner.manifest(first), planner.manifest(last)
-    found = None if replace else existing_fold(run, *ends)
+    found = None if replace else existing_merged_delta(run, *ends)
     if found is not None:
         return found
     avoid = {fold_key(first, last)} if replace or last - first > 1 else set()
-    return _Fold(run, ends, avoid, object_bytes, stop, codec, weights).make(scratch, replace)
+    return _MergeBuilder(run, ends, avoid, object_bytes, stop, codec, weights).make(scratch, replace)
 
 
-def write_fold(
+def write_merged_delta(
     run: RunDocuments,
     ends: tuple[Manifest, Manifest],
     pieces: Iterator[Sparse | Full],
     fingerprints: dict[int, Fingerprint],
     object_bytes: int = OBJECT_BYTES,
 ) -> MergedDelta:
-    """Write the folded range between two versions, piece by piece, over whatever stands there.
+    """Write the merged delta between two versions piece by piece, replacing one that exists.
 
     Args:
         ends: manifests of the first and the last version.
-        pieces: distances, or tensors in full: by dtype, tensors ascending, each once.
-        fingerprints: change per tensor id; it has to hold a tensor's by the time that its piece comes.
-        object_bytes: when to begin another object.
+        pieces: distances, or full tensors: by dtype, tensors ascending, each tensor once.
+        fingerprints: tensor id → change of its fingerprint; must contain a tensor by the time its piece is yielded.
+        object_bytes: size at which an object is full.
 
     Raises:
         StoreError: the store failed, or there is no room for the scratch files.
     """
-    fold = _Fold(run, ends, set(), object_bytes, never, "packed", None)
-    purpose = f"the range from version {ends[0].version} to {ends[1].version}"
-    # How much it takes is not known before it is written; a disk that is full is reported then.
+    builder = _MergeBuilder(run, ends, set(), object_bytes, never_stop, "packed", None)
+    purpose = f"the merged delta of versions {ends[0].version} to {ends[1].version}"
+    # The size is not known in advance; a full disk is reported during the write.
     with scratch_folder(None, purpose, 0) as folder:
-        spool = partial(DeltaSpool, folder, run.table, fold.context, "zstd", "packed", None)
-        return fold._publish(fold._write(pieces, fingerprints, folder, spool), replace=True)
+        spool = partial(DeltaSpool, folder, run.table, builder.context, "zstd", "packed", None)
+        return builder._publish(builder._write(pieces, fingerprints, folder, spool), replace=True)
 
 
-def existing_fold(run: RunDocuments, first: Manifest, last: Manifest) -> MergedDelta | None:
-    """The folded range that is there, if it is of these two versions; one that may not be believed counts as none."""
+def existing_merged_delta(run: RunDocuments, first: Manifest, last: Manifest) -> MergedDelta | None:
+    """The merged delta in the bucket if it is valid and of these two versions, else None."""
     try:
         found = run.merged_delta(first.version, last.version)
     except (StoreError, UnsupportedError):
@@ -134,8 +133,8 @@ def existing_fold(run: RunDocuments, first: Manifest, last: Manifest) -> MergedD
 
 
 @dataclass
-class _Fold:
-    """One folded range in the making.
+class _MergeBuilder:
+    """Builds one merged delta.
 
     Attributes:
         ends: manifests of the first and the last version. avoid: keys of documents not to use.
@@ -146,7 +145,7 @@ class _Fold:
     avoid: set[str]
     object_bytes: int
     stop: Stop
-    codec: Folding
+    codec: MergeCodec
     weights: RollingWeights | None
 
     @property
@@ -154,29 +153,29 @@ class _Fold:
         return DeltaContext(self.run.info.run, self.ends[1].version, self.ends[0].version)
 
     def make(self, scratch: str | Path | None, replace: bool) -> MergedDelta:
-        reason: DeltaSyncError | None = None
+        first_error: DeltaSyncError | None = None
         while True:
             try:
                 steps = self._steps()
             except StoreError:
                 raise
             except ChainError as error:
-                raise reason or error from error
+                raise first_error or error from error
             payload = sum(step.payload_bytes for step in steps)
-            purpose = f"folding versions {self.context.base_version} to {self.context.version}"
-            state = self._state(steps)
-            moving = None if state is None else RollingBase(state.old)
+            purpose = f"merging versions {self.context.base_version} to {self.context.version}"
+            state = self._weights_if_needed(steps)
+            rolling = None if state is None else RollingBase(state.old)
             with scratch_folder(scratch, purpose, 2 * payload + min(payload, self.object_bytes)) as folder:
-                parts = self._open(steps, folder, moving)
-                if isinstance(parts, DeltaSyncError):
-                    reason = reason or parts
+                deltas = self._open(steps, folder, rolling)
+                if isinstance(deltas, DeltaSyncError):
+                    first_error = first_error or deltas
                     continue
-                fingerprints = _summed(parts)
+                fingerprints = _sum_fingerprints(deltas)
                 old = None if state is None else state.old
                 spool = partial(DeltaSpool, folder, self.run.table, self.context, "zstd", self.codec, old)
-                written = self._write(fold_lazily(parts, self.run.table, moving), fingerprints, folder, spool)
-                if reason is not None:
-                    logger.warning("%s, around what cannot be read: %s", purpose, reason)
+                written = self._write(fold_lazily(deltas, self.run.table, rolling), fingerprints, folder, spool)
+                if first_error is not None:
+                    logger.warning("%s used other documents, because one is damaged: %s", purpose, first_error)
                 return self._publish(written, replace)
 
     def _steps(self) -> list[Step]:
@@ -185,42 +184,42 @@ class _Fold:
         steps = planner.path(self.ends[0].version, self.ends[1].version)
         if any(step.backwards for step in steps):
             raise ChainError(
-                f"version {self.ends[1].version} does not come from version {self.ends[0].version}: versions between "
-                "them were left behind by a rebase"
+                f"version {self.ends[1].version} does not build on version {self.ends[0].version}: a rebase dropped "
+                "versions between them"
             )
         for step in steps:
             if isinstance(step.document, Manifest) and step.document.codec == "raw" and step.objects:
                 raise RawCodecError(
-                    f"version {step.high} has codec 'raw', which holds new values and no distances: only versions of "
-                    "codec 'packed' can be folded into an object"
+                    f"version {step.high} has codec 'raw', which stores new values instead of distances, so it cannot "
+                    "be merged; publish with codec 'packed' or 'context'"
                 )
         return steps
 
-    def _state(self, steps: list[Step]) -> ModelState | None:
-        """The weights at the first version, if they are needed."""
-        lacking = next((step for step in steps if needs_base_bits(step.document)), None)
-        if lacking is None and self.codec != "context":
+    def _weights_if_needed(self, steps: list[Step]) -> ModelState | None:
+        """The weights at the first version, if codec ``context`` is read or written."""
+        needing = next((step for step in steps if needs_weights(step.document)), None)
+        if needing is None and self.codec != "context":
             return None
         if self.weights is None:
             raise UnsupportedError(
-                f"versions {self.context.base_version} to {self.context.version} are folded with the weights of the "
-                f"first at hand: {'the range is to be' if lacking is None else lacking.key + ' is'} of codec "
-                "'context'; `delta-sync compact` does that"
+                f"merging versions {self.context.base_version} to {self.context.version} needs the weights of the "
+                f"first: {'the merged delta is' if needing is None else needing.key + ' is'} of codec 'context'; use "
+                "`delta-sync compact`"
             )
         return self.weights.at(self.ends[0])
 
-    def _open(self, steps: list[Step], folder: Path, moving: RollingBase | None) -> list[LazyDelta] | DeltaSyncError:
-        """Every object of the steps, in order; what is wrong with one of them, and then its document is avoided."""
-        parts: list[LazyDelta] = []
+    def _open(self, steps: list[Step], folder: Path, rolling: RollingBase | None) -> list[LazyDelta] | DeltaSyncError:
+        """Open every object of the steps, in order. Returns the error if one is damaged, and avoids its document."""
+        deltas: list[LazyDelta] = []
         reached = self.ends[0].model_fingerprint
         for step in steps:
             check_stop(self.stop)
             try:
-                opened = open_step_objects(step, folder, moving)
-                reached += sum((declared_fingerprint(part) for part in opened), Fingerprint())
+                opened = open_step(step, folder, rolling)
+                reached += sum((declared(part) for part in opened), Fingerprint())
                 if reached != step.high_fingerprint:
                     raise FingerprintError(
-                        f"{step.key}: objects lead to fingerprint {reached.hex()}, it says "
+                        f"{step.key}: objects lead to fingerprint {reached.hex()}, but the document declares "
                         f"{step.high_fingerprint.hex()}"
                     )
             except (StoreError, UnsupportedError):
@@ -228,8 +227,8 @@ class _Fold:
             except DeltaSyncError as error:
                 self.avoid.add(step.key)
                 return error
-            parts += opened
-        return parts
+            deltas += opened
+        return deltas
 
     def _write(
         self,
@@ -237,9 +236,9 @@ class _Fold:
         fingerprints: dict[int, Fingerprint],
         folder: Path,
         make: Callable[[], DeltaSpool],
-    ) -> "_Result":
-        """Fold into as many objects as needed, as files of ``folder``."""
-        result = _Result([], 0, self.codec == "packed")
+    ) -> "_WrittenObjects":
+        """Write the pieces into as many objects as needed, as files of ``folder``."""
+        result = _WrittenObjects([], 0, self.codec == "packed")
         carried: set[int] = set()
         more = True
         while more:
@@ -254,7 +253,7 @@ class _Fold:
                         more = True
                         break
                 if spool.tensors:
-                    path = folder / f"folded-{len(result.written)}"
+                    path = folder / f"merged-{len(result.written)}"
                     result.written.append((spool.finish(path, fingerprints), path))
                 result.changed += spool.changed
                 result.reversible &= not spool.full
@@ -262,11 +261,11 @@ class _Fold:
         lost = [tensor for tensor, value in fingerprints.items() if tensor not in carried and value != Fingerprint()]
         if lost:
             raise FingerprintError(
-                f"tensor {self.run.table[min(lost)].name!r} ends as it began, and its versions declare that it changed"
+                f"tensor {self.run.table[min(lost)].name!r} ends unchanged, but its versions declare a change"
             )
         return result
 
-    def _publish(self, result: "_Result", replace: bool) -> MergedDelta:
+    def _publish(self, result: "_WrittenObjects", replace: bool) -> MergedDelta:
         first, last = self.ends
         document = MergedDelta(
             requires=required_features(self.codec, "zstd") if result.written else [],
@@ -291,27 +290,39 @@ class _Fold:
         try:
             bucket.put(key, document.to_bytes(), if_absent=not replace)
         except ConflictError:
-            theirs = existing_fold(self.run, first, last)
+            theirs = existing_merged_delta(self.run, first, last)
             if theirs is not None:
                 return theirs
-            # It is damaged, signed by nobody who is trusted, or of versions that are no longer: readers pass it over.
+            # The existing document is damaged, lacks a valid signature, or is of replaced versions: readers skip it.
             bucket.put(key, document.to_bytes())
         put_missing(bucket, result.written)
         return document
 
 
 @dataclass
-class _Result:
-    """Objects written, elements in them, and whether they hold distances only."""
+class _WrittenObjects:
+    """Objects written, their number of elements, and whether they hold distances only."""
 
     written: list[tuple[ObjectRef, Path]]
     changed: int
     reversible: bool
 
 
-def _summed(parts: list[LazyDelta]) -> dict[int, Fingerprint]:
+def _sum_fingerprints(deltas: list[LazyDelta]) -> dict[int, Fingerprint]:
     sums: dict[int, Fingerprint] = {}
-    for part in parts:
+    for part in deltas:
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
     return sums
+
+
+def put_objects(bucket: Bucket, written: Written) -> None:
+    for ref, path in written:
+        bucket.put(ref.key, path)
+
+
+def put_missing(bucket: Bucket, written: Written) -> None:
+    """Put objects again that a collection removed before the document named them."""
+    for ref, path in written:
+        if not has_object(bucket, ref):
+            bucket.put(ref.key, path)

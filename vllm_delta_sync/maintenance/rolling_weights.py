@@ -1,25 +1,49 @@
-"""Weights for making what takes them: anchors, and folded ranges where codec ``context`` is read or written."""
+"""``RollingWeights`` rebuilds a version's weights for making anchors and merged deltas; ``Stop`` interrupts both."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.maintenance.compact_uploads import Stop, check_stop, never
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.restore import apply_step_bounded, restore
 from vllm_delta_sync.tensors.state import ModelState
 
+OBJECT_BYTES = 1024**3
+"""Default size at which an object of an anchor or merged delta is full; the next tensor starts another object."""
 IN_MEMORY_BYTES = 64 * 1024**2
-"""Larger models are rebuilt in a scratch file: this is done beside a training that needs the memory."""
+"""Larger models are rebuilt in a scratch file: training on the same machine needs the memory."""
+
+Stop = Callable[[], bool]
+"""Polled during long work; True asks to stop."""
+
+
+class StoppedError(Exception):
+    """The caller asked to stop; nothing was committed, and scratch files were removed.
+
+    Not a DeltaSyncError: nothing is wrong, so handlers that try alternatives must not catch it.
+    """
+
+
+def never_stop() -> bool:
+    """A ``Stop`` that never asks to stop."""
+    return False
+
+
+def check_stop(stop: Stop) -> None:
+    """Raise StoppedError if the caller wants to stop."""
+    if stop():
+        raise StoppedError("stopped before the end; nothing was committed, and it can be started again")
 
 
 class RollingWeights:
-    """The weights of one version at a time, rebuilt and verified as any reader does it; later versions cost what
-    leads to them.
+    """The weights of one version at a time, rebuilt and verified like a reader's.
+
+    Moving to a later version applies only the deltas in between.
 
     Args:
-        base, scratch: as ``run.restore.restore``. stop: asked now and then; True ends it.
+        base, scratch: as ``run.restore.restore``. stop: polled during the work; True stops it.
     """
 
     def __init__(
@@ -27,20 +51,20 @@ class RollingWeights:
         run: RunDocuments,
         base: str | Path | None = None,
         scratch: str | Path | None = None,
-        stop: Stop = never,
+        stop: Stop = never_stop,
     ) -> None:
         self._run, self._base, self._scratch, self._stop = run, base, scratch, stop
-        self._held: tuple[Manifest, ModelState] | None = None
+        self._current: tuple[Manifest, ModelState] | None = None
 
     def at(self, target: Manifest) -> ModelState:
-        """The weights of a version, until they are asked for again. Nobody but this may move them.
+        """The weights of a version, valid until the next call. Callers must not change them.
 
         Raises:
-            StoppedError: ``stop`` said so. Else as ``run.restore.restore``.
+            StoppedError: ``stop`` returned True. Otherwise as ``run.restore.restore``.
         """
-        held, self._held = self._held, None
-        state = None if held is None else self._follow(*held, target)
-        held = None
+        current, self._current = self._current, None
+        state = None if current is None else self._advance_to(*current, target)
+        current = None
         if state is None:
             small = self._run.table.full_bytes <= IN_MEMORY_BYTES
             restored = restore(
@@ -52,17 +76,17 @@ class RollingWeights:
                 scratch=self._scratch,
             )
             state = restored.state
-        self._held = target, state
+        self._current = target, state
         return state
 
-    def _follow(self, held: Manifest, state: ModelState, target: Manifest) -> ModelState | None:
-        """The same weights, moved; None if there is no way, or something on it is bad."""
-        if held.version > target.version:
+    def _advance_to(self, current: Manifest, state: ModelState, target: Manifest) -> ModelState | None:
+        """Apply the steps to a later version; None if there is no path or a step is damaged."""
+        if current.version > target.version:
             return None
-        planner = ReadPlanner(self._run)
-        planner.add_manifests(held, target)
+        planner = Planner(self._run)
+        planner.know(current, target)
         try:
-            for step in planner.path(held.version, target.version):
+            for step in planner.path(current.version, target.version):
                 check_stop(self._stop)
                 apply_step_bounded(step, state, self._scratch)
         except StoreError:

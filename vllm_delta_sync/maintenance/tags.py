@@ -1,8 +1,8 @@
-"""Tags: names for versions that retention keeps.
+"""``set_tag`` and ``delete_tag``: names for versions that garbage collection keeps.
 
-A tag and a collection may come at the same time. The collection says in retention.json what it is about to remove,
-then looks at the tags, then removes. The tag is put first, then looks whether its version can be rebuilt without what
-retention.json gives up. So one of the two sees the other: the version is kept, or the tag is refused.
+A tag may be set during a collection. The collection announces in retention.json what it will remove, then reads the
+tags, then removes. ``set_tag`` first puts the tag, then checks whether its version can be rebuilt without what
+retention.json announces. So one of the two sees the other: the version is kept, or the tag is refused.
 """
 
 import re
@@ -18,25 +18,25 @@ _REBASE = re.compile(r"rebase-([0-9]{1,10})-[0-9]{1,10}")
 
 
 def rebase_tag(epoch: int, version: int) -> str:
-    """Name of the tag by which the writer of an epoch holds the version that its next one is to build on."""
+    """Name of the tag with which the publisher of an epoch keeps the version that its next one builds on."""
     return f"rebase-{epoch}-{version}"
 
 
 def rebase_epoch(name: str) -> int | None:
-    """The epoch of the writer that set such a tag; None if it is another."""
+    """The epoch in the name of a rebase tag; None for another tag."""
     match = _REBASE.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def set_tag(run: RunDocuments, name: str, version: int | str | None = None, milestone: bool = False) -> Tag:
-    """Give a version a name; a tag of that name moves there.
+    """Tag a version; an existing tag of that name moves to it.
 
     Args:
-        version: a number, ``tag:NAME``, or None for the head. milestone: whether it shall get an anchor of its own.
+        version: a number, ``tag:NAME``, or None for the head. milestone: whether the version gets an anchor.
 
     Raises:
-        UsageError: the name is none. NotFoundError: no such version, or it is not kept any more; the tag is then as
-            it was. ConflictError: the tag of that name is held by a branch. StoreError: the store failed.
+        UsageError: the name is not valid. NotFoundError: no such version, or it was removed; the tag is unchanged.
+        ConflictError: a branch needs the tag of that name. StoreError: the store failed.
     """
     return put_tag(run, name, version, milestone)
 
@@ -44,14 +44,14 @@ def set_tag(run: RunDocuments, name: str, version: int | str | None = None, mile
 def put_tag(
     run: RunDocuments, name: str, version: int | str | None, milestone: bool = False, branch: str | None = None
 ) -> Tag:
-    """As ``set_tag``, also for a branch: the URL of the run that will need the version."""
+    """Like ``set_tag``. Args: branch: for the tag of a branch, the URL of the run that needs the version."""
     key = tag_key(name)
-    before = _held(run, key)
-    held = None if before is None else _branch_of(before, key)
-    if held is not None:
+    before = _stored(run, key)
+    branch_url = None if before is None else _branch_of(before, key)
+    if branch_url is not None:
         raise ConflictError(
-            f"tag {name!r} keeps a version for the run that branches to {held!r}; choose another name, or delete it "
-            "if that run is gone"
+            f"tag {name!r} keeps a version for the branch {branch_url!r}; choose another name, or delete the tag if "
+            "that run no longer exists"
         )
     manifest = run.resolve(version)
     lasting_plan(run, manifest)
@@ -68,26 +68,26 @@ def put_tag(
     try:
         run.bucket.put(key, tag.to_bytes())
         lasting_plan(run, manifest)
-    except BaseException:  # an interrupted tag may not stay either: nobody has checked its version
-        _put_back(run, key, tag.to_bytes(), before)
+    except BaseException:  # also on an interrupt: the version of the new tag was not checked
+        _restore(run, key, tag.to_bytes(), before)
         raise
     return tag
 
 
 def delete_tag(run: RunDocuments, name: str) -> None:
-    """Remove a tag, damaged or not; retention may remove its version from now on.
+    """Delete a tag, even a damaged one; gc may then remove its version.
 
     Raises:
-        UsageError: the name is none. NotFoundError: there is no such tag. StoreError: the store failed.
+        UsageError: the name is not valid. NotFoundError: there is no such tag. StoreError: the store failed.
     """
     key = tag_key(name)
-    if _held(run, key) is None:
+    if _stored(run, key) is None:
         raise NotFoundError(f"run {run.info.run} has no tag {name!r}")
     run.bucket.delete(key)
 
 
-def _held(run: RunDocuments, key: str) -> bytes | None:
-    """A tag's bytes; None if there is none, no bytes if there is one that is no tag."""
+def _stored(run: RunDocuments, key: str) -> bytes | None:
+    """A tag's bytes; None if there is no tag, empty if it is too large to be one."""
     try:
         return run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES)
     except NotFoundError:
@@ -105,9 +105,9 @@ def _branch_of(data: bytes, key: str) -> str | None:
         return None
 
 
-def _put_back(run: RunDocuments, key: str, written: bytes, before: bytes | None) -> None:
-    """Undo a tag, unless somebody else has set it meanwhile."""
-    if _held(run, key) != written:
+def _restore(run: RunDocuments, key: str, written: bytes, before: bytes | None) -> None:
+    """Restore the previous tag, unless another writer has set it meanwhile."""
+    if _stored(run, key) != written:
         return
     if before:
         run.bucket.put(key, before)

@@ -1,4 +1,4 @@
-"""Remove what no retained version needs.
+"""Garbage collection: remove what no retained version needs.
 
-``graph`` reads what is there, ``policy`` decides (pure, no store), ``collect`` removes. Begin with ``collect``.
+``graph`` reads the bucket, ``policy`` decides without a store, ``collect`` removes. Start with ``collect``.
 """

@@ -1,15 +1,15 @@
-"""Retention: remove what no version that is kept needs.
+"""``collect`` removes what no retained version needs.
 
-Only objects, anchors, folded ranges and sidecars are ever removed of a run; manifests, tags and claims stay. The order
-makes it safe to stop anywhere: first retention.json says what will go, then tags, leases and the head are looked at
-again, then go the documents beside the chain, then objects. What is left after a crash is garbage that the next
-collection finds.
+A collection removes only objects, anchors, merged deltas, sidecars and the stale heartbeats and pause slots of servers;
+manifests, tags and claims stay. It can stop at any point, because of its order: it announces in retention.json what it
+will remove, reads tags, heartbeats and the head again, removes anchors and merged deltas, then objects. A crash leaves
+only garbage that the next collection finds.
 
-One collection removes things at a time (``retention_lock``), because what it announces has to stand until it is done:
-a tag that is set meanwhile counts on it. While it removes things it checks that ``retention.json`` is still its own:
-every few seconds, or before each removal where create-if-absent does not hold. One race is left: an object that no
-document lists, put again by a writer between the last look at it and its removal, a moment later. Writers that find a
-crashed one's object therefore put it again, which makes it young, rather than rely on it.
+Only one collection removes things at a time (``gc.lock``), because its announcement must stay valid until it ends: a
+tag set in the meantime relies on it. While a collection removes things, it checks that ``retention.json`` is still its
+own: every few seconds, or before each removal where the store lacks create-if-absent. One race remains: a writer may
+put an unlisted object again between the collection's last check of that object and its removal. Writers therefore put
+an object left by a crashed writer again, which makes it young, instead of relying on it.
 """
 
 import math
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.conditional_put import has_content
 from vllm_delta_sync.errors import ConflictError, NotFoundError
+from vllm_delta_sync.fleet.heartbeats import Leases
 from vllm_delta_sync.format.documents import (
     LEASES_PREFIX,
     RETENTION_KEY,
@@ -27,9 +28,9 @@ from vllm_delta_sync.format.documents import (
     Retention,
     anchor_of_key,
     fold_of_key,
+    turn_of_key,
 )
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
-from vllm_delta_sync.maintenance.gc.expired import left_behind
 from vllm_delta_sync.maintenance.gc.graph import RunGraph, check_current, survey
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock
 from vllm_delta_sync.maintenance.gc.policy import CollectionPlan, RetentionPolicy, plan_collection, reachable
@@ -39,11 +40,10 @@ from vllm_delta_sync.run.documents import RunDocuments
 __all__ = ["CollectionReport", "RetentionPolicy", "collect"]
 
 Progress = Callable[[int, int, int], None]
-"""Called with keys looked at for removal, keys in all, and bytes removed so far."""
-
+"""Called with keys processed, keys in total, and bytes removed so far."""
 
 CHECK_SECONDS = 5.0
-"""How often it is checked, while things are removed, that no collection of an older release is under way."""
+"""Seconds between checks, during removal, that no collection of an older release is running."""
 
 
 @dataclass
@@ -51,13 +51,13 @@ class CollectionReport:
     """What a collection did, or would do.
 
     Attributes:
-        head: newest version. kept: version → why. lost: wanted, but cannot be rebuilt: see `delta-sync repair`;
-            nothing that may belong to them is removed.
-        objects, anchors, folds: what was removed; sidecars, leases, turns: keys of those that were.
-        bytes: their size in all.
-        gone: closed ranges of versions whose own deltas are not there any more.
-        nothing_because: why nothing was removed, if nothing was: how many objects stay for which reason.
-        notes: what people should know. dry_run: nothing was removed.
+        head: newest version. kept: version → reasons. lost: versions to keep that cannot be rebuilt, → reasons; see
+            `delta-sync repair`. Nothing that may belong to them is removed.
+        objects, sidecars, leases, turns: removed keys. anchors: removed versions. folds: removed merged deltas.
+        bytes: total size of what was removed.
+        gone: closed ranges of versions whose own deltas are no longer stored.
+        nothing_because: if nothing was removed, how many objects stay for which reason.
+        notes: for the operator. dry_run: True if nothing was removed.
     """
 
     head: int
@@ -84,17 +84,18 @@ def collect(
     now: float | None = None,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> CollectionReport:
-    """Remove what is not needed for the versions that the policy keeps, each of which can be rebuilt bit for bit.
+    """Remove what the versions that the policy keeps do not need. Each kept version can be rebuilt bit for bit.
 
     Args:
-        policy: None for the defaults. dry_run: only say what would be removed; ages are then by this machine's clock.
-        now: seconds since the epoch that ages count to; None asks the store's clock.
-        monotonic: seconds that this machine's clock counts; a claim of the run is renewed by it.
+        policy: None for the defaults.
+        dry_run: only report what would be removed; ages are then measured by this machine's clock.
+        now: the time for ages, in seconds since the epoch; None: the store's clock.
+        monotonic: this machine's clock in seconds; decides when to renew the claim on the run.
 
     Raises:
         NotFoundError: nothing is published.
-        ConflictError: another run took the URL, or another collection is under way, or has taken over from this one.
-        DeltaSyncError: a manifest or a tag cannot be read, so that nobody knows what is needed; nothing was removed.
+        ConflictError: another run took the URL, or another collection is running or has taken over from this one.
+        DeltaSyncError: a manifest or a tag cannot be read, so what it needs is unknown; nothing was removed.
         StoreError: the store failed; what was removed until then was not needed.
     """
     collector = _Collector(run, policy or RetentionPolicy(), progress, monotonic)
@@ -110,17 +111,17 @@ class _Collector:
         self._checked = -math.inf
 
     def preview(self, now: float | None) -> CollectionReport:
-        """What would be removed."""
+        """Report what ``collect`` would remove."""
         record = self._run.retention()
         found = survey(self._run, record=record)
         at = time.time() if now is None else now
         planned = plan_collection(found, self._policy, at, record)
-        doomed = [*_planned_removals(planned), *self._left_behind(found, at)]
-        return self._report(found, planned, doomed, True)
+        removals = [*_planned_removals(planned), *self._stale_fleet_objects(found, at)]
+        return self._report(found, planned, removals, True)
 
     def collect(self, now: float | None) -> CollectionReport:
-        """Remove it."""
-        # Nothing is written into another run, or where nothing is published.
+        """Claim the run, remove, and release the claim."""
+        # Before the first write: is this still the same run, and is anything published?
         check_current(self._run)
         self._run.head()
         try:
@@ -135,44 +136,44 @@ class _Collector:
         planned = plan_collection(found, self._policy, at, record)
         written = self._record(found, planned)
         self._announce(written)
-        # Whoever sets a tag from here on reads what has just been written.
+        # Anyone who sets a tag from here on reads what was just written.
         found = survey(self._run, found, record)
         again = plan_collection(found, self._policy, at, record)
-        again.documents = _both(planned.documents, again.documents)
-        again.objects = _both(planned.objects, again.objects)
-        again.sidecars = _both(planned.sidecars, again.sidecars)
+        again.documents = _in_both(planned.documents, again.documents)
+        again.objects = _in_both(planned.objects, again.objects)
+        again.sidecars = _in_both(planned.sidecars, again.sidecars)
         declared = self._record(found, again)
         if (declared.gone, declared.going, declared.kept) != (written.gone, written.going, written.kept):
             self._check_announced(written)
             self._announce(declared)
             written = declared
-        doomed = [*_planned_removals(again), *self._left_behind(found, at)]
-        removed = self._remove(doomed, found, written)
+        removals = [*_planned_removals(again), *self._stale_fleet_objects(found, at)]
+        removed = self._remove(removals, found, written)
         self._finish(written)
         return self._report(found, again, removed, False)
 
-    def _left_behind(self, found: RunGraph, at: float) -> list[ObjectInfo]:
-        return left_behind(self._run, found.leases, at, self._policy.min_age)
+    def _stale_fleet_objects(self, found: RunGraph, at: float) -> list[ObjectInfo]:
+        return stale_fleet_objects(self._run, found.leases, at, self._policy.min_age)
 
     def _announce(self, record: Retention) -> None:
         self._lock.renew()
         self._run.bucket.put(RETENTION_KEY, record.to_bytes())
 
     def _check_announced(self, written: Retention) -> None:
-        """Make sure that what this collection announced still stands.
+        """Check that this collection's announcement is still in place.
 
         Raises:
             ConflictError: another collection has taken over. StoreError: the store failed.
         """
         self._lock.renew()
-        # Where create-if-absent holds, the claim keeps other collections out, but for those of older releases.
-        if self._run.bucket.supports_conditional_put and self._monotonic() < self._checked + CHECK_SECONDS:
+        # With create-if-absent, the claim keeps out all collections but those of older releases.
+        if self._run.bucket.exclusive and self._monotonic() < self._checked + CHECK_SECONDS:
             return
         self._checked = self._monotonic()
         if not has_content(self._run.bucket, RETENTION_KEY, written.to_bytes()):
             raise ConflictError(
-                f"{RETENTION_KEY} of {self._run.bucket.url} is not the one that this collection wrote: another one is "
-                "under way. Nothing more is removed; start this one again when that is done"
+                f"{RETENTION_KEY} of {self._run.bucket.url} was replaced, so another collection is running; this one "
+                "stopped removing: start it again when the other is done"
             )
 
     def _record(self, found: RunGraph, planned: CollectionPlan) -> Retention:
@@ -185,22 +186,22 @@ class _Collector:
             created_at=timestamp(),
         )
 
-    def _remove(self, doomed: list[ObjectInfo], found: RunGraph, written: Retention) -> list[ObjectInfo]:
-        listed = {key for owner in (*found.chain, *found.sides) for key, _ in owner.refs}
-        listed |= {key for owner in found.chain for key in owner.sidecars}
+    def _remove(self, removals: list[ObjectInfo], found: RunGraph, written: Retention) -> list[ObjectInfo]:
+        listed = {key for edge in (*found.history, *found.standalone) for key, _ in edge.refs}
+        listed |= {key for edge in found.history for key in edge.sidecars}
         removed: list[ObjectInfo] = []
         size = 0
-        for number, info in enumerate(doomed, 1):
-            # What no document lists may be of a version that was committed since.
-            beside = not info.key.startswith((OBJECTS_PREFIX, SIDECARS_PREFIX))
-            free = beside or info.key in listed or self._is_head(found.head)
-            if free and self._unchanged(info):
+        for number, info in enumerate(removals, 1):
+            # An unlisted object may belong to a version that was committed since.
+            is_document = not info.key.startswith((OBJECTS_PREFIX, SIDECARS_PREFIX))
+            removable = is_document or info.key in listed or self._is_head(found.head)
+            if removable and self._is_unchanged(info):
                 self._check_announced(written)
                 self._run.bucket.delete(info.key)
                 removed.append(info)
                 size += info.bytes
             if self._progress is not None:
-                self._progress(number, len(doomed), size)
+                self._progress(number, len(removals), size)
         return removed
 
     def _is_head(self, version: int) -> bool:
@@ -210,15 +211,15 @@ class _Collector:
             return True
         return False
 
-    def _unchanged(self, info: ObjectInfo) -> bool:
-        """Whether nobody has removed it, or put it again, since the bucket was looked at."""
+    def _is_unchanged(self, info: ObjectInfo) -> bool:
+        """Whether the object was neither removed nor put again since the bucket was listed."""
         try:
             return self._run.bucket.stat(info.key) == info
         except NotFoundError:
             return False
 
     def _finish(self, written: Retention) -> None:
-        """Take back the announcement of documents that are gone, so that they may be made again."""
+        """Withdraw the announcement of the removed documents, so that they may be made again."""
         if written.going:
             self._check_announced(written)
             self._announce(written.model_copy(update={"going": []}))
@@ -230,11 +231,11 @@ class _Collector:
         report.gone = ranges(_gone(found, planned))
         for info in removed:
             report.bytes += info.bytes
-            version, fold = anchor_of_key(info.key), fold_of_key(info.key)
+            version, merged = anchor_of_key(info.key), fold_of_key(info.key)
             if version is not None:
                 report.anchors.append(version)
-            elif fold is not None:
-                report.folds.append(fold)
+            elif merged is not None:
+                report.folds.append(merged)
             elif info.key.startswith(SIDECARS_PREFIX):
                 report.sidecars.append(info.key)
             elif info.key.startswith(LEASES_PREFIX):
@@ -253,10 +254,34 @@ def _planned_removals(planned: CollectionPlan) -> list[ObjectInfo]:
 
 
 def _gone(found: RunGraph, planned: CollectionPlan) -> set[int]:
-    """Versions whose own deltas are not there, or will not be."""
-    going = {owner.end for owner in found.chain if any(key in planned.objects for key, _ in owner.refs)}
+    """Versions whose own deltas are missing or about to be removed."""
+    going = {edge.end for edge in found.history if any(key in planned.objects for key, _ in edge.refs)}
     return going | planned.missing
 
 
-def _both(one: dict[str, ObjectInfo], other: dict[str, ObjectInfo]) -> dict[str, ObjectInfo]:
+def _in_both(one: dict[str, ObjectInfo], other: dict[str, ObjectInfo]) -> dict[str, ObjectInfo]:
     return {key: info for key, info in other.items() if one.get(key) == info}
+
+
+SHOWN_SECONDS = 24 * 3600.0
+"""Seconds that a heartbeat stays after it expired, so that operators see which servers ended."""
+
+
+def stale_fleet_objects(run: RunDocuments, leases: Leases, now: float, min_age: float) -> list[ObjectInfo]:
+    """Heartbeats that expired a day ago or more, and pause slot entries that are ``min_age`` old or older.
+
+    The newest entry of each pause slot always stays: the next entry continues its numbering.
+
+    Args:
+        now: by the store's clock, in seconds; ``min_age`` too.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    ended = [held.info for held in leases.held if now - held.expires >= max(min_age, SHOWN_SECONDS)]
+    entries = [(entry, info) for info in run.bucket.list(TURNS_PREFIX) if (entry := turn_of_key(info.key))]
+    newest: dict[int, int] = {}
+    for (slot, number, _), _ in entries:
+        newest[slot] = max(number, newest.get(slot, 0))
+    old = [info for (slot, number, _), info in entries if number < newest[slot] and now - info.modified >= min_age]
+    return ended + old

@@ -1,4 +1,4 @@
-"""What is in a run's bucket, as a graph: versions are nodes, documents whose objects are all there are edges."""
+"""``RunGraph``: a run's bucket as a graph. Versions are nodes; documents whose objects are all stored are edges."""
 
 import heapq
 import re
@@ -33,23 +33,23 @@ from vllm_delta_sync.run.documents import RunDocuments, revoked_manifest
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 
 NOTHING = -1
-"""The node that anchors and references begin at: they need no other version."""
+"""The node where anchors and references start: they need no other version."""
 
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"[0-9a-f]{64}\.safetensors")
 _SIDECAR = re.compile(re.escape(SIDECARS_PREFIX) + r"[0-9a-f]{64}")
-Moves = dict[int, list[tuple[int, "Edge"]]]
+Neighbours = dict[int, list[tuple[int, "Edge"]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A document that lists objects: a manifest, an anchor beside the chain, or a folded range.
+    """A document that lists objects: a manifest, a standalone anchor, or a merged delta.
 
     Attributes:
-        info: of the document. digest, parent: of a manifest.
-        start, end: it leads from the one version to the other.
-        refs: (key, bytes) of its objects. sidecars: keys of a manifest's. reversible: whether it can be taken back.
-        used: whether readers go this way. quarantined: of a manifest: whether servers skip it.
-        refused: of a manifest: whether its key's word does not hold for it, so that nobody takes it.
+        info: of the document. start, end: versions that it leads from and to.
+        refs: (key, bytes) of its objects. reversible: whether it can be reverted.
+        used: whether readers use it.
+        digest, parent, sidecars (keys), quarantined: of a manifest.
+        revoked: of a manifest: its signing key is revoked for this version, so every reader refuses it.
     """
 
     info: ObjectInfo
@@ -61,7 +61,7 @@ class Edge:
     digest: str = ""
     parent: str | None = None
     quarantined: bool = False
-    refused: bool = False
+    revoked: bool = False
     sidecars: tuple[str, ...] = ()
 
     @property
@@ -75,19 +75,20 @@ class Edge:
 
 @dataclass
 class RunGraph:
-    """A look at the whole run.
+    """Everything that a run's bucket holds.
 
     Attributes:
-        chain: manifests, by version; the last is the head. sides: anchors and folded ranges.
-        strange: documents that do not fit the chain. unread: keys of those that cannot be read, and why.
-        tags: by name. leases: of receivers. objects: by key, those that are named as objects are. sidecars: likewise.
-        notes: what people should know.
+        history: manifests by version; the last is the head. standalone: anchors and merged deltas.
+        unrelated: documents that do not fit the history. unreadable: key of a document → why it cannot be read.
+        tags: by name. leases: heartbeats of receivers.
+        objects, sidecars: by key; only keys that have the form of an object's or sidecar's.
+        notes: for the operator.
     """
 
-    chain: list[Edge] = field(default_factory=list)
-    sides: list[Edge] = field(default_factory=list)
-    strange: list[Edge] = field(default_factory=list)
-    unread: dict[str, str] = field(default_factory=dict)
+    history: list[Edge] = field(default_factory=list)
+    standalone: list[Edge] = field(default_factory=list)
+    unrelated: list[Edge] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
     tags: dict[str, Tag] = field(default_factory=dict)
     leases: Heartbeats = field(default_factory=Heartbeats)
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
@@ -96,112 +97,112 @@ class RunGraph:
 
     @property
     def head(self) -> int:
-        return len(self.chain) - 1
+        return len(self.history) - 1
 
     @property
     def sound(self) -> int | None:
-        """Newest version that is not quarantined: where servers that follow are; None if all are."""
-        return next((owner.end for owner in reversed(self.chain) if not owner.quarantined and not owner.refused), None)
+        """Newest version that servers accept, neither quarantined nor revoked; None if there is none."""
+        return next((edge.end for edge in reversed(self.history) if not edge.quarantined and not edge.revoked), None)
 
-    def whole(self, owner: Edge) -> bool:
-        """Whether all objects are there, at their size."""
-        return all(key in self.objects and self.objects[key].bytes == size for key, size in owner.refs)
+    def is_complete(self, edge: Edge) -> bool:
+        """Whether all objects of a document are stored with their declared sizes."""
+        return all(key in self.objects and self.objects[key].bytes == size for key, size in edge.refs)
 
-    def newest(self, owner: Edge) -> float:
-        """When the document or one of its objects was put last."""
-        there = (self.objects[key].modified for key, _ in owner.refs if key in self.objects)
-        return max(owner.info.modified, max(there, default=0.0))
+    def newest(self, edge: Edge) -> float:
+        """When the document or one of its objects was last put."""
+        stored = (self.objects[key].modified for key, _ in edge.refs if key in self.objects)
+        return max(edge.info.modified, max(stored, default=0.0))
 
     def edges(self) -> list[Edge]:
-        """What leads anywhere: whole, and of use to readers."""
-        return [owner for owner in (*self.chain, *self.sides) if owner.used and self.whole(owner)]
+        """The documents that are complete and that readers use."""
+        return [edge for edge in (*self.history, *self.standalone) if edge.used and self.is_complete(edge)]
 
 
 def survey(run: RunDocuments, known: RunGraph | None = None, record: Retention | None = None) -> RunGraph:
-    """Look at everything in the run: each document once, then what objects there are.
+    """Read each document of the run once, then list its objects.
 
-    Documents come first: whatever one lists was put before it, so the listing of objects that follows has it.
+    Documents come first: writers put objects before the document that lists them, so the later listing has them.
 
     Args:
-        known: an earlier look; what has not been put again since is not read again.
-        record: what the last collection wrote. Where the listing of objects says otherwise, they are asked for one by
-            one: a listing may lag behind.
+        known: an earlier survey; documents not put again since then are not read again.
+        record: retention.json of the last collection. Objects for which it contradicts the listing are checked one by
+            one, because a listing may lag.
 
     Raises:
         NotFoundError: nothing is published. ConflictError: another run took the URL meanwhile.
         DeltaSyncError: a manifest or a tag cannot be read. StoreError: the store failed.
     """
-    seen = {owner.info: owner for owner in (*known.chain, *known.sides)} if known else {}
+    known_edges = {edge.info: edge for edge in (*known.history, *known.standalone)} if known else {}
     found = RunGraph()
-    found.chain = _chain(run, seen)
-    breaks = {owner.end for owner in found.chain if owner.end and owner.start != owner.end - 1}
-    _read_sides(run, found, seen, breaks)
+    found.history = _read_history(run, known_edges)
+    breaks = {edge.end for edge in found.history if edge.end and edge.start != edge.end - 1}
+    _read_standalone(run, found, known_edges, breaks)
     found.tags = _tags(run, found.notes)
     found.leases = read_heartbeats(run)
     found.notes += [f"lease ignored: {reason}" for reason in found.leases.ignored]
     found.objects = {item.key: item for item in run.bucket.list(OBJECTS_PREFIX) if _OBJECT.fullmatch(item.key)}
     found.sidecars = {item.key: item for item in run.bucket.list(SIDECARS_PREFIX) if _SIDECAR.fullmatch(item.key)}
-    _confirm(run, found, record)
+    _recheck_listing(run, found, record)
     check_current(run)
     return found
 
 
 def check_current(run: RunDocuments) -> None:
-    """Raise ConflictError if another run took the URL, NotFoundError if the run is gone."""
+    """Raise ConflictError if another run took the URL, NotFoundError if there is no run any more."""
     if not run.is_current():
-        raise ConflictError(f"{run.bucket.url} holds another run than {run.info.run} by now; open it again")
+        raise ConflictError(f"{run.bucket.url} no longer holds run {run.info.run} but another; open it again")
 
 
-def _confirm(run: RunDocuments, found: RunGraph, record: Retention | None) -> None:
-    """Look for objects that should be there and are not listed, or are listed and were removed."""
+def _recheck_listing(run: RunDocuments, found: RunGraph, record: Retention | None) -> None:
+    """Check one by one the objects that are unexpectedly missing from the listing, or unexpectedly in it."""
 
-    def look(key: str) -> ObjectInfo | None:
+    def stat(key: str) -> ObjectInfo | None:
         try:
             return run.bucket.stat(key)
         except NotFoundError:
             return None
 
-    removed = {owner.end for owner in found.chain if record is not None and record.is_gone(owner.end)}
-    expected = {key: owner.end not in removed for owner in found.chain for key, _ in owner.refs}
-    expected |= {key: True for owner in found.sides for key, _ in owner.refs}
-    doubtful = sorted(key for key, there in expected.items() if there != (key in found.objects))
-    for key, info in zip(doubtful, in_parallel(look, doubtful), strict=True):
+    removed = {edge.end for edge in found.history if record is not None and record.is_gone(edge.end)}
+    expected = {key: edge.end not in removed for edge in found.history for key, _ in edge.refs}
+    expected |= {key: True for edge in found.standalone for key, _ in edge.refs}
+    doubtful = sorted(key for key, stored in expected.items() if stored != (key in found.objects))
+    for key, info in zip(doubtful, in_parallel(stat, doubtful), strict=True):
         if info is None:
             found.objects.pop(key, None)
         else:
             found.objects[key] = info
 
 
-def _chain(run: RunDocuments, seen: dict[ObjectInfo, Edge]) -> list[Edge]:
+def _read_history(run: RunDocuments, known_edges: dict[ObjectInfo, Edge]) -> list[Edge]:
     head = run.head().version
     listed = _versions(run)
     if max(listed, default=0) > head:
-        head = run.head().version  # it moved while the listing was made
+        head = run.head().version  # the head moved while the listing was made
     lost = _find_unlisted(run, head, listed)
     if lost is not None or max(listed) > head:
         what = f"{version_key(lost)} is missing" if lost is not None else "there are manifests after the head"
-        raise ChainError(f"{what}: nothing is removed from a chain with holes; see `delta-sync repair`")
+        raise ChainError(f"{what}: gc removes nothing from a history with holes; run `delta-sync repair`")
 
-    def owner_of(version: int) -> Edge:
+    def edge_of(version: int) -> Edge:
         info = listed[version]
-        if info in seen:
-            return seen[info]
+        if info in known_edges:
+            return known_edges[info]
         try:
-            return _of_manifest(run.manifest(version), info)
+            return _edge_of_manifest(run.manifest(version), info)
         except StoreError:
             raise
         except DeltaSyncError as error:
-            refused = revoked_manifest(run, version) if isinstance(error, SignatureError) else None
-            if refused is not None:
-                return replace(_of_manifest(refused, info), used=False, refused=True)
+            revoked = refused_manifest(run, version) if isinstance(error, SignatureError) else None
+            if revoked is not None:
+                return replace(_edge_of_manifest(revoked, info), used=False, revoked=True)
             raise _unreadable(info.key, error) from error
 
-    chain: list[Edge] = []
-    for owner in in_parallel(owner_of, range(head + 1)):
-        if chain and owner.parent != chain[-1].digest:
-            raise ChainError(f"{owner.key} does not name the manifest before it: the history was rewritten")
-        chain.append(owner)
-    return chain
+    history: list[Edge] = []
+    for edge in in_parallel(edge_of, range(head + 1)):
+        if history and edge.parent != history[-1].digest:
+            raise ChainError(f"{edge.key} does not name the manifest before it: the history was rewritten")
+        history.append(edge)
+    return history
 
 
 def _versions(run: RunDocuments) -> dict[int, ObjectInfo]:
@@ -210,7 +211,7 @@ def _versions(run: RunDocuments) -> dict[int, ObjectInfo]:
 
 
 def _find_unlisted(run: RunDocuments, head: int, listed: dict[int, ObjectInfo]) -> int | None:
-    """Look for manifests that were put while the listing was made, and may be in it or not; one that is not there."""
+    """Add manifests that the listing lacks, as they were put while it was made; return the first missing version."""
     for version in range(head + 1):
         if version not in listed:
             try:
@@ -220,7 +221,7 @@ def _find_unlisted(run: RunDocuments, head: int, listed: dict[int, ObjectInfo]) 
     return None
 
 
-def _of_manifest(manifest: Manifest, info: ObjectInfo) -> Edge:
+def _edge_of_manifest(manifest: Manifest, info: ObjectInfo) -> Edge:
     return Edge(
         info=info,
         start=NOTHING if manifest.base_version is None else manifest.base_version,
@@ -240,12 +241,12 @@ def _refs(objects: Iterable[ObjectRef]) -> tuple[tuple[str, int], ...]:
 
 def _unreadable(key: str, error: DeltaSyncError) -> DeltaSyncError:
     return type(error)(
-        f"{error.message}; while {key} cannot be read nobody knows what it needs, so nothing is removed: mend it "
-        "first, see `delta-sync repair` for a version and `delta-sync tag --delete` for a tag"
+        f"{error.message}; {key} cannot be read, so what it needs is unknown and gc removes nothing: fix it first, a "
+        "version with `delta-sync repair`, a tag with `delta-sync tag --delete`"
     )
 
 
-def _read_sides(run: RunDocuments, found: RunGraph, seen: dict[ObjectInfo, Edge], breaks: set[int]) -> None:
+def _read_standalone(run: RunDocuments, found: RunGraph, known_edges: dict[ObjectInfo, Edge], breaks: set[int]) -> None:
     listed = [
         item
         for prefix in (ANCHORS_PREFIX, FOLDS_PREFIX)
@@ -255,7 +256,7 @@ def _read_sides(run: RunDocuments, found: RunGraph, seen: dict[ObjectInfo, Edge]
 
     def read(item: ObjectInfo) -> tuple[Edge, bool] | str | None:
         try:
-            return _side(run, item, found.chain, breaks)
+            return _edge_of_standalone(run, item, found.history, breaks)
         except NotFoundError:
             return None
         except StoreError:
@@ -263,36 +264,38 @@ def _read_sides(run: RunDocuments, found: RunGraph, seen: dict[ObjectInfo, Edge]
         except DeltaSyncError as error:
             return error.message
 
-    fresh = [item for item in listed if item not in seen]
+    fresh = [item for item in listed if item not in known_edges]
     answers = dict(zip(fresh, in_parallel(read, fresh), strict=True))
     for item in listed:
-        answer = answers[item] if item in answers else (seen[item], True)
+        answer = answers[item] if item in answers else (known_edges[item], True)
         if isinstance(answer, str):
-            found.unread[item.key] = answer
-            found.notes.append(f"{item.key} stays, and objects that no document lists too: {answer}")
+            found.unreadable[item.key] = answer
+            found.notes.append(f"{item.key} cannot be read; it stays, and so do all unlisted objects: {answer}")
         elif answer is not None:
-            owner, fits = answer
-            (found.sides if fits else found.strange).append(owner)
-    found.notes += [f"{owner.key} does not fit the chain, and stays" for owner in found.strange]
+            edge, fits = answer
+            (found.standalone if fits else found.unrelated).append(edge)
+    found.notes += [f"{edge.key} does not fit the history, and stays" for edge in found.unrelated]
 
 
-def _side(run: RunDocuments, item: ObjectInfo, chain: list[Edge], breaks: set[int]) -> tuple[Edge, bool]:
-    """An anchor or a folded range, and whether it is of this chain."""
+def _edge_of_standalone(
+    run: RunDocuments, item: ObjectInfo, history: list[Edge], breaks: set[int]
+) -> tuple[Edge, bool]:
+    """An anchor or a merged delta, and whether it belongs to this history."""
     version = anchor_of_key(item.key)
     if version is not None:
         anchor = run.anchor(version)
-        fits = version < len(chain) and anchor.manifest == chain[version].digest
+        fits = version < len(history) and anchor.manifest == history[version].digest
         return Edge(item, NOTHING, version, _refs(anchor.objects), used=fits), fits
     first, last = fold_of_key(item.key) or (0, 0)
-    folded = run.merged_delta(first, last)
-    ends = ((first, folded.first_manifest), (last, folded.last_manifest))
-    fits = last < len(chain) and all(chain[number].digest == digest for number, digest in ends)
+    merged = run.folded(first, last)
+    ends = ((first, merged.first_manifest), (last, merged.last_manifest))
+    fits = last < len(history) and all(history[number].digest == digest for number, digest in ends)
     used = fits and _is_step(first, last) and not any(first < number <= last for number in breaks)
-    return Edge(item, first, last, _refs(folded.objects), folded.reversible, used), fits
+    return Edge(item, first, last, _refs(merged.objects), merged.reversible, used), fits
 
 
 def _is_step(first: int, last: int) -> bool:
-    """Whether readers look for a range of these versions: see ``run.read_plan``."""
+    """Whether readers look for a merged delta of this range: see ``run.plan``."""
     size = last - first
     power = 1
     while power < size:
@@ -319,31 +322,31 @@ def _tags(run: RunDocuments, notes: list[str]) -> dict[str, Tag]:
     return found
 
 
-def ways_from(edges: Iterable[Edge], begin: int, unripe: Callable[[Edge], bool]) -> "ShortestPaths":
-    """The cheapest way from a node to each other node that it leads to."""
-    moves: Moves = {}
+def paths_from(edges: Iterable[Edge], begin: int, unsettled: Callable[[Edge], bool]) -> "ShortestPaths":
+    """The cheapest path from a node to each node reachable from it."""
+    neighbours: Neighbours = {}
     for edge in edges:
-        moves.setdefault(edge.start, []).append((edge.end, edge))
-    return _cheapest(moves, begin, unripe)
+        neighbours.setdefault(edge.start, []).append((edge.end, edge))
+    return _cheapest(neighbours, begin, unsettled)
 
 
-def ways_to(edges: Iterable[Edge], end: int, unripe: Callable[[Edge], bool], back: bool = True) -> "ShortestPaths":
-    """The cheapest way to a version from each other version. Args: back: whether deltas may be taken back on it."""
-    moves: Moves = {}
+def paths_to(edges: Iterable[Edge], end: int, unsettled: Callable[[Edge], bool], back: bool = True) -> "ShortestPaths":
+    """The cheapest path to a version from each other version. Args: back: whether it may revert deltas."""
+    neighbours: Neighbours = {}
     for edge in edges:
         if edge.start != NOTHING:
-            moves.setdefault(edge.end, []).append((edge.start, edge))
+            neighbours.setdefault(edge.end, []).append((edge.start, edge))
             if back and edge.reversible:
-                moves.setdefault(edge.start, []).append((edge.end, edge))
-    return _cheapest(moves, end, unripe)
+                neighbours.setdefault(edge.start, []).append((edge.end, edge))
+    return _cheapest(neighbours, end, unsettled)
 
 
 @dataclass
 class ShortestPaths:
-    """Ways between one node and all others.
+    """Cheapest paths between one node and all others.
 
     Attributes:
-        last: for each node that there is a way to, the edge at its end and the node at that edge's other end.
+        last: connected node → the node before it on its path, and the edge between the two.
     """
 
     last: dict[int, tuple[int, Edge]]
@@ -351,8 +354,8 @@ class ShortestPaths:
     def __contains__(self, node: int) -> bool:
         return node in self.last
 
-    def way(self, node: int) -> list[Edge]:
-        """The edges between the one node and this."""
+    def path_to(self, node: int) -> list[Edge]:
+        """The edges between the start node and this node."""
         found = []
         while node in self.last:
             node, edge = self.last[node]
@@ -360,17 +363,17 @@ class ShortestPaths:
         return found
 
 
-def _cheapest(moves: Moves, begin: int, unripe: Callable[[Edge], bool]) -> ShortestPaths:
-    """Dijkstra's algorithm, by bytes; an unripe edge is gone by only where there is no other way.
+def _cheapest(neighbours: Neighbours, begin: int, unsettled: Callable[[Edge], bool]) -> ShortestPaths:
+    """Dijkstra's algorithm, by bytes; a path uses unsettled edges only where there is no other.
 
-    What is found for a node depends on no edge but those on the way to it: while somebody else removes edges that are
-    on no way that is kept, both find the same ways.
+    The path found for a node depends on the edges of that path only. So two collections find the same paths, even while
+    one removes edges that are on no kept path.
     """
     last: dict[int, tuple[int, Edge]] = {}
     edges: dict[str, Edge] = {}
     done: set[int] = set()
-    # Cost: unripe edges, bytes, edges. Keys make ties come out the same for everybody, and the count of edges makes
-    # every step cost something, so that all candidates for a node are known when it is taken.
+    # Cost: unsettled edges, bytes, edges. Keys break ties the same way on every machine. The count of edges makes every
+    # step cost something, so that all candidates for a node are known when it is popped.
     pending: list[tuple[int, int, int, int, str, int]] = [(0, 0, 0, begin, "", begin)]
     while pending:
         bad, size, count, node, key, origin = heapq.heappop(pending)
@@ -379,8 +382,8 @@ def _cheapest(moves: Moves, begin: int, unripe: Callable[[Edge], bool]) -> Short
         done.add(node)
         if key:
             last[node] = (origin, edges[key])
-        for other, edge in moves.get(node, []):
+        for other, edge in neighbours.get(node, []):
             if other not in done:
                 edges[edge.key] = edge
-                heapq.heappush(pending, (bad + unripe(edge), size + edge.bytes, count + 1, other, edge.key, node))
+                heapq.heappush(pending, (bad + unsettled(edge), size + edge.bytes, count + 1, other, edge.key, node))
     return ShortestPaths(last)

@@ -1,12 +1,12 @@
-"""``CollectionLock``: at most one collection at a time removes things from a run.
+"""``CollectionLock`` lets only one collection at a time remove things from a run.
 
-A collection claims the run with ``collections/<n>.json``, created if absent, n ascending. The newest claim holds until
-``collections/<n>.end`` is there, or until its seconds are over by the store's clock, so that a collection that was
-killed delays the next one for that long only. A collection that takes longer renews its claim by creating the next
-number: that succeeds only if no other collection has begun since, however late it comes.
+A collection claims the run by creating ``collections/<n>.json`` if absent, n ascending. The newest claim is valid until
+``collections/<n>.end`` exists or until it expires by the store's clock, so a killed collection delays the next one no
+longer than that. A longer collection renews its claim by creating the next number, which succeeds only if no other
+collection has started since.
 
-Where create-if-absent does not hold, two collections that begin within a moment may both pass. They write the same
-``retention.json``, and ``retention`` reads that again before each removal: the one whose document was replaced stops.
+On a store without create-if-absent, two collections that start at almost the same time may both get a claim. Both write
+``retention.json``, and ``collect`` reads it again before each removal: the collection whose file was replaced stops.
 """
 
 import secrets
@@ -33,17 +33,13 @@ from vllm_delta_sync.run.documents import RunDocuments
 logger = guarded_logger(__name__)
 
 CLAIM_SECONDS = 600
-"""How long a claim holds. It is renewed after half of that, so what follows a renewal has the other half to finish."""
+"""Seconds that a claim is valid. It is renewed after half of them, which leaves the other half for the next step."""
 KEPT = 4
-"""How many of the newest claims stay."""
+"""Number of newest claims that stay in the bucket."""
 
 
 class CollectionLock:
-    """The right to remove things from a run.
-
-    Args:
-        monotonic: seconds that this machine's clock counts.
-    """
+    """The exclusive right to remove things from a run. Args: monotonic: this machine's clock, in seconds."""
 
     def __init__(self, run: RunDocuments, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._run, self._monotonic = run, monotonic
@@ -58,23 +54,23 @@ class CollectionLock:
             the time of the claim, in seconds since the epoch by the store's clock.
 
         Raises:
-            ConflictError: another collection is under way. StoreError: the store failed.
+            ConflictError: another collection is running. StoreError: the store failed.
         """
         number, info, over = self._newest()
         if info is not None and not over:
             self._check_over(number, info)
         if not self._claim(number + 1):
             raise ConflictError(
-                f"another collection of {self._run.bucket.url} began at the same moment; start this one again when "
-                "that is done"
+                f"another collection of {self._run.bucket.url} started at the same time; start this one again when "
+                "the other is done"
             )
         return self._run.bucket.stat(collection_key(number + 1)).modified
 
     def renew(self) -> None:
-        """Make sure of the claim: to be called before each change of the run.
+        """Renew the claim if it is half over. Call this before each change to the run.
 
         Raises:
-            ConflictError: another collection has begun. StoreError: the store failed.
+            ConflictError: another collection has started. StoreError: the store failed.
         """
         number = self._number
         if number is not None and self._monotonic() - self._since < CLAIM_SECONDS / 2:
@@ -82,12 +78,12 @@ class CollectionLock:
         self._number = None
         if number is None or not self._claim(number + 1):
             raise ConflictError(
-                f"another collection of {self._run.bucket.url} has begun since this one stood still for more than "
-                f"{CLAIM_SECONDS} s; nothing more is removed: start this one again when that is done"
+                f"another collection of {self._run.bucket.url} has started, because this one stood still for more than "
+                f"{CLAIM_SECONDS} s; this one stopped removing: start it again when the other is done"
             )
 
     def release(self) -> None:
-        """Let the next collection begin. If the store fails, the claim ends when its time is over."""
+        """Let the next collection start. If the store fails, the claim expires by itself."""
         number, self._number = self._number, None
         if number is None:
             return
@@ -107,7 +103,7 @@ class CollectionLock:
             )
 
     def _newest(self) -> tuple[int, ObjectInfo | None, bool]:
-        """Number of the newest claim, 0 for none; its entry in the listing; whether it was ended."""
+        """Number of the newest claim, 0 for none; its entry in the listing; whether it was released."""
         number, info, over = 0, None, False
         for item in self._run.bucket.list(COLLECTIONS_PREFIX):
             found = collection_of_key(item.key)
@@ -121,7 +117,7 @@ class CollectionLock:
 
     def _check_over(self, number: int, info: ObjectInfo) -> None:
         bucket = self._run.bucket
-        # What cannot be read has given itself no time: it gets that of one of ours.
+        # A claim that cannot be read states no duration; assume the usual one.
         seconds = CLAIM_SECONDS
         try:
             data = bucket.get(info.key, max_bytes=limits.MAX_SIDE_BYTES)
@@ -135,14 +131,14 @@ class CollectionLock:
         left = info.modified + seconds + 1 - bucket.stat(COLLECTIONS_CLOCK).modified
         if left > 0:
             raise ConflictError(
-                f"another collection of {bucket.url} is under way ({info.key}); start this one again when that is "
-                f"done, or in {left:.0f} s if it was killed"
+                f"another collection of {bucket.url} is running ({info.key}); start this one again when the other is "
+                f"done, or in {left:.0f} s if the other was killed"
             )
 
     def _claim(self, number: int) -> bool:
         """Create a claim; False if another collection was first."""
         if number > limits.MAX_VERSION:
-            raise LimitError(f"{COLLECTIONS_PREFIX} has no numbers left; remove what lies there")
+            raise LimitError(f"{COLLECTIONS_PREFIX} has no numbers left; remove the objects under it")
         since = self._monotonic()
         document = Collection(
             run=self._run.info.run,
@@ -155,7 +151,7 @@ class CollectionLock:
         if not (create_if_absent(bucket, key, data) and confirm_created(bucket, key, data)):
             return False
         if self._newest()[0] > number:
-            # A number of long ago, which was free because its claim was removed.
+            # An old number, free again because its claim was removed.
             bucket.delete(key)
             return False
         self._number, self._since = number, since

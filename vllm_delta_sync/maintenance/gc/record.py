@@ -1,4 +1,4 @@
-"""What a collection writes down in retention.json before it removes anything, and what that means for others."""
+"""Helpers for retention.json, in which a collection announces what it will remove; ``lasting_plan`` heeds it."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ Ranges = list[list[int]]
 
 
 def ranges(versions: Iterable[int]) -> Ranges:
-    """Closed ranges of the numbers, ascending, apart."""
+    """Closed ranges of the numbers, ascending and not adjacent."""
     found: Ranges = []
     for version in sorted(set(versions)):
         if found and found[-1][1] == version - 1:
@@ -25,22 +25,22 @@ def ranges(versions: Iterable[int]) -> Ranges:
 
 
 def spelled(versions: Iterable[int], most: int = 8) -> str:
-    """Versions for people: ``3, 5 to 9``; the newest ranges if there are many."""
+    """Versions as text, ``3, 5 to 9``; only the newest ``most`` ranges."""
     found = ranges(versions)
     words = [str(a) if a == b else f"{a} to {b}" for a, b in found[-most:]]
     return ", ".join(([f"… {len(found) - most} ranges"] if len(found) > most else []) + words)
 
 
 def empty_record(run: RunDocuments) -> Retention:
-    """Of a run from which nothing was removed."""
+    """The record of a run from which nothing was removed."""
     return Retention(run=run.info.run, gone=[], created_at=timestamp())
 
 
 def lasting_plan(run: RunDocuments, target: Manifest) -> Plan:
-    """A way to a version whose objects are all there, and that no collection is removing.
+    """A plan to rebuild a version from objects that are all stored and that no collection is removing.
 
     Raises:
-        NotFoundError: there is none. StoreError: the store failed.
+        NotFoundError: there is no such plan. StoreError: the store failed.
     """
     record = run.retention() or empty_record(run)
     avoid = set(record.going)
@@ -55,14 +55,14 @@ def lasting_plan(run: RunDocuments, target: Manifest) -> Plan:
         if bad is None:
             return found
         if bad in avoid:
-            raise _lost(target, f"objects of {bad} are gone")
+            raise _lost(target, f"objects of {bad} are missing")
         avoid.add(bad)
 
 
 def _lost(target: Manifest, reason: str) -> NotFoundError:
     return NotFoundError(
-        f"version {target.version} cannot be rebuilt, now or after a collection that is under way: {reason}; "
-        "choose a version that is kept"
+        f"version {target.version} cannot be rebuilt, now or after the collection that is running: {reason}; choose a "
+        "version that is kept"
     )
 
 

@@ -1,4 +1,4 @@
-"""Bring back what a damaged run lacks, from a mirror or from what is left of it, and only what can be proven.
+"""Restore what a damaged run lacks, from a mirror or from the rest of the run, and only what is proven correct.
 
-Begin with ``repair``.
+Start with ``repair``.
 """

@@ -1,4 +1,4 @@
-"""Write again what lies between two states of a model: a lost object with its bytes, or a folded range in its place."""
+"""Write lost objects again from the model states on both sides, or merged deltas and anchors that replace them."""
 
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -13,9 +13,9 @@ from vllm_delta_sync.format.documents import Anchor, anchor_key, fold_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key, timestamp
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES
-from vllm_delta_sync.maintenance.key_list import check_signer
-from vllm_delta_sync.maintenance.merge_writer import write_fold
+from vllm_delta_sync.maintenance.keys import check_signer
+from vllm_delta_sync.maintenance.merge_writer import write_merged_delta
+from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import file_digest, scratch_folder
@@ -26,35 +26,42 @@ from vllm_delta_sync.verify.simulate import simulate_fingerprints
 
 SHARD_BYTES = 1024**3
 
-Whole = Callable[[TensorSpec, int], bool]
-"""Whether a tensor of which so many elements changed is sent in full."""
+InFullRule = Callable[[TensorSpec, int], bool]
+"""Decides, from the number of changed elements, whether a tensor is sent in full."""
 _Row = tuple[int, Positions, Bits]
 
 
-def _most(spec: TensorSpec, changed: int) -> bool:
+def _if_smaller_than_packed(spec: TensorSpec, changed: int) -> bool:
     return changed * (1 + spec.element.itemsize) + 8 * (spec.numel // 255) >= spec.nbytes
 
 
-def _indexed(spec: TensorSpec, changed: int) -> bool:
+def _if_smaller_than_indexed(spec: TensorSpec, changed: int) -> bool:
     return changed * ((4 if spec.numel <= np.iinfo(np.int32).max else 8) + spec.element.itemsize) >= spec.nbytes
 
 
-def _never(spec: TensorSpec, changed: int) -> bool:
+def _never_in_full(spec: TensorSpec, changed: int) -> bool:
     return False
 
 
-def _always(spec: TensorSpec, changed: int) -> bool:
+def _always_in_full(spec: TensorSpec, changed: int) -> bool:
     return True
 
 
-WHOLE_RULES: tuple[Whole, ...] = (_most, _indexed, _never, _always)
+IN_FULL_RULES: tuple[InFullRule, ...] = (
+    _if_smaller_than_packed,
+    _if_smaller_than_indexed,
+    _never_in_full,
+    _always_in_full,
+)
 
 
-def difference(before: ModelState, after: ModelState, whole: Whole = _most, relative: bool = True) -> Changes:
-    """What leads from one state to the other; neither is touched, and one tensor is copied at a time.
+def difference(
+    before: ModelState, after: ModelState, in_full: InFullRule = _if_smaller_than_packed, relative: bool = True
+) -> Changes:
+    """The changes from one state to another. Leaves both unchanged, and copies one tensor at a time.
 
     Args:
-        whole: which tensors are sent in full. relative: whether the others carry distances, or new bits.
+        in_full: which tensors are sent in full. relative: whether the others carry distances or new bits.
     """
     changes = Changes()
     rows: dict[str, list[_Row]] = {}
@@ -64,7 +71,7 @@ def difference(before: ModelState, after: ModelState, whole: Whole = _most, rela
             continue
         positions, distances, changes.fingerprints[tensor] = found
         new = after.bits[tensor]
-        if whole(spec, positions.size):
+        if in_full(spec, positions.size):
             changes.full.append(Full(tensor, new))
         else:
             rows.setdefault(spec.dtype, []).append((tensor, positions, distances if relative else new[positions]))
@@ -73,21 +80,21 @@ def difference(before: ModelState, after: ModelState, whole: Whole = _most, rela
 
 
 def _pieces(before: ModelState, after: ModelState, fingerprints: dict[int, Fingerprint]) -> Iterator[Sparse | Full]:
-    """The same piece by piece, by dtype, for ``write_fold``. ``fingerprints`` gets the change of each tensor."""
+    """The same difference in pieces by dtype, for ``write_merged_delta``. Fills ``fingerprints`` with changes."""
     table = before.table
     for tensor in sorted(range(len(table)), key=lambda tensor: (table[tensor].dtype, tensor)):
         found = _changed(before, after, tensor)
         if found is None:
             continue
         positions, distances, fingerprints[tensor] = found
-        if _most(table[tensor], positions.size):
+        if _if_smaller_than_packed(table[tensor], positions.size):
             yield Full(tensor, after.bits[tensor])
         else:
             yield _group(table[tensor].dtype, [(tensor, positions, distances)], relative=True)
 
 
 def _changed(before: ModelState, after: ModelState, tensor: int) -> tuple[Positions, Bits, Fingerprint] | None:
-    """Where a tensor changed, by how much, and its change of fingerprint; None if it did not."""
+    """Changed positions of a tensor, their distances, and the change of its fingerprint; None if it did not change."""
     if before.fingerprints[tensor] == after.fingerprints[tensor]:
         return None
     spec = before.table[tensor]
@@ -108,7 +115,7 @@ def _group(dtype: str, rows: list[_Row], relative: bool) -> Sparse:
 def lost_object(
     run: RunDocuments, manifest: Manifest, lost: ObjectRef, before: ModelState, after: ModelState
 ) -> bytes | None:
-    """The bytes of a delta's only lost object, if encoding the change again gives its digest.
+    """The bytes of a delta's only lost object if encoding the change again gives its digest, else None.
 
     Raises:
         DeltaSyncError: another object of the version is damaged too.
@@ -129,17 +136,17 @@ def lost_object(
 
 
 def _candidates(others: list[Changes], before: ModelState, after: ModelState, relative: bool) -> Iterator[Changes]:
-    for rule in WHOLE_RULES:
+    for rule in IN_FULL_RULES:
         changes = _without(difference(before, after, rule, relative), others, before)
         yield changes
         if len(changes.sparse) > 1:
-            # Other writers order groups by their first tensor, rather than by name of the dtype.
+            # Other writers order groups by their first tensor instead of the dtype's name.
             changes.sparse.sort(key=lambda group: int(group.ids[0]))
             yield changes
 
 
 def _without(changes: Changes, others: list[Changes], before: ModelState) -> Changes:
-    """What is left when the other objects of the version are taken away."""
+    """The changes that the other objects of the version do not contain."""
     if not others:
         return changes
     full = {item.id for other in others for item in other.full}
@@ -162,7 +169,7 @@ def _without(changes: Changes, others: list[Changes], before: ModelState) -> Cha
     return left
 
 
-def put_fold(
+def put_merged_delta(
     run: RunDocuments,
     first: Manifest,
     last: Manifest,
@@ -170,13 +177,12 @@ def put_fold(
     after: ModelState,
     object_bytes: int = OBJECT_BYTES,
 ) -> str:
-    """Write the folded range from one version to another from their weights; its key.
+    """Write the merged delta between two versions from their weights; return its key.
 
-    Takes the memory of a few tensors. Whatever stands under that key is replaced: the caller knows that it is bad, or
-    that there is nothing.
+    Takes the memory of a few tensors. Replaces a document under that key, which the caller knows to be bad or missing.
 
     Args:
-        object_bytes: when to begin another object.
+        object_bytes: size at which an object is full.
 
     Raises:
         SettingsError: the run is signed, and there is no key to sign with.
@@ -184,16 +190,12 @@ def put_fold(
     """
     check_signer(run)
     fingerprints: dict[int, Fingerprint] = {}
-    write_fold(run, (first, last), _pieces(before, after, fingerprints), fingerprints, object_bytes)
+    write_merged_delta(run, (first, last), _pieces(before, after, fingerprints), fingerprints, object_bytes)
     return fold_key(first.version, last.version)
 
 
 def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
-    """Write the anchor beside a version from its weights; its key. Replaces what stands there, as ``put_fold``.
-
-    Raises:
-        SettingsError: as ``put_fold``.
-    """
+    """Write the standalone anchor of a version from its weights; return its key. Otherwise as ``put_merged_delta``."""
     check_signer(run)
     refs = []
     with scratch_folder(None, f"the anchor of version {manifest.version}", run.table.full_bytes) as folder:
@@ -220,13 +222,13 @@ def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:
 
 
 def put_lost_shard(run: RunDocuments, manifest: Manifest, lost: ObjectRef, state: ModelState) -> bool:
-    """Write the only lost shard of an anchor in the chain again; False if that does not give its digest."""
+    """Write the only lost shard of an anchor version again; False if that does not give its digest."""
     from vllm_delta_sync.run.checks import read_shard
 
-    held = {
+    present = {
         name for ref in manifest.objects if ref != lost for name, _ in read_shard(run.fetch(ref), run.table, ref.key)
     }
-    shard = TensorTable([spec for spec in run.table if spec.name not in held])
+    shard = TensorTable([spec for spec in run.table if spec.name not in present])
     with scratch_folder(None, f"a shard of version {manifest.version}", lost.bytes) as folder:
         path, ref = _shard(run, shard, state, folder)
         if ref.key != lost.key:

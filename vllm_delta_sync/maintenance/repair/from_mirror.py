@@ -1,6 +1,6 @@
-"""Bring back from a mirror what a run lacks: only what digests, or documents that are whole, prove to be right.
+"""``Mirror`` restores what a run lacks from a copy, but only what digests or intact documents prove to be correct.
 
-Where trusted keys are set, no document is taken that is not validly signed.
+With trusted keys, documents without a valid signature are not restored.
 """
 
 import tempfile
@@ -42,7 +42,7 @@ from vllm_delta_sync.format.manifest import (
     version_of_key,
 )
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.key_list import check_signer, newest_file
+from vllm_delta_sync.maintenance.keys import check_signer, newest_file
 from vllm_delta_sync.run.checks import check_follows, check_tensor_fingerprints, object_limit
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import fetch_object_file
@@ -58,18 +58,21 @@ class Mirror:
     """A copy of a run in another bucket, which may be damaged itself.
 
     Args:
-        run: the run to mend. bucket: the copy. census: the documents of ``run``.
+        run: the run to repair. bucket: the copy. audit: the documents of ``run``.
     """
 
-    def __init__(self, run: RunDocuments, bucket: Bucket, census: DocumentAudit) -> None:
-        self._run, self._bucket, self._census = run, bucket, census
+    def __init__(self, run: RunDocuments, bucket: Bucket, audit: DocumentAudit) -> None:
+        self._run, self._bucket, self._audit = run, bucket, audit
 
-    def mend_head(self) -> str | None:
-        """Put HEAD.json where it is missing, which no finding says; or first what it names. Errors as ``mend``."""
+    def restore_head(self) -> str | None:
+        """Restore a missing HEAD.json, which no finding reports, or first a version up to it. See ``restore``."""
         return self._first([self._same_head])
 
-    def mend(self, finding: Finding) -> str | None:
-        """Put what a finding is about; its key, or None if the mirror has nothing that is proven right.
+    def restore(self, finding: Finding) -> str | None:
+        """Restore the subject of a finding.
+
+        Returns:
+            the key that was put; None if the mirror has nothing that is proven correct.
 
         Raises:
             StoreError: one of the stores failed.
@@ -81,14 +84,14 @@ class Mirror:
         elif (stored := finding.sidecar or finding.run_file) is not None:
             attempts = [partial(self._stored_file, stored)]
         elif isinstance(finding.error, GapError) and version is not None:
-            attempts = [partial(self._beside, key) for key in self._ways(version)]
+            attempts = [partial(self._standalone, key) for key in self._missing_standalone_keys(version)]
         elif version is not None:
             attempts = [partial(self._manifest, version), *([partial(self._manifest, version - 1)] if version else [])]
         elif finding.key == HEAD_KEY:
-            # With it the only proof of the newest manifest may be gone, and that damaged where nobody sees it.
-            attempts = [partial(self._manifest, self._census.top), self._same_head]
+            # Only HEAD.json may have proven the newest manifest, so that one may be damaged without a finding.
+            attempts = [partial(self._manifest, self._audit.top), self._same_head]
         else:
-            attempts = [partial(self._beside, finding.key)]
+            attempts = [partial(self._standalone, finding.key)]
         return self._first(attempts)
 
     @staticmethod
@@ -122,17 +125,17 @@ class Mirror:
         version = version_of_key(finding.document)
         if version is None or not Retention.from_bytes(data, RETENTION_KEY).is_gone(version):
             return None
-        return self._beside(RETENTION_KEY)
+        return self._standalone(RETENTION_KEY)
 
-    def _ways(self, version: int) -> list[str]:
-        """Documents that lead to a version, and are only in the mirror."""
+    def _missing_standalone_keys(self, version: int) -> list[str]:
+        """Keys of standalone documents that lead to a version and are only in the mirror."""
         listed = [item.key for item in self._bucket.list(FOLDS_PREFIX)]
         folds = [key for key in listed if (pair := fold_of_key(key)) is not None and pair[1] == version]
         return [key for key in (anchor_key(version), *folds) if self._stored(key) is None]
 
     def _manifest(self, version: int) -> str | None:
         key = version_key(version)
-        if version in self._census.confirmed:
+        if version in self._audit.confirmed:
             return None
         data = self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
         manifest = Manifest.from_bytes(data, key)
@@ -141,16 +144,16 @@ class Mirror:
         self._run.verifier.check_manifest(manifest, key)
         if data == self._stored(key):
             return self._head(manifest)
-        if manifest.digest not in self._census.acceptable_digests(version) and not self._continues(manifest):
+        if manifest.digest not in self._audit.wanted(version) and not self._continues(manifest):
             return None
         self._run.bucket.put(key, data)
         return key
 
     def _continues(self, manifest: Manifest) -> bool:
-        """Whether nothing here but HEAD.json names a version, it follows from the one before, and the mirror's own
-        HEAD.json names it: then it is the newest, and only the proof of it was damaged too."""
+        """Whether a manifest is the newest although its proof here is damaged: only HEAD.json here names the version,
+        the manifest follows the one before, and the mirror's HEAD.json names it."""
         version = manifest.version
-        if not self._census.only_head_names(version) or version - 1 not in self._census.digests:
+        if not self._audit.only_head_names(version) or version - 1 not in self._audit.digests:
             return False
         before = self._run.manifest(version - 1)
         check_follows(before, manifest)
@@ -159,8 +162,8 @@ class Mirror:
         return (head.run, head.version, head.manifest) == (manifest.run, version, manifest.digest)
 
     def _head(self, manifest: Manifest) -> str | None:
-        """Both buckets have this manifest, so if only HEAD.json says otherwise, HEAD.json is wrong."""
-        if manifest.version in self._census.digests or not self._census.only_head_names(manifest.version):
+        """Restore HEAD.json if it alone contradicts a manifest that both buckets have."""
+        if manifest.version in self._audit.digests or not self._audit.only_head_names(manifest.version):
             return None
         try:
             data = self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
@@ -170,19 +173,19 @@ class Mirror:
         except StoreError:
             raise
         except DeltaSyncError:
-            pass  # the mirror's own is damaged, or may not be believed
+            pass  # the mirror's HEAD.json is damaged, or its signature is not valid
         check_signer(self._run)
         self._run.bucket.put(HEAD_KEY, make_head(manifest, self._run.keyring).to_bytes())
         return HEAD_KEY
 
     def _same_head(self) -> str | None:
-        """The mirror's HEAD.json, if it names the newest good version; what is missing up to it first."""
+        """Restore HEAD.json if the mirror's names the newest good version; if a newer one, restore a version first."""
         data = self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
-        newest = max(self._census.digests, default=-1)
+        newest = max(self._audit.digests, default=-1)
         named = self._names(data)
         if newest >= 0 and named is not None and named[0] > newest:
             return self._following(newest)
-        if newest < 0 or named != (newest, self._census.digests[newest]):
+        if newest < 0 or named != (newest, self._audit.digests[newest]):
             return None
         if data == self._stored(HEAD_KEY):
             return None
@@ -190,7 +193,7 @@ class Mirror:
         return HEAD_KEY
 
     def _following(self, newest: int) -> str | None:
-        """The version after the newest good one, which the mirror's HEAD.json proves to have been: ours was damaged."""
+        """Restore the version after the newest good one, which the mirror's HEAD.json proves to have existed."""
         key = version_key(newest + 1)
         if self._stored(key) is not None:
             return None
@@ -204,7 +207,7 @@ class Mirror:
         return key
 
     def _names(self, data: bytes) -> tuple[int, str] | None:
-        """What a HEAD.json of this run that may be believed points at."""
+        """Version and manifest digest named by a valid HEAD.json of this run; None if it is of another run."""
         head = Head.from_bytes(data, HEAD_KEY)
         self._run.verifier.check_head(head, HEAD_KEY)
         return (head.version, head.manifest) if head.run == self._run.info.run else None
@@ -215,7 +218,7 @@ class Mirror:
         except NotFoundError:
             return None
 
-    def _beside(self, key: str) -> str | None:
+    def _standalone(self, key: str) -> str | None:
         data = self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES)
         if data == self._stored(key) or not self._fits(key, data):
             return None
@@ -223,8 +226,8 @@ class Mirror:
         return key
 
     def _fits(self, key: str, data: bytes) -> bool:
-        """Whether a document beside the chain is one of this run, and names the manifests that are here."""
-        digests, fingerprints = self._census.digests, self._census.fingerprints
+        """Whether a standalone document belongs to this run and names the manifests that are here."""
+        digests, fingerprints = self._audit.digests, self._audit.fingerprints
         document: Anchor | MergedDelta | Tag | Claim | Retention
         ends: list[tuple[int, str, str | None]]
         if (version := anchor_of_key(key)) is not None:
@@ -233,22 +236,22 @@ class Mirror:
             self._run.verifier.check_standalone(anchor, version, key)
             ends = [(version, anchor.manifest, anchor.fingerprint)]
         elif (pair := fold_of_key(key)) is not None:
-            document = fold = MergedDelta.from_bytes(data, key)
-            self._run.verifier.check_standalone(fold, pair[1], key)
+            document = merged = MergedDelta.from_bytes(data, key)
+            self._run.authentic.side(merged, pair[1], key)
             ends = [
-                (pair[0], fold.first_manifest, fold.first_fingerprint),
-                (pair[1], fold.last_manifest, fold.last_fingerprint),
+                (pair[0], merged.first_manifest, merged.first_fingerprint),
+                (pair[1], merged.last_manifest, merged.last_fingerprint),
             ]
         elif tag_of_key(key) is not None:
             document = tag = Tag.from_bytes(data, key)
             if tag.name != tag_of_key(key):
-                raise ChainError(f"{key} is tag {tag.name!r}")
-            self._run.verifier.check_standalone(tag, tag.version, key)
+                raise ChainError(f"{key} contains tag {tag.name!r}")
+            self._run.authentic.side(tag, tag.version, key)
             ends = [(tag.version, tag.manifest, None)]
         elif (epoch := claim_of_key(key)) is not None:
             document = claim = Claim.from_bytes(data, key)
             ends = [(claim.version, claim.manifest, None)]
-            if claim.epoch != epoch or claim.version >= self._census.epochs.get(epoch, limits.MAX_VERSION):
+            if claim.epoch != epoch or claim.version >= self._audit.epochs.get(epoch, limits.MAX_VERSION):
                 return False
         elif key == RETENTION_KEY:
             document, ends = Retention.from_bytes(data, key), []
@@ -260,13 +263,13 @@ class Mirror:
         )
 
 
-def mend_keys(bucket: Bucket, mirror: Bucket | None, keyring: Keyring) -> list[str]:
-    """Put the newest keys.json that a trusted key has signed, from changes that are here or from the mirror.
+def restore_keys(bucket: Bucket, mirror: Bucket | None, keyring: Keyring) -> list[str]:
+    """Restore the newest keys.json that a trusted key has signed, from a change here or from the mirror.
 
-    Does nothing without trusted keys: nobody could tell which is good.
+    Does nothing without trusted keys, because the right list is then unknown.
 
     Returns:
-        what was put, for people.
+        one line of text for what was put.
 
     Raises:
         StoreError: one of the stores failed.
@@ -277,9 +280,9 @@ def mend_keys(bucket: Bucket, mirror: Bucket | None, keyring: Keyring) -> list[s
         return []
     here = newest_file(bucket, keyring, info.run)
     there = None if mirror is None else newest_file(mirror, keyring, info.run)
-    newest, whence = here, "the newest change of the list that is here"
+    newest, source = here, "from the newest change in keys/"
     if there is not None and (here is None or there.sequence > here.sequence):
-        newest, whence = there, "from the mirror"
+        newest, source = there, "from the mirror"
     try:
         stored = bucket.get(KEYS_KEY, max_bytes=limits.MAX_SIDE_BYTES)
     except StoreError:
@@ -289,35 +292,35 @@ def mend_keys(bucket: Bucket, mirror: Bucket | None, keyring: Keyring) -> list[s
     if newest is None or newest.to_bytes() == stored:
         return []
     bucket.put(KEYS_KEY, newest.to_bytes())
-    return [f"{KEYS_KEY}: {whence}, with sequence {newest.sequence}"]
+    return [f"{KEYS_KEY}: {source}, with sequence {newest.sequence}"]
 
 
-def mend_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[str]:
-    """Bring run.json and tensors.json back, without which a run cannot be opened; the keys that were put.
+def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[str]:
+    """Restore run.json and tensors.json, without which a run cannot be opened; return the keys that were put.
 
-    run.json has to be of the run whose HEAD.json or version 0 is here, and signed where trusted keys are set;
-    tensors.json is proven by its digest.
+    run.json must belong to the run whose manifests are here and, with trusted keys, have a valid signature. The digest
+    in run.json proves tensors.json.
 
     Raises:
         StoreError: one of the stores failed.
     """
-    mended = []
+    restored = []
     info = _parsed(bucket, RUN_KEY)
-    if info is None or not _is_believed(bucket, keyring, info):
+    if info is None or not _has_valid_signature(bucket, keyring, info):
         info = _parsed(mirror, RUN_KEY)
-        if info is None or not _is_run(bucket, info) or not _is_believed(bucket, keyring, info):
+        if info is None or not _is_run(bucket, info) or not _has_valid_signature(bucket, keyring, info):
             return []
         bucket.put(RUN_KEY, info.to_bytes())
-        mended.append(RUN_KEY)
+        restored.append(RUN_KEY)
     if _table(bucket, info) is None:
         table = _table(mirror, info)
         if table is not None:
             bucket.put(TABLE_KEY, table)
-            mended.append(TABLE_KEY)
-    return mended
+            restored.append(TABLE_KEY)
+    return restored
 
 
-def _is_believed(bucket: Bucket, keyring: Keyring, info: RunInfo) -> bool:
+def _has_valid_signature(bucket: Bucket, keyring: Keyring, info: RunInfo) -> bool:
     try:
         RunVerifier(bucket, keyring, info)
     except StoreError:
@@ -337,7 +340,7 @@ def _parsed(bucket: Bucket, key: str) -> RunInfo | None:
 
 
 def _is_run(bucket: Bucket, info: RunInfo) -> bool:
-    """Whether the manifests of a bucket are of this run, and its tensor table, if there is one, too."""
+    """Whether the first readable manifest in a bucket belongs to this run."""
     for item in bucket.list(VERSIONS_PREFIX):
         try:
             manifest = Manifest.from_bytes(bucket.get(item.key, max_bytes=limits.MAX_JSON_BYTES), item.key)

@@ -1,4 +1,4 @@
-"""A version whose manifest is lost may still have its objects: find them, and let a folded range lead across it."""
+"""``bridge`` finds the objects of a version whose manifest is lost, and writes a merged delta that leads across it."""
 
 from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, codec_of, decode, required_features
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, StoreError
@@ -14,15 +14,15 @@ from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.simulate import first_mismatch, simulate_fingerprints
 
 
-def orphans(run: RunDocuments, census: DocumentAudit) -> list[ObjectRef]:
-    """Objects that no document lists, as their names and sizes say; their bytes are not looked at."""
+def orphans(run: RunDocuments, audit: DocumentAudit) -> list[ObjectRef]:
+    """Objects that no document lists, judging by keys and sizes; their bytes are not read."""
     listed: set[str] = set()
-    for version in census.digests:
+    for version in audit.digests:
         listed.update(ref.key for ref in run.manifest(version).objects)
-    for version in census.anchors:
+    for version in audit.anchors:
         listed.update(ref.key for ref in run.anchor(version).objects)
-    for pair in census.folds:
-        listed.update(ref.key for ref in run.merged_delta(*pair).objects)
+    for pair in audit.folds:
+        listed.update(ref.key for ref in run.folded(*pair).objects)
     found = []
     for item in run.bucket.list(OBJECTS_PREFIX):
         digest = item.key.removeprefix(OBJECTS_PREFIX).removesuffix(".safetensors")
@@ -34,16 +34,16 @@ def orphans(run: RunDocuments, census: DocumentAudit) -> list[ObjectRef]:
 def bridge(
     run: RunDocuments, before: ModelState, first: Manifest, after: Manifest, candidates: list[ObjectRef]
 ) -> str | None:
-    """Write the folded range into a version whose manifest is lost, from objects that say they are of it.
+    """Write the merged delta into a version whose manifest is lost, from objects that declare that version.
 
-    They are taken only if what they declare leads from the version before (``first``, with weights ``before``) to what
-    the version ``after`` builds on, and each tensor comes out as declared. ``after`` names the lost manifest.
+    Uses them only if their declared changes lead from the version before (``first``, with weights ``before``) to the
+    state that the version ``after`` builds on, and each tensor changes as declared. ``after`` names the lost manifest.
 
-    Never in a signed run: only the lost manifest said which objects are of it, and objects that merely add up to the
-    right fingerprint are easily made.
+    Does nothing in a signed run: only the lost manifest said which objects belong to it, and objects that add up to the
+    right fingerprint are easy to forge.
 
     Returns:
-        key of the folded range; None if the objects are not there.
+        key of the merged delta; None if the objects are missing.
 
     Raises:
         StoreError: the store failed.

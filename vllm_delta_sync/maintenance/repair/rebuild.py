@@ -1,7 +1,7 @@
-"""Rebuild what a run lacks from what is left of it: states on both sides of a gap, and orphaned objects.
+"""``Rebuilder`` rebuilds what a run lacks from the rest of it: states on both sides of a gap, and orphaned objects.
 
-Everything that is written is proven first: a state is taken only if it has the fingerprint that its manifest declares,
-tensor by tensor as every step on the way to it declares.
+Everything is proven before it is written: a state is used only if it has the fingerprint that its manifest declares,
+and if each tensor changes as every step on the path to it declares.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ from typing import TypeVarTuple
 from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
 from vllm_delta_sync.format.documents import anchor_of_key, fold_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
-from vllm_delta_sync.maintenance.key_list import check_signer
-from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_fold, put_lost_shard
+from vllm_delta_sync.maintenance.keys import check_signer
+from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_lost_shard, put_merged_delta
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
@@ -23,44 +23,44 @@ from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.replay_audit import apply_checked
 from vllm_delta_sync.verify.report import Finding, VerifyReport
 
-_Given = TypeVarTuple("_Given")
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class Rebuilder:
-    """Mends a run after one examination of it.
+    """Rebuilds parts of a run after one examination of it.
 
     Args:
-        base: as ``run.restore.restore``. report, census: what the examination found.
+        base: as ``run.restore.restore``. report, audit: results of the examination.
 
     Attributes:
-        done: what was rebuilt, for people. unsigned: what could not be, for lack of a key to sign it with.
+        done: lines of text for what was rebuilt. unsigned: lines for what could not be signed for lack of a key.
     """
 
-    def __init__(self, run: RunDocuments, base: str | Path | None, report: VerifyReport, census: DocumentAudit) -> None:
-        self._run, self._base, self._report, self._census = run, base, report, census
+    def __init__(self, run: RunDocuments, base: str | Path | None, report: VerifyReport, audit: DocumentAudit) -> None:
+        self._run, self._base, self._report, self._audit = run, base, report, audit
         self._unreadable = set(report.unreadable)
         self._avoid = {finding.document or finding.key for finding in report.findings}
         self.done: list[str] = []
         self.unsigned: list[str] = []
 
     def versions(self) -> None:
-        """Lost objects of versions, versions that nothing leads to, and ways over lost manifests.
+        """Rebuild lost objects of versions, versions that no path reaches, and paths across lost manifests.
 
         Raises:
             StoreError: the store failed.
         """
-        for manifest in self._broken():
+        for manifest in self._versions_lacking_objects():
             if manifest.version not in self._unreadable:
-                self._attempt(self._mend_readable, manifest)
-        for first, last in self._stretches():
-            self._attempt(self._from_above, first, last)
-        lost = sorted(self._census.unreadable & set(range(1, self._census.top)))
-        candidates = orphans(self._run, self._census) if lost else []
+                self._attempt(self._rebuild_readable, manifest)
+        for first, last in self._unreadable_ranges():
+            self._attempt(self._rebuild_from_above, first, last)
+        lost = sorted(self._audit.unreadable & set(range(1, self._audit.top)))
+        candidates = orphans(self._run, self._audit) if lost else []
         for version in lost:
-            self._attempt(self._cross, version, candidates)
+            self._attempt(self._bridge, version, candidates)
 
-    def beside(self) -> None:
-        """Anchors and folded ranges that are damaged: made again, if their versions can be read.
+    def standalone_documents(self) -> None:
+        """Rebuild damaged anchors and merged deltas whose versions can be read.
 
         Raises:
             StoreError: the store failed.
@@ -70,24 +70,25 @@ class Rebuilder:
             if (version := anchor_of_key(key)) is not None:
                 self._attempt(self._anchor, version, key)
             elif (pair := fold_of_key(key)) is not None:
-                self._attempt(self._fold, pair, key)
+                self._attempt(self._merged_delta, pair, key)
 
-    def _attempt(self, mend: Callable[[*_Given], None], *given: *_Given) -> None:
+    def _attempt(self, rebuild: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
         try:
-            mend(*given)
+            rebuild(*arguments)
         except StoreError:
             raise
         except SettingsError as error:
-            if f"something was not written: {error.message}" not in self.unsigned:
-                self.unsigned.append(f"something was not written: {error.message}")
+            line = f"a repair was not written: {error.message}"
+            if line not in self.unsigned:
+                self.unsigned.append(line)
         except DeltaSyncError:
-            return  # it stays among the findings
+            return  # stays among the findings
 
     def _readable(self, version: int) -> bool:
-        return version in self._census.digests and version not in self._unreadable
+        return version in self._audit.digests and version not in self._unreadable
 
     def _manifest(self, version: int) -> Manifest | None:
-        return self._census.manifest(version)
+        return self._audit.manifest(version)
 
     def _state(self, manifest: Manifest) -> ModelState:
         state = restore(self._run, manifest, self._base).state
@@ -98,8 +99,8 @@ class Rebuilder:
         key = version_key(version)
         return [finding for finding in self._report.findings if finding.document == key]
 
-    def _broken(self) -> Iterator[Manifest]:
-        """Good manifests of versions with lost objects."""
+    def _versions_lacking_objects(self) -> Iterator[Manifest]:
+        """Good manifests of versions that lack objects."""
         for version in sorted(
             {f.version for f in self._report.findings if f.ref is not None and f.version is not None}
         ):
@@ -107,10 +108,11 @@ class Rebuilder:
             if manifest is not None:
                 yield manifest
 
-    def _stretches(self) -> Iterator[tuple[int, int]]:
-        """Consecutive unreadable versions with good manifests, none of which is a break but the first."""
+    def _unreadable_ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges of consecutive unreadable versions with good manifests, in which each but the first builds on the one
+        before."""
         begin: int | None = None
-        for version in range(self._census.top + 2):
+        for version in range(self._audit.top + 2):
             manifest = self._manifest(version) if version in self._unreadable else None
             regular = manifest is not None and manifest.base_version == version - 1
             if begin is not None and not regular:
@@ -119,8 +121,8 @@ class Rebuilder:
             if manifest is not None and begin is None:
                 begin = version
 
-    def _from_above(self, first: int, last: int) -> None:
-        """Reach unreadable versions from the one after them, by taking versions back, as far as that goes."""
+    def _rebuild_from_above(self, first: int, last: int) -> None:
+        """Reach unreadable versions from the version after them, by reverting deltas, as far as possible."""
         above = self._manifest(last + 1)
         if above is None or above.base_version != last or not self._readable(last + 1):
             return
@@ -138,19 +140,19 @@ class Rebuilder:
         reached = self._manifest(at)
         if at > last or reached is None or state.fingerprint != reached.model_fingerprint:
             return
-        self._mend(reached, state)
+        self._make_readable(reached, state)
 
-    def _mend_readable(self, manifest: Manifest) -> None:
-        self._mend(manifest, self._state(manifest))
+    def _rebuild_readable(self, manifest: Manifest) -> None:
+        self._make_readable(manifest, self._state(manifest))
 
-    def _mend(self, manifest: Manifest, state: ModelState) -> None:
-        """Make a version readable whose weights are known: its object again, or something that stands in for it."""
+    def _make_readable(self, manifest: Manifest, state: ModelState) -> None:
+        """Make a version with known weights readable: rebuild its lost object, or write a replacement for it."""
         version = manifest.version
         lost = [finding.ref for finding in self._lost(version) if finding.ref is not None]
         base = self._manifest(manifest.base_version) if manifest.base_version is not None else None
         if base is None or not self._readable(base.version):
             if manifest.kind != "anchor" or not self._shard(manifest, lost, state):
-                self.done.append(f"{put_anchor(self._run, manifest, state)}: stands in for version {version}")
+                self.done.append(f"{put_anchor(self._run, manifest, state)}: replaces the objects of version {version}")
             return
         before = self._state(base)
         if len(lost) == 1:
@@ -160,10 +162,10 @@ class Rebuilder:
                 self.done.append(f"{lost[0].key}: encoded again from the weights on both sides of version {version}")
                 return
         if base.version == version - 1:
-            key = put_fold(self._run, base, manifest, before, state)
+            key = put_merged_delta(self._run, base, manifest, before, state)
         else:
             key = put_anchor(self._run, manifest, state)
-        self.done.append(f"{key}: stands in for version {version}")
+        self.done.append(f"{key}: replaces the objects of version {version}")
 
     def _shard(self, manifest: Manifest, lost: list[ObjectRef], state: ModelState) -> bool:
         if len(lost) != 1 or not put_lost_shard(self._run, manifest, lost[0], state):
@@ -171,11 +173,11 @@ class Rebuilder:
         self.done.append(f"{lost[0].key}: written again from the weights of version {manifest.version}")
         return True
 
-    def _cross(self, version: int, candidates: list[ObjectRef]) -> None:
+    def _bridge(self, version: int, candidates: list[ObjectRef]) -> None:
         first, after = self._manifest(version - 1), self._manifest(version + 1)
         if first is None or after is None or not self._readable(first.version):
             return
-        if (version - 1, version) in self._census.usable_merged_deltas():
+        if (version - 1, version) in self._audit.usable_folds():
             return
         key = bridge(self._run, self._state(first), first, after, candidates)
         if key is not None:
@@ -184,34 +186,34 @@ class Rebuilder:
     def _anchor(self, version: int, key: str) -> None:
         from vllm_delta_sync.maintenance.compact import make_anchor
 
-        if version in self._census.refused:
-            self._forget(key, version)
-        if version not in self._census.digests:
+        if version in self._audit.refused:
+            self._remove_revoked(key, version)
+        if version not in self._audit.digests:
             return
         check_signer(self._run)
         make_anchor(self._run, version, self._base, replace=True)
-        self.done.append(f"{key}: made again from the chain")
+        self.done.append(f"{key}: rebuilt from the history")
 
-    def _forget(self, key: str, version: int) -> None:
-        """Remove a document about a version that nobody takes."""
+    def _remove_revoked(self, key: str, version: int) -> None:
+        """Remove a document of a version whose signature is revoked."""
         self._run.bucket.delete(key)
-        self.done.append(f"{key}: removed, since nobody takes version {version}")
+        self.done.append(f"{key}: removed, because the signature of version {version} is revoked")
 
-    def _fold(self, pair: tuple[int, int], key: str) -> None:
-        from vllm_delta_sync.maintenance.compact import make_fold
+    def _merged_delta(self, pair: tuple[int, int], key: str) -> None:
+        from vllm_delta_sync.maintenance.compact import make_merged_delta
         from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 
         first, last = (self._manifest(version) for version in pair)
-        if pair[1] in self._census.refused:
-            self._forget(key, pair[1])
+        if pair[1] in self._audit.refused:
+            self._remove_revoked(key, pair[1])
         if first is None or last is None:
             return
         check_signer(self._run)
         try:
-            make_fold(self._run, *pair, replace=True, weights=RollingWeights(self._run, self._base))
+            make_merged_delta(self._run, *pair, replace=True, weights=RollingWeights(self._run, self._base))
         except StoreError:
             raise
         except DeltaSyncError:
-            # Versions of codec raw, or no way that leads through both ends: from the weights of both.
-            put_fold(self._run, first, last, self._state(first), self._state(last))
-        self.done.append(f"{key}: made again from the chain")
+            # Versions of codec raw, or no path between both ends: use the weights at both ends.
+            put_merged_delta(self._run, first, last, self._state(first), self._state(last))
+        self.done.append(f"{key}: rebuilt from the history")

@@ -1,9 +1,9 @@
-"""Repair a run: bring back from a mirror, or rebuild, what checking it finds wrong; say what is lost.
+"""``repair`` restores from a mirror, or rebuilds, what verification finds wrong, and reports what is lost.
 
-Nothing is written that the digests and fingerprints of the chain do not prove, and nothing that is good is
-overwritten. Into a signed run nothing is written that is not signed: what is taken from a mirror is, where trusted keys
-are set, and what is made here is signed with the run's keyring, or not made. Each thing is mended by itself and in one
-step, so that an end in the middle leaves a run that is no worse, and the next repair goes on.
+Writes only what the digests and fingerprints of the history prove, and overwrites nothing that is intact. In a signed
+run everything written is signed: with trusted keys only validly signed documents are taken from a mirror, and rebuilt
+documents are signed with the run's keyring, or not written. Each repair is a single step, so an interrupted run is
+never worse than before, and the next call continues.
 """
 
 from contextlib import ExitStack
@@ -17,8 +17,8 @@ from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.manifest import HEAD_KEY, Head
 from vllm_delta_sync.maintenance.gc.record import spelled
-from vllm_delta_sync.maintenance.key_list import check_signer
-from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, mend_identity, mend_keys
+from vllm_delta_sync.maintenance.keys import check_signer
+from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, restore_identity, restore_keys
 from vllm_delta_sync.maintenance.repair.rebuild import Rebuilder
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.trust import Keyring
@@ -28,11 +28,11 @@ from vllm_delta_sync.verify.report import VerifyReport
 from vllm_delta_sync.verify.verify import Progress, examine
 
 ROUNDS = 16
-"""What one round mends shows what lies behind it; a run that needs more rounds is repaired again."""
+"""Most rounds of one call: repairs of a round may reveal further damage. Repeat the call if that is not enough."""
 
 HELP = (
-    "a mirror that has them would bring them back (--mirror); where there is none, publisher.anchor() of a live "
-    "publisher, or its next start, goes on with an anchor"
+    "a mirror that has them can restore them (--mirror); without one, publisher.anchor() of a running publisher, or "
+    "its next start, continues the run with an anchor"
 )
 
 
@@ -41,9 +41,9 @@ class RepairReport:
     """Outcome of ``repair``.
 
     Attributes:
-        repaired: what was written, a line each: key, and how it was known.
-        lost: what is still wrong, a line each, then the versions that cannot be read, and what would help.
-        unreadable: those versions. notes: as ``VerifyReport.notes``, after the repair.
+        repaired: one line for each repair: key and source.
+        lost: one line for each remaining problem, then the unreadable versions with a remedy.
+        unreadable: these versions. notes: as ``VerifyReport.notes``, after the repair.
     """
 
     repaired: list[str] = field(default_factory=list)
@@ -60,54 +60,54 @@ def repair(
     progress: Progress | None = None,
     keyring: Keyring | None = None,
 ) -> RepairReport:
-    """Mend everything that ``verify_run`` finds, as far as it can be proven right.
+    """Repair everything that ``verify_run`` finds, as far as the repair can be proven correct.
 
     Args:
-        run: the run, or its bucket if it cannot even be opened.
-        mirror: a copy of the run, possibly damaged itself, to take from.
+        run: the run, or its bucket if the run cannot be opened.
+        mirror: a copy of the run to restore from; may be damaged itself.
         base: as ``Run.snapshot``.
-        dry_run: write to a temporary directory, and only say what could be repaired.
-        progress: as ``verify_run``; each round begins anew.
-        keyring: whose signatures to ask for, and with which key to sign what is made again; None: that of ``run``.
+        dry_run: write to a temporary directory, and only report what could be repaired.
+        progress: as ``verify_run``; starts again in each round.
+        keyring: trusted keys, and the key that signs rebuilt documents; None: that of ``run``.
 
     Raises:
-        NotFoundError: there is no run, or ``base`` is given and not there. StoreError: a store failed.
-        DeltaSyncError: run.json, tensors.json or keys.json is damaged or may not be believed, and no mirror has them.
+        NotFoundError: there is no run, or ``base`` does not exist. StoreError: a store failed.
+        DeltaSyncError: run.json, tensors.json or keys.json is damaged or has no valid signature, and no mirror has it.
     """
     bucket = run.bucket if isinstance(run, RunDocuments) else run
-    # A mirror in front of the bucket would hide what is damaged in there, or in the mirror to take from.
+    # Bypass the mirror in front of the bucket, which would hide damage in the bucket or in the mirror to restore from.
     bucket = bucket.origin if isinstance(bucket, OpenedBucket) else bucket
     if keyring is None:
         keyring = run.keyring if isinstance(run, RunDocuments) else Keyring()
     with ExitStack() as stack:
         if isinstance(mirror, str):
             mirror = stack.enter_context(open_beside(bucket, mirror, mirrored=False))
-        mended = stack.enter_context(DryRunBucket(bucket)) if dry_run else bucket
-        return _repair(mended, mirror, base, progress, keyring)
+        target = stack.enter_context(DryRunBucket(bucket)) if dry_run else bucket
+        return _repair(target, mirror, base, progress, keyring)
 
 
 def _repair(
     bucket: Bucket, mirror: Bucket | None, base: str | Path | None, progress: Progress | None, keyring: Keyring
 ) -> RepairReport:
     outcome = RepairReport()
-    outcome.repaired += mend_keys(bucket, mirror, keyring)
+    outcome.repaired += restore_keys(bucket, mirror, keyring)
     if mirror is not None:
-        outcome.repaired += [f"{key}: from the mirror" for key in mend_identity(bucket, mirror, keyring)]
+        outcome.repaired += [f"{key}: from the mirror" for key in restore_identity(bucket, mirror, keyring)]
     run = RunDocuments(bucket, keyring)
     unsigned: list[str] = []
     for _ in range(ROUNDS):
-        report, census = examine(run, base, progress, findings=True)
+        report, audit = examine(run, base, progress, findings=True)
         unsigned = []
-        done = _round(run, mirror, base, report, census, unsigned)
+        done = _round(run, mirror, base, report, audit, unsigned)
         new = [line for line in done if line not in outcome.repaired]
         outcome.repaired += new
         if not new:
             break
     else:
-        report, census = examine(run, base, progress, findings=True)
+        report, audit = examine(run, base, progress, findings=True)
     outcome.notes = report.notes
     outcome.unreadable = report.unreadable
-    outcome.lost = _lost(report, census) + (unsigned if report.findings else [])
+    outcome.lost = _lost(report, audit) + (unsigned if report.findings else [])
     return outcome
 
 
@@ -116,42 +116,42 @@ def _round(
     mirror: Bucket | None,
     base: str | Path | None,
     report: VerifyReport,
-    census: DocumentAudit,
+    audit: DocumentAudit,
     unsigned: list[str],
 ) -> list[str]:
-    """Mend what one examination found, the surest first; what was written.
+    """Repair what one examination found, from the mirror first; return a line for each repair.
 
     Args:
-        unsigned: is told what would be made again if there were a key to sign it with.
+        unsigned: gets a line for each repair that lacks a key to sign with.
     """
     done: list[str] = []
     if mirror is not None:
-        source = Mirror(run, mirror, census)
-        if report.pointed is None and (key := source.mend_head()) is not None:
+        source = Mirror(run, mirror, audit)
+        if report.pointed is None and (key := source.restore_head()) is not None:
             done.append(f"{key}: from the mirror")
-        # From the newest manifest down: each names the one before it.
+        # From the newest manifest down, because each names the digest of the one before.
         for finding in sorted(report.findings, key=lambda finding: finding.key, reverse=True):
-            key = source.mend(finding)
+            key = source.restore(finding)
             if key is not None and f"{key}: from the mirror" not in done:
                 done.append(f"{key}: from the mirror")
     if done:
         return done
     try:
         check_signer(run)
-        done += _mend_head(run, report, census)
+        done += _repair_head(run, report, audit)
     except SettingsError as error:
         if any(finding.key == HEAD_KEY for finding in report.findings):
             unsigned.append(f"{HEAD_KEY} was not written: {error.message}")
-    rebuilder = Rebuilder(run, base, report, census)
+    rebuilder = Rebuilder(run, base, report, audit)
     rebuilder.versions()
     if not rebuilder.done:
-        rebuilder.beside()
+        rebuilder.standalone_documents()
     unsigned += rebuilder.unsigned
     return done + rebuilder.done
 
 
-def _mend_head(run: RunDocuments, report: VerifyReport, census: DocumentAudit) -> list[str]:
-    """Point HEAD.json at the newest good manifest, unless it proves that there was a newer one."""
+def _repair_head(run: RunDocuments, report: VerifyReport, audit: DocumentAudit) -> list[str]:
+    """Point HEAD.json at the newest good manifest if HEAD.json is damaged, missing or behind."""
     damaged = any(finding.key == HEAD_KEY for finding in report.findings)
     behind = report.pointed is None or report.pointed < report.head
     if report.head < 0 or not (damaged or behind):
@@ -162,26 +162,26 @@ def _mend_head(run: RunDocuments, report: VerifyReport, census: DocumentAudit) -
         there = Head.from_bytes(data, HEAD_KEY)
         run.verifier.check_head(there, HEAD_KEY)
         if (there.run, there.version, there.manifest) == (head.run, head.version, head.manifest):
-            return []  # a publisher was first
+            return []  # a publisher wrote it meanwhile
     except StoreError:
         raise
     except DeltaSyncError:
-        pass  # missing, damaged, or not to be believed
+        pass  # missing, damaged, or without a valid signature
     run.bucket.put(HEAD_KEY, head.to_bytes())
-    return [f"{HEAD_KEY}: points at version {report.head}, the newest that is good"]
+    return [f"{HEAD_KEY}: points at version {report.head}, the newest good one"]
 
 
-def _lost(report: VerifyReport, census: DocumentAudit) -> list[str]:
+def _lost(report: VerifyReport, audit: DocumentAudit) -> list[str]:
     lines = []
     for finding in report.findings:
         where = "" if finding.document is None else f" (listed by {finding.document})"
         lines.append(f"{finding.key}{where}: {finding.error.message}")
     if report.unreadable:
-        lines.append(f"versions that cannot be read: {spelled(report.unreadable)}; {HELP}")
+        lines.append(f"unreadable versions: {spelled(report.unreadable)}; {HELP}")
     unreadable = set(report.unreadable)
     lines += [
-        f"tag {name!r} is on version {version}, which cannot be read"
-        for name, version in sorted(census.tags.items())
+        f"tag {name!r} is on version {version}, which is unreadable"
+        for name, version in sorted(audit.tags.items())
         if version in unreadable
     ]
     return lines

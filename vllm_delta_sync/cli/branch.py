@@ -1,0 +1,57 @@
+"""``delta-sync branch``: arguments and output; the work is done by ``maintenance.branch``."""
+
+import argparse
+from typing import Any
+
+from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, opened, version
+
+BRANCH_EXAMPLES = """\
+Nothing is copied: version 0 of the new run refers to the version, which the old run keeps as long as its tag branch-…
+exists.
+
+examples:
+  delta-sync branch /data/runs/b --bucket /data/runs/a
+  delta-sync branch /data/runs/b --bucket /data/runs/a --version 420
+  delta-sync branch file:///data/runs/b --bucket /data/runs/a --version tag:best --json
+"""
+
+
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand."""
+    branch = commands.add_parser(
+        "branch",
+        help="start a new run at a version of this one",
+        description="Start a new run at a version of this one, without copying anything.",
+        epilog=BRANCH_EXAMPLES,
+    )
+    branch.add_argument("url", metavar="NEW_URL", help="URL of the new run")
+    add_bucket(branch)
+    add_trust(branch, signing=True)
+    branch.add_argument("--version", type=version, metavar="N|tag:NAME", help="version to start at; default: the head")
+    add_json(branch)
+
+
+def _branch(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.cli.text import print_fields
+    from vllm_delta_sync.maintenance.branch import branch
+
+    run = opened(options, writes=True)
+    made = options.closing.enter_context(branch(run, options.version, options.url))
+    first = made.manifest(0)
+    source = first.base.version if first.base is not None else None
+    document = {
+        "run": made.info.run,
+        "url": made.bucket.url,
+        "source": {"run": run.info.run, "url": run.bucket.url, "version": source},
+        "fingerprint": first.fingerprint,
+    }
+    fields: list[tuple[str, object]] = [
+        ("run", made.info.run),
+        ("url", made.bucket.url),
+        ("starts at", f"version {source} of {run.bucket.url}"),
+        ("fingerprint", first.fingerprint),
+    ]
+    return document, lambda: print_fields(fields)
+
+
+COMMANDS: dict[str, Command] = {"branch": _branch}
