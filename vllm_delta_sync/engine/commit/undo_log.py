@@ -38,7 +38,7 @@ class UndoEntry:
 
 
 @dataclass
-class Path:
+class UndoPath:
     """Commits to take back, newest first, or to apply again, oldest first."""
 
     steps: list[UndoEntry]
@@ -73,7 +73,7 @@ class UndoLog:
         self.nbytes += applied.nbytes
         self.moves += 1
 
-    def path(self, version: int | None, held: int | None) -> Path:
+    def path(self, version: int | None, held: int | None) -> UndoPath:
         """How to get from ``held`` to ``version``.
 
         Raises:
@@ -81,9 +81,9 @@ class UndoLog:
         """
         ahead = [applied.patch.version for applied in reversed(self._undone)]
         if version in ahead:
-            return Path(list(reversed(self._undone))[: ahead.index(version) + 1], backwards=False)
+            return UndoPath(list(reversed(self._undone))[: ahead.index(version) + 1], backwards=False)
         if version in self.versions:
-            return Path(list(reversed(self._applied))[: self.versions.index(version) + 1], backwards=True)
+            return UndoPath(list(reversed(self._applied))[: self.versions.index(version) + 1], backwards=True)
         known = ", ".join(str(known) for known in self.versions if known is not None)
         raise EngineError(
             f"version {version} is not in this rank's undo log, which holds {known or 'none'}; version {held} is kept. "

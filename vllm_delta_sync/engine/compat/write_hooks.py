@@ -18,7 +18,7 @@ SLEEP = "sleep"
 WAKE = "wake_up"
 
 
-class Watched(Protocol):
+class WriteListener(Protocol):
     """What is notified; see RankWorker."""
 
     memory: WeightMemory
@@ -26,7 +26,7 @@ class Watched(Protocol):
     def touch(self, who: str) -> None: ...
 
 
-def watch(worker: Any, model: Any, receiver: Watched) -> None:
+def watch(worker: Any, model: Any, receiver: WriteListener) -> None:
     """Wrap these methods of one worker and its model, on the instances.
 
     Cause: vLLM has no hook for written or unmapped weights. Symptom without: a patch is committed on top of other
@@ -45,7 +45,7 @@ def watch(worker: Any, model: Any, receiver: Watched) -> None:
         _wrap_wake(worker, receiver)
 
 
-def _wrap_writer(owner: Any, name: str, receiver: Watched) -> None:
+def _wrap_writer(owner: Any, name: str, receiver: WriteListener) -> None:
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -61,7 +61,7 @@ def _wrap_writer(owner: Any, name: str, receiver: Watched) -> None:
     setattr(owner, name, write)
 
 
-def _wrap_sleep(worker: Any, receiver: Watched) -> None:
+def _wrap_sleep(worker: Any, receiver: WriteListener) -> None:
     original = getattr(worker, SLEEP)
 
     def sleep(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def _wrap_sleep(worker: Any, receiver: Watched) -> None:
     setattr(worker, SLEEP, sleep)
 
 
-def _wrap_wake(worker: Any, receiver: Watched) -> None:
+def _wrap_wake(worker: Any, receiver: WriteListener) -> None:
     original = getattr(worker, WAKE)
 
     def wake(tags: list[str] | None = None) -> Any:

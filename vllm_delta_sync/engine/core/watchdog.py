@@ -22,7 +22,7 @@ STUCK_SECONDS = 60.0
 
 
 @dataclass
-class PauseDeadline:
+class TimedPause:
     """One pause of ours.
 
     Attributes:
@@ -49,7 +49,7 @@ class PauseWatchdog:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._lease: PauseDeadline | None = None
+        self._lease: TimedPause | None = None
         self._outcome: Answer | None = None
 
     def pause(self, mode: str, clear_cache: bool, lease_s: float) -> "Future[Any] | None":
@@ -68,7 +68,7 @@ class PauseWatchdog:
         keeps = before.name == "PAUSED_ALL"
         waiting = list(engine._idle_state_callbacks)
         engine._idle_state_callbacks.clear()
-        lease = PauseDeadline(time.monotonic() + lease_s, before, waiting)
+        lease = TimedPause(time.monotonic() + lease_s, before, waiting)
         self._outcome = None
         try:
             # Requests that somebody else holds back must not run on because our mode would let them.
@@ -223,7 +223,7 @@ class PauseWatchdog:
         for run in lease.deferred:
             run()
 
-    def _restore(self, lease: PauseDeadline) -> None:
+    def _restore(self, lease: TimedPause) -> None:
         """The scheduler as somebody else had it before the lease."""
         # Engines that run in step stop once all of them are asked to, and do not resume before they have stopped.
         stopping = getattr(self._engine, "pending_pause", False)
@@ -235,7 +235,7 @@ class PauseWatchdog:
             self._engine.scheduler.set_pause_state(lease.before)
         self._engine._idle_state_callbacks.extend(lease.waiting)
 
-    def _watch(self, lease: PauseDeadline) -> None:
+    def _watch(self, lease: TimedPause) -> None:
         """A thread per lease: wake the loop when it runs out, and end a loop that does not wake up."""
         from vllm.v1.engine import EngineCoreRequestType
 

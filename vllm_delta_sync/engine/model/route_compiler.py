@@ -14,11 +14,18 @@ import torch
 
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import LoadRecord, record_of
-from vllm_delta_sync.engine.model.loader_replay import LoaderReplay, ReloadScope, live_tensors, owners_in
 from vllm_delta_sync.engine.model.loader_trace import Copy, LoadableModel, Trace, watch_loader
 from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate
 from vllm_delta_sync.engine.model.regions import Region, find_overlap
-from vllm_delta_sync.engine.model.reload_units import ReloadUnits, Shadows, destination_of
+from vllm_delta_sync.engine.model.reload_units import (
+    LoaderReplay,
+    ReloadScope,
+    ReloadUnits,
+    Shadows,
+    destination_of,
+    live_tensors,
+    owners_in,
+)
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError

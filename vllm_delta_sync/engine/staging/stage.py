@@ -1,17 +1,25 @@
 """Stage one commit on one rank: steps folded and routed, an anchor, or a rebuild."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.engine.model.patch import StagedPatch, stage
-from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.engine.model.patch import DensePatch, StagedPatch, region_view, stage
+from vllm_delta_sync.engine.model.regions import pieces
+from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, Route, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps, reader
-from vllm_delta_sync.engine.staging.stage_full import stage_anchor, stage_rebuilt
-from vllm_delta_sync.errors import ChainError, FingerprintError
-from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.engine.staging.reconstruct import restored
+from vllm_delta_sync.errors import ChainError, FingerprintError, FormatError
+from vllm_delta_sync.format.documents import Anchor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.safetensors_file import Buffer
+from vllm_delta_sync.run.checks import read_shard
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
 def stage_leg(
@@ -61,3 +69,70 @@ def _check_total(target: Manifest, patch: StagedPatch) -> None:
             f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
             f"{target.fingerprint}: the weights held are not those it was made against"
         )
+
+
+def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffer], routes: RouteMap) -> StagedPatch:
+    """A patch that makes of whatever a rank holds the version of an anchor. Memory of one shard, and of the patch.
+
+    Raises:
+        FormatError: a tensor is missing or carried twice. FingerprintError: a tensor is not as declared.
+        NotFoundError, DigestError, TensorMismatchError: an object is missing or damaged.
+    """
+    found: dict[int, Fingerprint] = {}
+    dense: list[DensePatch] = []
+    declared = document.tensor_fingerprints or {}
+    for ref in document.objects:
+        for name, bits in read_shard(fetch(ref), routes.table, ref.key):
+            tensor = routes.table.index(name)
+            if tensor in found:
+                raise FormatError(f"{ref.key}: tensor {name!r} is carried twice")
+            found[tensor] = fingerprint_tensor(name, bits)
+            if found[tensor].hex() != declared.get(name):
+                raise FingerprintError(
+                    f"anchor of version {document.version}: tensor {name!r} has fingerprint {found[tensor].hex()}, it "
+                    f"says {declared.get(name)}"
+                )
+            dense += _patches(tensor, bits, routes)
+    absent = next((spec.name for tensor, spec in enumerate(routes.table) if tensor not in found), None)
+    if absent is not None:
+        raise FormatError(f"anchor of version {document.version} lacks tensor {absent!r}")
+    fingerprints = [found[tensor] for tensor in range(len(routes.table))]
+    return StagedPatch(document.version, [], Fingerprint(), dense, fingerprints)
+
+
+def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> StagedPatch:
+    """A patch that makes of whatever a rank holds the target version. O(model) memory, or disk, while it is made.
+
+    Args:
+        folder: model folder that vLLM was started with; see ``restored``.
+
+    Raises:
+        DeltaSyncError: as ``restored``.
+    """
+    state = restored(run, target, folder)
+    dense = [patch for tensor, bits in enumerate(state.bits) for patch in _patches(tensor, bits, routes)]
+    return StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
+
+
+def _patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DensePatch]:
+    parts = [part for route in routes.routes[tensor] if (part := _different(bits, route, routes)) is not None]
+    return [DensePatch(tensor, parts)] if parts else []
+
+
+def _different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
+    # torch warns of memory that cannot be written, though nothing writes there: the patch is a copy.
+    whole = bits if bits.flags.writeable else bits.copy()
+    flat = torch.from_numpy(whole.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
+    if _is_held(flat, route, routes):
+        return None
+    return route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format)
+
+
+def _is_held(flat: torch.Tensor, route: Route, routes: RouteMap) -> bool:
+    """Whether the model holds through a route what a flat (numel,) tensor in host memory has there."""
+    there = routes.destinations[route.destination].flat
+    for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+        with routes.memory.reading():
+            if not torch.equal(region_view(flat, source), region_view(there, target).to(flat.device)):
+                return False
+    return True

@@ -5,8 +5,10 @@ long remote call would block the engine; everything else is short and runs on th
 ``revert`` ask for a paused engine.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.merge import warm_up
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit.interrupts import postponed
-from vllm_delta_sync.engine.commit.transaction import Answer, as_ours
+from vllm_delta_sync.engine.commit.transaction import Answer, as_ours, error_answer
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import StagedPatch
@@ -28,8 +30,8 @@ from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_use
 from vllm_delta_sync.engine.staging.run_cache import RunCache
 from vllm_delta_sync.engine.staging.stage import stage_leg
-from vllm_delta_sync.engine.worker.background import Background
 from vllm_delta_sync.errors import (
+    BusyError,
     ChainError,
     DeltaSyncError,
     EngineError,
@@ -38,6 +40,48 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
+
+
+class Background:
+    """A thread per operation, and the outcome of the last one.
+
+    Args:
+        context: entered in the thread around each operation.
+    """
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._context = context
+        self._thread: threading.Thread | None = None
+        self._outcome: Answer = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, name: str, operation: Callable[..., Answer], arguments: Answer) -> None:
+        """Begin. Raises BusyError: an operation is still running."""
+        if self.is_busy:
+            raise BusyError(f"operation {name!r} must wait: another one is running")
+        self._outcome = {}
+        self._thread = threading.Thread(
+            target=self._run, args=(operation, arguments), name="delta-sync-stage", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, operation: Callable[..., Answer], arguments: Answer) -> None:
+        try:
+            with self._context():
+                self._outcome = operation(**arguments)
+        except DeltaSyncError as error:
+            self._outcome = error_answer(error)
+        except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
+            self._outcome = error_answer(as_ours(error))
+
+    def outcome(self) -> Answer:
+        """What the last operation answered, or its error. Raises BusyError: it is still running."""
+        if self.is_busy:
+            raise BusyError("the operation has no outcome yet: it is still running")
+        return self._outcome
 
 
 class RankWorker:
