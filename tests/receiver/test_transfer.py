@@ -280,7 +280,7 @@ def test_calls_of_our_own_backend_are_nobody_elses_writing(backend: str, told: i
     said: list[str] = []
     watched = SimpleNamespace(memory=WeightMemory(), touch=said.append)
     worker = Worker(backend)
-    write_hooks.watch(worker, SimpleNamespace(), watched)
+    write_hooks.watch_writes(worker, SimpleNamespace(), watched)
     with pytest.raises(Reached):
         worker.update_weights({})
     assert said == ["update_weights"] * told

@@ -12,7 +12,7 @@ from types import FrameType
 
 
 @contextmanager
-def postponed() -> Iterator[None]:
+def postpone_interrupts() -> Iterator[None]:
     """Interrupts that come inside are raised at its end. Outside the main thread, which they never reach: nothing."""
     before = signal.getsignal(signal.SIGINT)
     # None: somebody who is not Python handles it, and could not be put back.

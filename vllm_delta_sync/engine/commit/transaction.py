@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
-from vllm_delta_sync.engine.commit.interrupts import postponed
+from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.errors import (
     BusyError,
     DeltaSyncError,
@@ -53,7 +53,7 @@ class LabelKeepingPort:
 
     def __init__(self, port: EnginePort) -> None:
         self._port = port
-        self._due: list[int | None] = []
+        self._pending_label: list[int | None] = []
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
         """See EnginePort."""
@@ -73,18 +73,18 @@ class LabelKeepingPort:
 
     def label(self, version: int | None) -> None:
         """See EnginePort."""
-        self._due = [version]
+        self._pending_label = [version]
         self._port.label(version)
-        self._due = []
+        self._pending_label = []
 
     def label_paused(self, version: int | None) -> None:
         """See EnginePort."""
         self._port.label_paused(version)
-        self._due = []
+        self._pending_label = []
 
-    def set_due_label(self) -> None:
+    def set_pending_label(self) -> None:
         """Set the label that could not be set before, if there is one. Raises EngineError: it still cannot."""
-        for version in self._due:
+        for version in self._pending_label:
             self.label(version)
 
 
@@ -105,7 +105,7 @@ class DrainError(BusyError):
 
 
 class Transaction:
-    """Moves every rank from ``held`` to ``target`` (None: no version).
+    """Moves every rank from ``ranks`` to ``target`` (None: no version).
 
     Args:
         method: ``commit``: the target is staged on every rank. ``revert``: every rank's undo log reaches it.
@@ -118,21 +118,21 @@ class Transaction:
         self,
         port: EnginePort,
         target: int | None,
-        held: int | None,
+        current: int | None,
         *,
         method: Literal["commit", "revert"] = "commit",
         matches: Callable[[list[Answer]], bool] = lambda answers: True,
         label: int | Literal["target"] | None = "target",
-        paused: Callable[[], None] = lambda: None,
+        on_paused: Callable[[], None] = lambda: None,
     ) -> None:
         self._port = port
         self._target = target
-        self._held = held
+        self._current = current
         self._method = method
         self._matches = matches
         self._label = target if label == "target" else label
-        self._paused = paused
-        self._clock: list[float] = []
+        self._on_paused = on_paused
+        self._times: list[float] = []
 
     def commit(self) -> None:
         """Pause and move; the engine is still paused on return, and runs again if this raises.
@@ -142,13 +142,13 @@ class Transaction:
             WeightsLostError: nobody can tell what the ranks hold.
             DeltaSyncError: what failed; the weights are those of before.
         """
-        self._tick()
+        self._mark_time()
         try:
             self._port.pause()
-            self._tick()
-            self._paused()
+            self._mark_time()
+            self._on_paused()
             answers = self._port.call(self._method, {"version": self._target})
-            self._tick()
+            self._mark_time()
             for answer in answers:
                 raise_if_error(answer)
             if not self._matches(answers):
@@ -157,12 +157,12 @@ class Transaction:
                 )
             self._port.label_paused(self._label)
         except BaseException as error:  # an interrupt too must not leave the engine paused, nor a second one
-            with postponed():
-                moved = self._settle(error)
-            if not moved or not isinstance(error, Exception):
+            with postpone_interrupts():
+                reached_target = self._converge(error)
+            if not reached_target or not isinstance(error, Exception):
                 raise
             # What was cut short has no time of its own.
-            self._clock += [time.monotonic()] * (3 - len(self._clock))
+            self._times += [time.monotonic()] * (3 - len(self._times))
 
     def resume(self) -> dict[str, float]:
         """Let generation go on; returns the timings in ms.
@@ -173,25 +173,25 @@ class Transaction:
         """
         if self._resume("generation does not resume"):
             # The engine's own watchdog may have been faster. It takes back what was not confirmed yet.
-            held = self._describe_surely()
-            if _all_hold(held, self._held):
+            ranks = self._describe_with_retries()
+            if _all_at(ranks, self._current):
                 raise PauseExpiredError(
                     f"the pause for version {self._target} expired before its controller ended it; the engine took it "
-                    f"back and serves version {self._held}"
+                    f"back and serves version {self._current}"
                 )
-            if not _all_hold(held, self._target):
-                raise self._lost(f"the pause expired, and {brief(held)}")
-        self._tick()
-        spans = [1e3 * (end - start) for start, end in pairwise(self._clock)]
+            if not _all_at(ranks, self._target):
+                raise self._lost(f"the pause expired, and {describe_ranks(ranks)}")
+        self._mark_time()
+        spans = [1e3 * (end - start) for start, end in pairwise(self._times)]
         return {"wait": spans[0], "commit": spans[1], "resume": spans[2], "pause": sum(spans)}
 
-    def _tick(self) -> None:
-        self._clock.append(time.monotonic())
+    def _mark_time(self) -> None:
+        self._times.append(time.monotonic())
 
     def _describe(self) -> list[Answer]:
         return self._port.call("describe", {})
 
-    def _describe_surely(self) -> list[Answer]:
+    def _describe_with_retries(self) -> list[Answer]:
         """What ranks hold, asked again if there is no answer. Raises WeightsLostError."""
         reason = ""
         for attempt in range(TRIES):
@@ -202,7 +202,7 @@ class Transaction:
                 time.sleep(WAIT_S * attempt)
         raise self._lost(reason)
 
-    def _settle(self, error: BaseException) -> bool:
+    def _converge(self, error: BaseException) -> bool:
         """Bring every rank, the label and generation back to what they were.
 
         Returns:
@@ -213,32 +213,32 @@ class Transaction:
         reason = str(error)
         for _ in range(2):
             try:
-                self._put_back()
+                self._restore()
                 if self._resume(reason):
-                    held = self._describe_surely()
-                    if not _all_hold(held, self._held):
-                        raise WeightsLostError(f"the pause expired, and {brief(held)}")
+                    ranks = self._describe_with_retries()
+                    if not _all_at(ranks, self._current):
+                        raise WeightsLostError(f"the pause expired, and {describe_ranks(ranks)}")
                 return False
-            except WeightsLostError as second:
-                raise self._lost(f"{error}; then {second.message}") from error
-            except DeltaSyncError as second:
-                reason = f"{reason}; then {second.message}"
+            except WeightsLostError as later:
+                raise self._lost(f"{error}; then {later.message}") from error
+            except DeltaSyncError as later:
+                reason = f"{reason}; then {later.message}"
             # Versions behind are proven ones; what a commit leads to is not, before it was found to match.
-            if self._method == "revert" and _all_hold(self._describe_surely(), self._target):
+            if self._method == "revert" and _all_at(self._describe_with_retries(), self._target):
                 self._port.label(self._label)
                 self._resume(reason)
                 return True
         raise self._lost(reason) from error
 
-    def _put_back(self) -> None:
-        held = self._describe()
-        if any(answer.get("version") != self._held for answer in held):
-            for answer in self._port.call("revert", {"version": self._held}):
+    def _restore(self) -> None:
+        ranks = self._describe()
+        if any(answer.get("version") != self._current for answer in ranks):
+            for answer in self._port.call("revert", {"version": self._current}):
                 raise_if_error(answer)
-            held = self._describe()
-        if not _all_hold(held, self._held):
-            raise WeightsLostError(brief(held))
-        self._port.label(self._held)
+            ranks = self._describe()
+        if not _all_at(ranks, self._current):
+            raise WeightsLostError(describe_ranks(ranks))
+        self._port.label(self._current)
 
     def _resume(self, reason: str) -> bool:
         """True if the engine may have gone on by itself."""
@@ -258,15 +258,15 @@ class Transaction:
         )
 
 
-def _all_hold(held: list[Answer], version: int | None) -> bool:
-    return all(answer.get("intact") is True and answer.get("version") == version for answer in held)
+def _all_at(ranks: list[Answer], version: int | None) -> bool:
+    return all(answer.get("intact") is True and answer.get("version") == version for answer in ranks)
 
 
-def brief(held: list[Answer]) -> str:
+def describe_ranks(ranks: list[Answer]) -> str:
     """What ranks hold, for messages."""
     return ", ".join(
         f"rank {rank} holds version {answer.get('version')}{'' if answer.get('intact') else ' or cannot tell'}"
-        for rank, answer in enumerate(held)
+        for rank, answer in enumerate(ranks)
     )
 
 
@@ -275,31 +275,31 @@ def raise_if_error(answer: Answer) -> None:
     if "error" in answer:
         kind, message = answer["error"]["kind"], answer["error"]["message"]
         error = error_kinds().get(kind, EngineError)(message)
-        blame(error, answer["error"].get("step"))
+        set_failed_step(error, answer["error"].get("step"))
         raise error
 
 
 def error_answer(error: DeltaSyncError) -> Answer:
     """An error as plain data, for the way from a worker to the controller."""
-    return {"error": {"kind": error.kind, "message": error.message, "step": blamed(error)}}
+    return {"error": {"kind": error.kind, "message": error.message, "step": failed_step(error)}}
 
 
-def blame(error: DeltaSyncError, step: int | None) -> None:
+def set_failed_step(error: DeltaSyncError, step: int | None) -> None:
     """Note which step of those staged together an error is about."""
     vars(error)["step"] = step
 
 
-def blamed(error: DeltaSyncError) -> int | None:
+def failed_step(error: DeltaSyncError) -> int | None:
     """Which step of those staged together an error is about, if that is known."""
     step: int | None = vars(error).get("step")
     return step
 
 
-def as_ours(error: Exception) -> DeltaSyncError:
+def wrap_error(error: Exception) -> DeltaSyncError:
     """An error of torch or Python as one of ours."""
     # torch's error for devices derives from RuntimeError, and is named so in every release.
     # On the CPU it is a plain RuntimeError.
-    full = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    if full or isinstance(error, MemoryError):
+    out_of_memory = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    if out_of_memory or isinstance(error, MemoryError):
         return MemoryLimitError(f"this rank is out of memory ({error}); free some, the weights are as they were")
     return EngineError(f"unexpected {type(error).__name__}: {error}")

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from vllm_delta_sync.engine.model.load_record import watched
+from vllm_delta_sync.engine.model.load_record import record_load
 
 
-class _Some:
+class _ModuleSubset:
     """Some modules of a model, as vLLM's step after loading goes through them."""
 
     def __init__(self, model: Any, paths: Iterable[str]) -> None:
@@ -42,10 +42,10 @@ def watch_loading() -> None:
         return
 
     def process(model: Any, model_config: Any, target_device: torch.device) -> None:
-        def step(of: Any, paths: Iterable[str] | None) -> None:
-            original(of if paths is None else _Some(of, paths), model_config, target_device)
+        def step(target: Any, paths: Iterable[str] | None) -> None:
+            original(target if paths is None else _ModuleSubset(target, paths), model_config, target_device)
 
-        watched(model, step, is_runtime_state)
+        record_load(model, step, is_runtime_state)
 
     process.delta_sync = True  # type: ignore[attr-defined]
     base_loader.process_weights_after_loading = process

@@ -92,7 +92,7 @@ def hide_numba_from_kernel_scan() -> None:
     dispatcher._rebind_kernels = rebind
 
 
-def sleep_between_looks() -> None:
+def sleep_between_polls() -> None:
     """On the CPU, let vLLM's queues sleep for a moment between two looks instead of yielding the core.
 
     Cause: processes of one server wait for each other in a loop of ``sched_yield``. Linux 6.18 (and the stable releases

@@ -33,7 +33,9 @@ class EngineCoreClients:
         self._client = client
         self._core = client.engine_core
 
-    async def _each(self, method: str, *args: Any, own: list[tuple[Any, ...]] | None = None) -> list[Any]:
+    async def _call_engines(
+        self, method: str, *args: Any, per_engine: list[tuple[Any, ...]] | None = None
+    ) -> list[Any]:
         """Call a utility of every engine core at once.
 
         Args:
@@ -47,7 +49,7 @@ class EngineCoreClients:
         """
         # vLLM's own call reaches every engine too, but returns the first one's answer, and at the first error.
         calls = [
-            self._core._call_utility_async(method, *(args if own is None else own[index]), engine=engine)
+            self._core._call_utility_async(method, *(args if per_engine is None else per_engine[index]), engine=engine)
             for index, engine in enumerate(reached_engines(self._client))
         ]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -56,17 +58,17 @@ class EngineCoreClients:
                 raise outcome
         return outcomes
 
-    def _cut(self, method: str, arguments: Answer, *rest: Any) -> list[tuple[Any, ...]]:
+    def _split_arguments(self, method: str, arguments: Answer, *rest: Any) -> list[tuple[Any, ...]]:
         """Per engine, the arguments of a call to its ranks."""
         size = ranks_per_engine(self._client)
         engines = len(reached_engines(self._client))
         return [
-            (method, rank_rpc.of_ranks(arguments, engine * size, (engine + 1) * size), *rest)
+            (method, rank_rpc.slice_per_rank(arguments, engine * size, (engine + 1) * size), *rest)
             for engine in range(engines)
         ]
 
-    async def pause(self, mode: str, clear_cache: bool, lease_s: float) -> None:
-        """Pause every engine core, for at most ``lease_s`` seconds; waiting for requests in flight does not count.
+    async def pause(self, mode: str, clear_cache: bool, limit_s: float) -> None:
+        """Pause every engine core, for at most ``limit_s`` seconds; waiting for requests in flight does not count.
 
         Cause: ``pause_generation`` ends with a fixed 20 ms sleep for the order of outputs, which weights do not need.
         Symptom: every pause is 20 ms longer. Remove when: the sleep is gone.
@@ -80,22 +82,22 @@ class EngineCoreClients:
             await self._core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
             return
         # An engine that refuses would leave those that run in step with it waiting for it.
-        if len(reached_engines(self._client)) > 1 and any(await self._each("is_sleeping")):
+        if len(reached_engines(self._client)) > 1 and any(await self._call_engines("is_sleeping")):
             raise EngineError("the engine sleeps and holds no weights to patch; wake it up first (POST /wake_up)")
-        request = asyncio.ensure_future(self._each("delta_sync_pause", mode, clear_cache, lease_s))
+        request = asyncio.ensure_future(self._call_engines("delta_sync_pause", mode, clear_cache, limit_s))
         try:
             # Mode ``wait`` lasts as long as the requests in flight, of the engine that takes longest.
-            while not (await asyncio.wait({request}, timeout=lease_s / 3))[0]:
-                await self.renew(lease_s)
+            while not (await asyncio.wait({request}, timeout=limit_s / 3))[0]:
+                await self.renew(limit_s)
             await request
         finally:
             request.cancel()
 
-    async def renew(self, lease_s: float) -> Answer:
+    async def renew(self, limit_s: float) -> Answer:
         """PauseWatchdog.renew, in every engine core: {"expired": whether any has none on}."""
         if missing_names():
             return {"expired": False}
-        return {"expired": any(answer["expired"] for answer in await self._each("delta_sync_renew", lease_s))}
+        return {"expired": any(answer["expired"] for answer in await self._call_engines("delta_sync_renew", limit_s))}
 
     async def call(self, method: str, arguments: Answer) -> list[Answer]:
         """``delta_sync_call`` on every rank of every engine.
@@ -104,10 +106,12 @@ class EngineCoreClients:
         """
         if missing_names():
             number = rank_rpc.next_number()
-            plain = rank_rpc.of_ranks(arguments)
+            plain = rank_rpc.slice_per_rank(arguments)
             answers = await self._client.collective_rpc(rank_rpc.METHOD, args=(method, plain, number))
-            return rank_rpc.checked(answers, number)
-        return _joined(await self._each("delta_sync_ask", own=self._cut(method, arguments)))
+            return rank_rpc.check_numbers(answers, number)
+        return _concatenate(
+            await self._call_engines("delta_sync_call_ranks", per_engine=self._split_arguments(method, arguments))
+        )
 
     async def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
         """PauseWatchdog.call in every engine core: for ``commit`` and ``revert``, never while an engine generates.
@@ -122,15 +126,17 @@ class EngineCoreClients:
         # None begins while another has no pause left to do the same in.
         if several and method == "commit" and (await self.renew(timeout_s))["expired"]:
             return {"expired": True, "answers": []}
-        outcomes = await self._each("delta_sync_paused_call", own=self._cut(method, arguments, timeout_s))
+        outcomes = await self._call_engines(
+            "delta_sync_paused_call", per_engine=self._split_arguments(method, arguments, timeout_s)
+        )
         if several and method == "revert" and any(outcome["expired"] for outcome in outcomes):
-            described = await self._each("delta_sync_ask", "describe", {})
+            described = await self._call_engines("delta_sync_call_ranks", "describe", {})
             for outcome, held in zip(outcomes, described, strict=True):
                 if outcome["expired"] and all(answer.get("version") == arguments["version"] for answer in held):
                     outcome.update({"expired": False, "answers": held})
         if any(outcome["expired"] for outcome in outcomes):
             return {"expired": True, "answers": []}
-        return {"expired": False, "answers": _joined([outcome["answers"] for outcome in outcomes])}
+        return {"expired": False, "answers": _concatenate([outcome["answers"] for outcome in outcomes])}
 
     async def label(self, version: int | None) -> None:
         """Set vLLM's weight version, which its outputs carry per span, to the decimal version, or to no version."""
@@ -146,7 +152,7 @@ class EngineCoreClients:
             await self.label(version)
             return {"expired": False}
         label = patches.NO_VERSION if version is None else str(version)
-        answers = await self._each("delta_sync_paused_label", label)
+        answers = await self._call_engines("delta_sync_paused_label", label)
         return {"expired": any(answer["expired"] for answer in answers)}
 
     async def resume(self) -> Answer:
@@ -154,7 +160,7 @@ class EngineCoreClients:
         if missing_names():
             await self._core.resume_scheduler_async()
             return {"expired": False, "outcome": None}
-        answers = await self._each("delta_sync_resume")
+        answers = await self._call_engines("delta_sync_resume")
         gone = [answer for answer in answers if answer["expired"]]
         return {"expired": bool(gone), "outcome": gone[0]["outcome"] if gone else None}
 
@@ -174,12 +180,12 @@ class EngineCoreClients:
         if len(processes) >= len(reached_engines(self._client)):
             return
         try:
-            await asyncio.wait_for(self._each("delta_sync_end", reason), END_SECONDS)
+            await asyncio.wait_for(self._call_engines("delta_sync_end", reason), END_SECONDS)
         except TimeoutError as error:
             raise EngineError("an engine core is not this server's own process and does not answer: end it") from error
         except Exception:  # noqa: BLE001  an engine that ends cannot answer
             return
 
 
-def _joined(per_engine: list[list[Answer]]) -> list[Answer]:
+def _concatenate(per_engine: list[list[Answer]]) -> list[Answer]:
     return [answer for answers in per_engine for answer in answers]

@@ -26,10 +26,10 @@ class ServerEnginePort:
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
         self._engines = EngineCoreClients(client)
         self._loop = loop
-        self._mode = settings.pause_mode
-        self._clear = settings.prefix_cache == "reset"
-        self._seconds = settings.pause_seconds
-        self._patience = settings.wait_seconds
+        self._pause_mode = settings.pause_mode
+        self._reset_prefix_cache = settings.prefix_cache == "reset"
+        self._pause_seconds = settings.pause_seconds
+        self._drain_seconds = settings.wait_seconds
 
     def _run(self, call: Coroutine[Any, Any, Any], timeout: float | None = CALL_TIMEOUT_S) -> Any:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -54,7 +54,7 @@ class ServerEnginePort:
             return answers
         try:
             outcome = self._run(
-                self._engines.call_paused(method, arguments, self._seconds), self._seconds + ANSWER_SECONDS
+                self._engines.call_paused(method, arguments, self._pause_seconds), self._pause_seconds + ANSWER_SECONDS
             )
         except EngineError as error:
             raise WeightsLostError(f"{method} has no outcome: {error.message}") from error
@@ -69,17 +69,17 @@ class ServerEnginePort:
         Raises:
             DrainError: that is too long. The pause is still to be taken back, by ``resume``.
         """
-        pausing = self._engines.pause(self._mode, self._clear, self._seconds)
-        if self._mode != "wait":
+        pausing = self._engines.pause(self._pause_mode, self._reset_prefix_cache, self._pause_seconds)
+        if self._pause_mode != "wait":
             self._run(pausing)
             return
         try:
-            self._run(pausing, self._patience)
+            self._run(pausing, self._drain_seconds)
         except EngineError as error:
             if not isinstance(error.__cause__, TimeoutError):
                 raise
             raise DrainError(
-                f"requests in flight did not finish within wait_seconds = {self._patience:g}, so the commit is tried "
+                f"requests in flight did not finish within wait_seconds = {self._drain_seconds:g}, so the commit is tried "
                 "again later; bound max_tokens, raise wait_seconds, or set pause_mode to keep"
             ) from error
 
@@ -115,14 +115,16 @@ class OfflineEnginePort:
 
     def __init__(self, llm: Any, settings: Settings) -> None:
         self._llm = llm
-        self._clear = settings.prefix_cache == "reset"
+        self._reset_prefix_cache = settings.prefix_cache == "reset"
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
         """See EnginePort."""
         number = rank_rpc.next_number()
         with _engine_errors():
-            answers = self._llm.collective_rpc(rank_rpc.METHOD, args=(method, rank_rpc.of_ranks(arguments), number))
-        return rank_rpc.checked(answers, number)
+            answers = self._llm.collective_rpc(
+                rank_rpc.METHOD, args=(method, rank_rpc.slice_per_rank(arguments), number)
+            )
+        return rank_rpc.check_numbers(answers, number)
 
     def pause(self) -> None:
         """Nothing runs between two ``generate`` calls. Raises EngineError if something does."""
@@ -132,7 +134,7 @@ class OfflineEnginePort:
     def resume(self) -> bool:
         """Drop cached keys and values of the older policy, as the setting says."""
         with _engine_errors():
-            if self._clear:
+            if self._reset_prefix_cache:
                 self._llm.reset_prefix_cache()
         return False
 

@@ -24,12 +24,12 @@ class PerRank(list[Any]):
     """An argument that has one entry per rank, over all engines: each engine gets those of its own ranks."""
 
 
-def of_ranks(arguments: Answer, first: int = 0, end: int | None = None) -> Answer:
+def slice_per_rank(arguments: Answer, first: int = 0, end: int | None = None) -> Answer:
     """Arguments for the ranks from ``first`` on, up to but not including ``end`` (None: all the rest)."""
     return {name: list(value[first:end]) if isinstance(value, PerRank) else value for name, value in arguments.items()}
 
 
-def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) -> list[Answer]:
+def call_ranks(executor: Any, method: str, arguments: Answer, timeout_s: float | None) -> list[Answer]:
     """``delta_sync_call`` on every rank of an executor; answers in the order of ranks.
 
     Cause: when a call fails on one rank, vLLM's multiprocessing executor does not read the answers of the ranks after
@@ -43,7 +43,9 @@ def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) 
     """
     number = next_number()
     if not all(hasattr(executor, name) for name in ("rpc_broadcast_mq", "response_mqs", "futures_queue")):
-        return checked(executor.collective_rpc(METHOD, timeout=timeout_s, args=(method, arguments, number)), number)
+        return check_numbers(
+            executor.collective_rpc(METHOD, timeout=timeout_s, args=(method, arguments, number)), number
+        )
     if executor.is_failed:
         raise EngineError("the engine's workers are gone")
     from vllm.v1.executor.multiproc_executor import FutureWrapper
@@ -52,14 +54,14 @@ def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) 
     executor.rpc_broadcast_mq.enqueue((METHOD, (method, arguments, number), {}, None))
 
     def read() -> list[Answer]:
-        return [_read_own(queue, rank, number, deadline) for rank, queue in enumerate(executor.response_mqs)]
+        return [_read_answer(queue, rank, number, deadline) for rank, queue in enumerate(executor.response_mqs)]
 
     # In the executor's own order: steps under way have answers in these queues too.
     answers: list[Answer] = FutureWrapper(executor.futures_queue, get_response=read).result()
     return answers
 
 
-def _read_own(queue: Any, rank: int, number: int, deadline: float | None) -> Answer:
+def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> Answer:
     """The answer of one rank to the call of that number. A failure carries no number: it may belong to an earlier call,
     whose answer was left in the queue, or to this one, which then has no other answer."""
     failure: str | None = None
@@ -80,7 +82,7 @@ def _read_own(queue: Any, rank: int, number: int, deadline: float | None) -> Ans
         logger.warning("rank %d still had the answer to an earlier call, which failed elsewhere; dropped", rank)
 
 
-def checked(answers: list[Any], number: int) -> list[Answer]:
+def check_numbers(answers: list[Any], number: int) -> list[Answer]:
     """Answers, if all belong to the call of that number. Raises EngineError."""
     for rank, answer in enumerate(answers):
         if not isinstance(answer, dict) or answer.get("call") != number:

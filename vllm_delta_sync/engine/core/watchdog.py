@@ -49,18 +49,18 @@ class PauseWatchdog:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._lease: TimedPause | None = None
+        self._active: TimedPause | None = None
         self._outcome: Answer | None = None
 
-    def pause(self, mode: str, clear_cache: bool, lease_s: float) -> "Future[Any] | None":
-        """Pause as ``pause_scheduler`` does, for ``lease_s`` seconds at most; again while a lease is on: renew it.
+    def pause(self, mode: str, clear_cache: bool, limit_s: float) -> "Future[Any] | None":
+        """Pause as ``pause_scheduler`` does, for ``limit_s`` seconds at most; again while a lease is on: renew it.
 
         Raises:
             RuntimeError: the engine sleeps, so that its weights are not in place.
         """
-        if self._lease is not None:
-            self.renew(lease_s)
-            return self._lease.pending
+        if self._active is not None:
+            self.renew(limit_s)
+            return self._active.pending
         engine = self._engine
         if engine.model_executor.is_sleeping:
             raise RuntimeError("the engine sleeps and holds no weights to patch; wake it up first")
@@ -68,42 +68,42 @@ class PauseWatchdog:
         keeps = before.name == "PAUSED_ALL"
         waiting = list(engine._idle_state_callbacks)
         engine._idle_state_callbacks.clear()
-        lease = TimedPause(time.monotonic() + lease_s, before, waiting)
+        paused = TimedPause(time.monotonic() + limit_s, before, waiting)
         self._outcome = None
         try:
             # Requests that somebody else holds back must not run on because our mode would let them.
-            lease.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
+            paused.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
         except BaseException:  # whatever stops it, an interrupt too, others' pauses must be as they were
-            self._restore(lease)
+            self._restore(paused)
             raise
         if keeps:
             engine.scheduler.set_pause_state(before)
-        if lease.pending is not None:
-            lease.callback = engine._idle_state_callbacks[-1]
-        self._lease = lease
-        threading.Thread(target=self._watch, args=(lease,), name="delta-sync-lease", daemon=True).start()
-        return lease.pending
+        if paused.pending is not None:
+            paused.callback = engine._idle_state_callbacks[-1]
+        self._active = paused
+        threading.Thread(target=self._watch, args=(paused,), name="delta-sync-lease", daemon=True).start()
+        return paused.pending
 
-    def renew(self, lease_s: float) -> Answer:
-        """Let the lease end ``lease_s`` seconds from now, if that is later. {"expired": whether none is on}."""
-        if self._lease is None:
+    def renew(self, limit_s: float) -> Answer:
+        """Let the lease end ``limit_s`` seconds from now, if that is later. {"expired": whether none is on}."""
+        if self._active is None:
             return {"expired": True}
-        self._lease.deadline = max(self._lease.deadline, time.monotonic() + lease_s)
+        self._active.deadline = max(self._active.deadline, time.monotonic() + limit_s)
         return {"expired": False}
 
-    def call(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
+    def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
         """``delta_sync_call`` on every rank, only while a lease is on: {"expired", "answers": one per rank}."""
-        if self._lease is None or time.monotonic() >= self._lease.deadline:
+        if self._active is None or time.monotonic() >= self._active.deadline:
             return {"expired": True, "answers": []}
         try:
-            return {"expired": False, "answers": self.ask(method, arguments, timeout_s)}
+            return {"expired": False, "answers": self.call_ranks(method, arguments, timeout_s)}
         except Exception as error:  # a rank that is late would be heard as the answer to the next question
-            self._lease.failure = f"{method} has no outcome: {type(error).__name__}: {error}"
+            self._active.failure = f"{method} has no outcome: {type(error).__name__}: {error}"
             raise
 
-    def label(self, label: str) -> Answer:
+    def label_paused(self, label: str) -> Answer:
         """Set vLLM's weight version, only while a lease is on: {"expired"}."""
-        if self._lease is None:
+        if self._active is None:
             return {"expired": True}
         self._engine.set_weight_version(label)
         return {"expired": False}
@@ -115,20 +115,20 @@ class PauseWatchdog:
             {"expired": whether it had run out, "outcome": None, or what the watchdog found and did about that:
             {"found": versions by rank, "action": "kept" or "reverted", "version": held now}}.
         """
-        if self._lease is not None:
+        if self._active is not None:
             self._release()
             return {"expired": False, "outcome": None}
         outcome, self._outcome = self._outcome, None
         return {"expired": outcome is not None, "outcome": outcome}
 
-    def check(self) -> None:
+    def check_deadline(self) -> None:
         """Settle the engine if the lease has run out."""
-        lease = self._lease
-        if lease is None or time.monotonic() < lease.deadline:
+        paused = self._active
+        if paused is None or time.monotonic() < paused.deadline:
             return
         logger.warning("the lease on a pause ran out: its controller is lost or hangs; settling what the ranks hold")
         try:
-            outcome = self._settle(lease.failure)
+            outcome = self._converge(paused.failure)
             self._release()
         except Exception as error:  # noqa: BLE001  whatever it was, nobody can tell what is held
             self.end(f"a pause was lost and could not be settled: {error}")
@@ -152,30 +152,30 @@ class PauseWatchdog:
         def wait() -> None:
             if parent is not None:
                 parent.join()
-                self.end("the process that started it is gone", tell=False)
+                self.end("the process that started it is gone", notify_clients=False)
 
         threading.Thread(target=wait, name="delta-sync-parent", daemon=True).start()
 
-    def end(self, reason: str, tell: bool = True) -> None:
+    def end(self, reason: str, notify_clients: bool = True) -> None:
         """End this process and its workers, at once and from any thread, so that a supervisor starts them again."""
         logger.critical("ending the engine: %s", reason)
         try:
-            if tell:
+            if notify_clients:
                 self._engine._send_engine_dead()
         finally:
             for child in multiprocessing.active_children():
                 child.kill()
             os._exit(1)
 
-    def defer(self, call: Callable[[], Any]) -> "Future[Any] | None":
+    def defer(self, call_paused: Callable[[], Any]) -> "Future[Any] | None":
         """Do somebody else's call when our lease is over; None if none is on and the call should just be made."""
-        if self._lease is None:
+        if self._active is None:
             return None
         future: Future[Any] = Future()
 
         def run() -> None:
             try:
-                result = call()
+                result = call_paused()
             except Exception as error:  # noqa: BLE001  handed to whoever asked, through the future
                 future.set_exception(error)
                 return
@@ -184,70 +184,70 @@ class PauseWatchdog:
             else:
                 future.set_result(result)
 
-        self._lease.deferred.append(run)
+        self._active.deferred.append(run)
         return future
 
-    def ask(self, method: str, arguments: Answer, timeout_s: float | None = None) -> list[Answer]:
+    def call_ranks(self, method: str, arguments: Answer, timeout_s: float | None = None) -> list[Answer]:
         """``delta_sync_call`` on every rank, paused or not."""
-        return rank_rpc.ask(self._engine.model_executor, method, arguments, timeout_s)
+        return rank_rpc.call_ranks(self._engine.model_executor, method, arguments, timeout_s)
 
-    def _settle(self, failure: str | None) -> Answer:
+    def _converge(self, failure: str | None) -> Answer:
         """Bring all ranks to one complete version and label it. Raises WeightsLostError, or what the engine raises."""
         if failure is not None:
             raise WeightsLostError(failure)
-        found = self.ask("describe", {}, RANK_CALL_SECONDS)
+        found = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
         version = common_version(found)
-        together = is_settled(found, version)
-        if not together:
-            self.ask("revert", {"version": version}, RANK_CALL_SECONDS)
-            held = self.ask("describe", {}, RANK_CALL_SECONDS)
+        was_settled = is_settled(found, version)
+        if not was_settled:
+            self.call_ranks("revert", {"version": version}, RANK_CALL_SECONDS)
+            held = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
             if not is_settled(held, version):
                 raise WeightsLostError(f"ranks were to go back to version {version} and hold {held}")
         self._engine.set_weight_version(NO_VERSION if version is None else str(version))
         return {
             "found": [answer["version"] for answer in found],
-            "action": "kept" if together else "reverted",
+            "action": "kept" if was_settled else "reverted",
             "version": version,
         }
 
     def _release(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is None:
+        paused, self._active = self._active, None
+        if paused is None:
             return
-        lease.ended.set()
-        if lease.pending is not None and not lease.pending.done():
-            if lease.callback in self._engine._idle_state_callbacks:
-                self._engine._idle_state_callbacks.remove(lease.callback)
-            lease.pending.set_exception(RuntimeError("the pause was ended before it was complete"))
-        self._restore(lease)
-        for run in lease.deferred:
+        paused.ended.set()
+        if paused.pending is not None and not paused.pending.done():
+            if paused.callback in self._engine._idle_state_callbacks:
+                self._engine._idle_state_callbacks.remove(paused.callback)
+            paused.pending.set_exception(RuntimeError("the pause was ended before it was complete"))
+        self._restore(paused)
+        for run in paused.deferred:
             run()
 
-    def _restore(self, lease: TimedPause) -> None:
+    def _restore(self, paused: TimedPause) -> None:
         """The scheduler as somebody else had it before the lease."""
         # Engines that run in step stop once all of them are asked to, and do not resume before they have stopped.
         stopping = getattr(self._engine, "pending_pause", False)
         if stopping:
             self._engine.pending_pause = False
-        if lease.before.name == "UNPAUSED" and not stopping:
+        if paused.before.name == "UNPAUSED" and not stopping:
             self._engine.resume_scheduler()
         else:
-            self._engine.scheduler.set_pause_state(lease.before)
-        self._engine._idle_state_callbacks.extend(lease.waiting)
+            self._engine.scheduler.set_pause_state(paused.before)
+        self._engine._idle_state_callbacks.extend(paused.waiting)
 
-    def _watch(self, lease: TimedPause) -> None:
+    def _watch(self, paused: TimedPause) -> None:
         """A thread per lease: wake the loop when it runs out, and end a loop that does not wake up."""
         from vllm.v1.engine import EngineCoreRequestType
 
         while True:
-            if lease.ended.wait(max(0.0, lease.deadline - time.monotonic())):
+            if paused.ended.wait(max(0.0, paused.deadline - time.monotonic())):
                 return
-            if time.monotonic() < lease.deadline:
+            if time.monotonic() < paused.deadline:
                 continue
             self._engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-            if lease.ended.wait(STUCK_SECONDS):
+            if paused.ended.wait(STUCK_SECONDS):
                 return
-            if time.monotonic() >= lease.deadline + STUCK_SECONDS:
+            if time.monotonic() >= paused.deadline + STUCK_SECONDS:
                 self.end(f"a pause was lost, and the engine did not turn to it within {STUCK_SECONDS:.0f} s")
 
 

@@ -1,7 +1,7 @@
 """What a model looked like when its loader had filled it, and which modules were changed after that.
 
 Engines rework weights once they are loaded: they pack them for a kernel, quantize them, multiply some in advance.
-``watched`` stands around that step. It keeps a replica without data of the model as its loader knows it, which can be
+``record_load`` stands around that step. It keeps a replica without data of the model as its loader knows it, which can be
 loaded again, and says where the step left something else. Knows nothing of vLLM; ``engine.compat`` puts it in place.
 """
 
@@ -14,13 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_delta_sync.engine.model.loader_trace import OVERWRITES, tensors_in, written_by
-from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate, walk, walk_numbers
+from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate, walk_numbers, walk_tensors
 
-Place = tuple[str, str]
+TensorPath = tuple[str, str]
 """(path of a module, path of a tensor from there)."""
 Process = Callable[[Any, "Iterable[str] | None"], None]
 """(model, paths of modules, None for all): do what is done after loading."""
-NOTHING: frozenset[int] = frozenset()
+NO_STORAGES: frozenset[int] = frozenset()
 UNKNOWN = -1
 """In the place of a storage: something within the module may have gone into it."""
 INITIAL_ELEMENTS = 4096
@@ -45,14 +45,14 @@ class LoadRecord:
 
     skeleton: Any
     process: Process
-    changed: dict[str, set[Place]] = field(default_factory=dict)
-    initial: dict[Place, torch.Tensor] = field(default_factory=dict)
-    live: dict[Place, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
-    hidden: list[str] = field(default_factory=list)
-    numbers: dict[Place, float] = field(default_factory=dict)
+    changed: dict[str, set[TensorPath]] = field(default_factory=dict)
+    initial: dict[TensorPath, torch.Tensor] = field(default_factory=dict)
+    live: dict[TensorPath, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
+    opaque_operations: list[str] = field(default_factory=list)
+    numbers: dict[TensorPath, float] = field(default_factory=dict)
     is_runtime_state: Callable[[str], bool] = lambda name: False
 
-    def appeared(self, model: Any) -> list[str]:
+    def added_since_load(self, model: Any) -> list[str]:
         """What the model has by now that it did not have after loading, and that may have been computed from weights.
 
         Kernels and layers may combine weights, or read scales off them, at their first call. That would go stale
@@ -63,8 +63,8 @@ class LoadRecord:
             tensor.untyped_storage()._cdata for tensor in (seen() for seen in self.live.values()) if tensor is not None
         }
         found = [
-            spelled((path, name))
-            for path, name, tensor in walk(model)
+            dotted_path((path, name))
+            for path, name, tensor in walk_tensors(model)
             if (path, name) not in self.live
             and is_plain(tensor)
             and tensor.is_floating_point()
@@ -74,8 +74,8 @@ class LoadRecord:
         ]
         values = set(self.numbers.values())
         found += [
-            f"{spelled(at)} (now {value}, {self.numbers.get(at, 'absent')} after loading)"
-            for at, value in _floats(model).items()
+            f"{dotted_path(at)} (now {value}, {self.numbers.get(at, 'absent')} after loading)"
+            for at, value in _float_attributes(model).items()
             if value not in values and value == value and not value.is_integer()
         ]
         return list(dict.fromkeys(found))
@@ -84,7 +84,7 @@ class LoadRecord:
 _records: "weakref.WeakKeyDictionary[Any, LoadRecord]" = weakref.WeakKeyDictionary()
 
 
-def record_of(model: Any) -> LoadRecord | None:
+def load_record_of(model: Any) -> LoadRecord | None:
     """How a model was loaded, if that was watched."""
     return _records.get(model)
 
@@ -99,36 +99,38 @@ class _ProvenanceMode(TorchDispatchMode):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.written: set[int] = set()
-        self.hidden: set[str] = set()
-        storages = (tensor.untyped_storage()._cdata for _, _, tensor in walk(model) if is_plain(tensor))
-        self.made_of = {storage: frozenset((storage,)) for storage in storages}
+        self.opaque_operations: set[str] = set()
+        storages = (tensor.untyped_storage()._cdata for _, _, tensor in walk_tensors(model) if is_plain(tensor))
+        self.derived_from = {storage: frozenset((storage,)) for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs]) if is_plain(tensor)}
         targets = [tensor for tensor in written_by(func, args, kwargs) if is_plain(tensor)]
-        touched = {tensor.untyped_storage()._cdata for tensor in targets}
+        written_storages = {tensor.untyped_storage()._cdata for tensor in targets}
         whole = {tensor.untyped_storage()._cdata for tensor in targets if _is_whole(tensor)}
         found = func(*args, **kwargs)
         # What fills memory anew does not depend on what was there.
-        sources = given - touched if func in OVERWRITES else given
-        made_of = NOTHING.union(*(self.made_of.get(storage, NOTHING) for storage in sources))
+        sources = given - written_storages if func in OVERWRITES else given
+        derived_from = NO_STORAGES.union(*(self.derived_from.get(storage, NO_STORAGES) for storage in sources))
         # What torch's own operators answer with are values that a module keeps where they can be compared.
-        if made_of and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
-            self.hidden.add(str(func))
-        self.written |= touched
+        if derived_from and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
+            self.opaque_operations.add(str(func))
+        self.written |= written_storages
         fresh = {t.untyped_storage()._cdata for t in tensors_in(found) if is_plain(t)} - given
-        unfilled = frozenset((UNKNOWN,)) if "empty" in func.__name__ else NOTHING
+        unfilled = frozenset((UNKNOWN,)) if "empty" in func.__name__ else NO_STORAGES
         for storage in fresh:
             # An address may be that of memory that is gone.
-            self.made_of[storage] = made_of | unfilled
-        for storage in touched - fresh:
-            before = NOTHING if func in OVERWRITES and storage in whole else self.made_of.get(storage, NOTHING)
-            self.made_of[storage] = before | made_of
+            self.derived_from[storage] = derived_from | unfilled
+        for storage in written_storages - fresh:
+            before = (
+                NO_STORAGES if func in OVERWRITES and storage in whole else self.derived_from.get(storage, NO_STORAGES)
+            )
+            self.derived_from[storage] = before | derived_from
         return found
 
 
-def spelled(where: Place) -> str:
+def dotted_path(where: TensorPath) -> str:
     """A place as one name."""
     return ".".join(part for part in where if part)
 
@@ -143,7 +145,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _TensorBefore:
     """A tensor before the step; it may be gone after."""
 
     tensor: "weakref.ref[torch.Tensor]"
@@ -156,50 +158,52 @@ class _Seen:
         return tensor is not None and tensor.untyped_storage()._cdata == self.storage
 
 
-def watched(model: Any, process: Process, is_runtime_state: Callable[[str], bool] = lambda name: False) -> LoadRecord:
+def record_load(
+    model: Any, process: Process, is_runtime_state: Callable[[str], bool] = lambda name: False
+) -> LoadRecord:
     """Run the step that follows loading on a whole model, and note what it does.
 
     Args:
         is_runtime_state: see ``LoadRecord``.
     """
-    before: dict[Place, _Seen] = {}
+    before: dict[TensorPath, _TensorBefore] = {}
     record = LoadRecord(replicate(model, MetaLeaf(model)), process, is_runtime_state=is_runtime_state)
-    for path, name, tensor in walk(model):
+    for path, name, tensor in walk_tensors(model):
         if is_plain(tensor):
-            before[path, name] = _Seen(weakref.ref(tensor), tensor.untyped_storage()._cdata)
+            before[path, name] = _TensorBefore(weakref.ref(tensor), tensor.untyped_storage()._cdata)
             # A part of a model that is not served may have no data.
             if tensor.numel() <= INITIAL_ELEMENTS and tensor.device.type != "meta":
                 # In host memory: what is allocated now on a device would go with the weights when the engine sleeps.
                 record.initial[path, name] = tensor.detach().to("cpu", copy=True)
-    numbers = _floats(model)
-    follow = _ProvenanceMode(model)
-    with follow:
+    numbers = _float_attributes(model)
+    provenance = _ProvenanceMode(model)
+    with provenance:
         process(model, None)
     # Another view of memory that is as it was shows whatever is written there.
-    kept = {seen.storage for seen in before.values() if seen.is_kept} - follow.written
-    made_of: dict[str, frozenset[int]] = {}
-    for path, name, tensor in walk(model):
+    kept = {seen.storage for seen in before.values() if seen.is_kept} - provenance.written
+    derived_from: dict[str, frozenset[int]] = {}
+    for path, name, tensor in walk_tensors(model):
         if not is_plain(tensor):
             continue
         record.live[path, name] = weakref.ref(tensor)
         storage = tensor.untyped_storage()._cdata
-        if storage not in kept and follow.made_of.get(storage):
-            made_of[path] = made_of.get(path, NOTHING) | follow.made_of[storage]
-    record.numbers = _floats(model)
+        if storage not in kept and provenance.derived_from.get(storage):
+            derived_from[path] = derived_from.get(path, NO_STORAGES) | provenance.derived_from[storage]
+    record.numbers = _float_attributes(model)
     for (path, name), value in record.numbers.items():
         if numbers.get((path, name)) != value:
-            made_of[path] = made_of.get(path, NOTHING) | {UNKNOWN}
-    for path, storages in made_of.items():
+            derived_from[path] = derived_from.get(path, NO_STORAGES) | {UNKNOWN}
+    for path, storages in derived_from.items():
         record.changed[path] = {
             at
             for at, seen in before.items()
             if seen.storage in storages or (UNKNOWN in storages and is_under(at[0], (path,)))
         }
-    record.hidden = sorted(follow.hidden)
+    record.opaque_operations = sorted(provenance.opaque_operations)
     _records[model] = record
     return record
 
 
-def _floats(model: Any) -> dict[Place, float]:
+def _float_attributes(model: Any) -> dict[TensorPath, float]:
     """Whole numbers are sizes and flags; a float may be a scale that was computed from weights."""
     return {(path, name): value for path, name, value in walk_numbers(model) if isinstance(value, float)}

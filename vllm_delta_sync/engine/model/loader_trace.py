@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_delta_sync.engine.model.model_replica import walk
+from vllm_delta_sync.engine.model.model_replica import walk_tensors
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 
 aten = torch.ops.aten
-NOBODY: frozenset[int] = frozenset()
+NO_TENSORS: frozenset[int] = frozenset()
 OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 """What was there before plays no part in what is there after."""
 
@@ -59,7 +59,7 @@ class Copy:
     tensor: int
     target: int
     source: Region
-    place: Region
+    target_region: Region
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _LoadRecorder(TorchDispatchMode):
         self._targets: dict[int, int] = {}
         self._sources: dict[int, int] = {}
         # Which checkpoint tensors went into a storage that is neither.
-        self._made_of: dict[int, frozenset[int]] = {}
+        self._derived_from: dict[int, frozenset[int]] = {}
         # Storages are told apart by address of their implementation, which may be reused once one is freed.
         self._alive: list[torch.Tensor] = []
         for name, tensor in replica.named_parameters(remove_duplicate=False):
@@ -132,50 +132,50 @@ class _LoadRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = NOBODY.union(*(self._within(tensor) for tensor in tensors_in([args, kwargs])))
+        tensors = NO_TENSORS.union(*(self._sources_of(tensor) for tensor in tensors_in([args, kwargs])))
         written = list(written_by(func, args, kwargs))
         found = func(*args, **kwargs)
         if tensors:
             for tensor in tensors_in(found):
-                self._note(tensor, tensors)
+                self._add_sources(tensor, tensors)
         for tensor in written:
             self._record(func, tensor, tensors, args)
         return found
 
-    def _within(self, tensor: torch.Tensor) -> frozenset[int]:
+    def _sources_of(self, tensor: torch.Tensor) -> frozenset[int]:
         key = tensor.untyped_storage()._cdata
         source = self._sources.get(key)
-        return self._made_of.get(key, NOBODY) if source is None else frozenset((source,))
+        return self._derived_from.get(key, NO_TENSORS) if source is None else frozenset((source,))
 
-    def _note(self, tensor: torch.Tensor, tensors: frozenset[int]) -> None:
+    def _add_sources(self, tensor: torch.Tensor, tensors: frozenset[int]) -> None:
         key = tensor.untyped_storage()._cdata
         if key not in self._sources:
-            if key not in self._made_of:
+            if key not in self._derived_from:
                 self._alive.append(tensor)
-            self._made_of[key] = self._made_of.get(key, NOBODY) | tensors
+            self._derived_from[key] = self._derived_from.get(key, NO_TENSORS) | tensors
 
     def _record(self, func: Any, tensor: torch.Tensor, tensors: frozenset[int], args: Any) -> None:
         """A tensor was written."""
         target = self._targets.get(tensor.untyped_storage()._cdata)
         if target is None:
             if tensors:
-                self._note(tensor, tensors)
+                self._add_sources(tensor, tensors)
             return
-        held = self.trace.targets[target]
-        where = f"{held.names[0]} (while loading {self.current})"
+        memory = self.trace.targets[target]
+        where = f"{memory.names[0]} (while loading {self.current})"
         is_copy = func is aten.copy_.default
-        came_from = tensors
+        sources = tensors
         if func in OVERWRITES:
-            came_from = NOBODY.union(*(self._within(source) for source in tensors_in(args[1:])))
-        self._note(tensor, came_from)
-        if not came_from and tensor.dtype == held.dtype:
+            sources = NO_TENSORS.union(*(self._sources_of(source) for source in tensors_in(args[1:])))
+        self._add_sources(tensor, sources)
+        if not sources and tensor.dtype == memory.dtype:
             self.trace.paddings.append((target, _region(tensor), len(self.trace.copies)))
-        elif tensor.dtype != held.dtype:
+        elif tensor.dtype != memory.dtype:
             reason = f"{where} is written through a view of another dtype"
-            self.trace.computed.append(Computed(target, came_from, reason))
+            self.trace.computed.append(Computed(target, sources, reason))
         elif not is_copy:
             reason = f"{where} is written by {func}, which is not a copy"
-            self.trace.computed.append(Computed(target, came_from, reason))
+            self.trace.computed.append(Computed(target, sources, reason))
         else:
             self._record_copy(target, tensor, args[1], where)
 
@@ -200,12 +200,12 @@ class _LoadRecorder(TorchDispatchMode):
                 )
                 self.trace.copies.append(Copy(position, target, first, second))
             return
-        self.trace.computed.append(Computed(target, self._within(source), reason))
+        self.trace.computed.append(Computed(target, self._sources_of(source), reason))
 
-    def note_kept(self, replica: Any) -> None:
+    def record_kept(self, replica: Any) -> None:
         """What the loader left on the model, besides what it wrote to the model's memory."""
-        for path, name, tensor in walk(replica):
-            tensors = self._within(tensor)
+        for path, name, tensor in walk_tensors(replica):
+            tensors = self._sources_of(tensor)
             if tensors and tensor.untyped_storage()._cdata not in self._targets:
                 self.trace.kept[path, name] = tensors
 
@@ -232,7 +232,7 @@ def _region(tensor: torch.Tensor) -> Region:
     return coalesce(tensor.shape, (int(tensor.storage_offset()), tensor.stride()), (0, tensor.stride()))[0]
 
 
-def watch_loader(replica: LoadableModel, table: TensorTable) -> Trace:
+def trace_loader(replica: LoadableModel, table: TensorTable) -> Trace:
     """Let a replica load the tensors of a run, and see what it does. What the replica is afterwards is of no use.
 
     Args:
@@ -257,5 +257,5 @@ def watch_loader(replica: LoadableModel, table: TensorTable) -> Trace:
             f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}: {error}; "
             f"{fix}"
         ) from error
-    recorder.note_kept(replica)
+    recorder.record_kept(replica)
     return recorder.trace

@@ -65,7 +65,7 @@ class MetaLeaf:
         known = tensor.untyped_storage()
         if known._cdata not in self._storages:
             self._storages[known._cdata] = torch.UntypedStorage(known.nbytes(), device="meta")
-        return place(tensor, self._storages[known._cdata])
+        return view_in_storage(tensor, self._storages[known._cdata])
 
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the model keeps its data in the replica."""
@@ -86,7 +86,7 @@ def _readable(model: Any) -> dict[int, torch.UntypedStorage]:
     """Those storages of a model whose data a replica keeps, by address."""
     weights: set[int] = set()
     found: dict[int, torch.UntypedStorage] = {}
-    for path, name, tensor in walk(model):
+    for path, name, tensor in walk_tensors(model):
         if not is_plain(tensor) or tensor.device.type == "meta":
             continue
         module, storage = model.get_submodule(path), tensor.untyped_storage()
@@ -100,7 +100,7 @@ def _readable(model: Any) -> dict[int, torch.UntypedStorage]:
     return {key: storage for key, storage in found.items() if key not in weights}
 
 
-def place(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+def view_in_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """A tensor of the same dtype, shape, strides and offset in another storage, on that one's device."""
     made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
@@ -113,7 +113,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
-def walk(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+def walk_tensors(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(path of the module, path from there, tensor) of every tensor that hangs on a model: parameters, buffers, plain
     attributes, and those of the objects that modules keep. A tensor that has several paths comes as often."""
     for path, module, is_first in _modules(model):
@@ -122,7 +122,7 @@ def walk(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
                 if isinstance(tensor, torch.Tensor):
                     yield path, name, tensor
         if is_first is not None:
-            for name, found in _hanging(module, is_first):
+            for name, found in _reachable(module, is_first):
                 if isinstance(found, torch.Tensor):
                     yield path, name, found
 
@@ -131,7 +131,7 @@ def walk_numbers(model: Any) -> Iterator[tuple[str, str, float]]:
     """The same of every number that is no tensor."""
     for path, module, is_first in _modules(model):
         if is_first is not None:
-            for name, found in _hanging(module, is_first):
+            for name, found in _reachable(module, is_first):
                 if isinstance(found, float | int):
                     yield path, name, found
 
@@ -144,14 +144,14 @@ def _modules(model: Any) -> Iterator[tuple[str, torch.nn.Module, set[int] | None
         seen.add(id(module))
 
 
-def _hanging(module: torch.nn.Module, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
+def _reachable(module: torch.nn.Module, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
     for name, value in list(vars(module).items()):
         if name not in ("_parameters", "_buffers", "_modules"):
-            for inner, found in _inside(value, seen):
+            for inner, found in _find_inside(value, seen):
                 yield name + inner, found
 
 
-def _inside(value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
+def _find_inside(value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
     if isinstance(value, torch.Tensor | float | int) and not isinstance(value, enum.Enum):
         yield "", value
         return
@@ -167,7 +167,7 @@ def _inside(value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | fl
     else:
         parts = ((f".{name}", item) for name, item in list(vars(value).items()))
     for name, item in parts:
-        for inner, found in _inside(item, seen):
+        for inner, found in _find_inside(item, seen):
             yield name + inner, found
 
 
@@ -189,14 +189,14 @@ class _Copier:
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
-        self._made: dict[int, Any] = {}
+        self._copies: dict[int, Any] = {}
         # An address may be used again once what was there is gone.
-        self._alive: list[Any] = []
+        self._originals: list[Any] = []
 
     def copy(self, value: Any) -> Any:
         """The copy of a value, or the value itself where it is shared."""
-        if id(value) in self._made:
-            return self._made[id(value)]
+        if id(value) in self._copies:
+            return self._copies[id(value)]
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value) if is_plain(value) else value
@@ -215,8 +215,8 @@ class _Copier:
         return value
 
     def _keep(self, value: Any, made: Any) -> Any:
-        self._made[id(value)] = made
-        self._alive.append(value)
+        self._copies[id(value)] = made
+        self._originals.append(value)
         return made
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -63,12 +63,12 @@ class DensePatch:
     """One tensor in full: per route, the bits to exchange, shaped like the route's region, in host memory."""
 
     tensor: int
-    parts: list[tuple[Route, torch.Tensor]]
+    exchanges: list[tuple[Route, torch.Tensor]]
 
     @property
     def nbytes(self) -> int:
         """Host memory, in bytes."""
-        return sum(buffer.nbytes for _, buffer in self.parts)
+        return sum(buffer.nbytes for _, buffer in self.exchanges)
 
 
 @dataclass
@@ -97,11 +97,11 @@ class StagedPatch:
     @property
     def elements(self) -> int:
         """How many elements a commit of it writes on this rank."""
-        dense = sum(buffer.numel() for patch in self.dense for _, buffer in patch.parts)
+        dense = sum(buffer.numel() for patch in self.dense for _, buffer in patch.exchanges)
         return sum(patch.positions.size for patch in self.sparse) + dense
 
 
-def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerprint]) -> StagedPatch:
+def route_changes(version: int, changes: Changes, routes: RouteMap, held: list[Fingerprint]) -> StagedPatch:
     """Route a version's changes.
 
     Args:
@@ -116,19 +116,19 @@ def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerpri
         after[tensor] += change
     for full in changes.full:
         _check_full(full, routes, after, changes)
-    dense = [_stage_dense(full, routes) for full in changes.full if routes.routes[full.id]]
-    sparse = [patch for group in changes.sparse for patch in _stage_sparse(group, routes)]
+    dense = [_route_dense(full, routes) for full in changes.full if routes.routes[full.id]]
+    sparse = [patch for group in changes.sparse for patch in _route_sparse(group, routes)]
     in_full = {full.id for full in changes.full}
     # From what is declared, not from what is carried: a rank may have dropped the elements that it does not hold.
     scattered = [
         change for tensor, change in changes.fingerprints.items() if tensor not in in_full and routes.loaded[tensor]
     ]
     declared = sum(scattered, Fingerprint())
-    upload(sparse, routes)
+    upload_patches(sparse, routes)
     return StagedPatch(version, sparse, declared, dense, after)
 
 
-def local_part(changes: Changes, routes: RouteMap, keep: set[int]) -> Changes:
+def keep_local(changes: Changes, routes: RouteMap, keep: set[int]) -> Changes:
     """Changes without the scattered elements that this rank does not hold: what it keeps of versions to be folded.
 
     Tensors in full are kept, since they are hashed whole. Fingerprints are those of all ranks.
@@ -136,11 +136,11 @@ def local_part(changes: Changes, routes: RouteMap, keep: set[int]) -> Changes:
     Args:
         keep: tensor ids of which everything is kept: those that an earlier version of the fold sent in full.
     """
-    groups = [_local_group(group, routes, keep) for group in changes.sparse]
+    groups = [_keep_local_group(group, routes, keep) for group in changes.sparse]
     return Changes([group for group in groups if group.positions.size], changes.full, changes.fingerprints)
 
 
-def _local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
+def _keep_local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
     kept: list[tuple[int, Indices, Bits]] = []
     for tensor, positions, data in group.tensors():
         found = routes.routes[tensor]
@@ -165,7 +165,7 @@ def _local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
     )
 
 
-def upload(patches: list[SparsePatch], routes: RouteMap) -> None:
+def upload_patches(patches: list[SparsePatch], routes: RouteMap) -> None:
     """Copy patches to their destinations' devices, so that the commit need not. Raises torch.OutOfMemoryError."""
     for patch in patches:
         device = routes.destinations[patch.destination].flat.device
@@ -195,7 +195,7 @@ def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], changes:
     after[full.id] = measured
 
 
-def _stage_dense(full: Full, routes: RouteMap) -> DensePatch:
+def _route_dense(full: Full, routes: RouteMap) -> DensePatch:
     # torch wants writable memory; what was fetched may be read only.
     bits = np.require(full.bits, requirements=["W"])
     flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
@@ -208,7 +208,7 @@ def _stage_dense(full: Full, routes: RouteMap) -> DensePatch:
     )
 
 
-def _stage_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
+def _route_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
     from vllm_delta_sync.format import kernels
 
     names = [routes.table[tensor].name for tensor in group.ids.tolist()]

@@ -81,7 +81,7 @@ def coalesce(
     )
 
 
-def pieces(first: Region, second: Region, limit: int) -> Iterator[tuple[Region, Region]]:
+def split_regions(first: Region, second: Region, limit: int) -> Iterator[tuple[Region, Region]]:
     """Two regions of one shape, cut alike into pieces of at most ``limit`` elements, in row-major order."""
     if first.numel <= limit:
         yield first, second
@@ -99,7 +99,7 @@ def pieces(first: Region, second: Region, limit: int) -> Iterator[tuple[Region, 
             )
             for region in (first, second)
         ]
-        yield from pieces(cut[0], cut[1], limit)
+        yield from split_regions(cut[0], cut[1], limit)
 
 
 def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
@@ -112,7 +112,7 @@ def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
     for position in sorted(range(len(boxes)), key=lambda position: boxes[position].first):
         open_boxes = [known for known in open_boxes if boxes[known].last >= boxes[position].first]
         for known in open_boxes:
-            if _share(boxes[known], boxes[position]):
+            if _boxes_intersect(boxes[known], boxes[position]):
                 return min(known, position), max(known, position)
         open_boxes.append(position)
     return None
@@ -138,7 +138,7 @@ def _dimensions(region: Region) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(zip(region.strides, region.sizes, strict=True), reverse=True))
 
 
-def _share(one: _Box, other: _Box) -> bool:
+def _boxes_intersect(one: _Box, other: _Box) -> bool:
     """Whether two injective boxes share an index.
 
     Rows of an injective box span less than its largest stride. So of two boxes of the same largest stride, row i of one
@@ -161,4 +161,4 @@ def _share(one: _Box, other: _Box) -> bool:
     # Rows whose span [start.first, start.last] + number · stride meets [other.first, other.last].
     least = max(least, -((start.last - other.first) // stride))
     most = min(most, (other.last - start.first) // stride)
-    return any(_share(one.row(number), other) for number in range(least, most + 1))
+    return any(_boxes_intersect(one.row(number), other) for number in range(least, most + 1))

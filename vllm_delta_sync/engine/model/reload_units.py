@@ -16,9 +16,16 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_delta_sync.engine.model.load_record import LoadRecord, Place, is_under, spelled
+from vllm_delta_sync.engine.model.load_record import LoadRecord, TensorPath, dotted_path, is_under
 from vllm_delta_sync.engine.model.loader_trace import written_by
-from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, place, replicate, walk, walk_numbers
+from vllm_delta_sync.engine.model.model_replica import (
+    MetaLeaf,
+    is_plain,
+    replicate,
+    view_in_storage,
+    walk_numbers,
+    walk_tensors,
+)
 from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
@@ -42,7 +49,7 @@ class ReloadScope:
     """
 
     tensors: list[int]
-    places: set[Place]
+    tensor_paths: set[TensorPath]
     modules: set[str]
     reason: str
 
@@ -63,7 +70,7 @@ class _LiveMemoryGuard(TorchDispatchMode):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self._storages = {t.untyped_storage()._cdata for _, _, t in walk(model) if is_plain(t)}
+        self._storages = {t.untyped_storage()._cdata for _, _, t in walk_tensors(model) if is_plain(t)}
         self._dtype = torch.get_default_dtype()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,8 +91,8 @@ class _LiveMemoryGuard(TorchDispatchMode):
 class ReplayedLoad:
     """What loading a part again made: tensors, and numbers that worked-on modules keep beside them."""
 
-    tensors: dict[Place, torch.Tensor]
-    numbers: dict[Place, float]
+    tensors: dict[TensorPath, torch.Tensor]
+    numbers: dict[TensorPath, float]
 
 
 class LoaderReplay:
@@ -101,17 +108,19 @@ class LoaderReplay:
         skeleton: Any,
         table: TensorTable,
         record: LoadRecord | None,
-        targets: frozenset[Place],
+        targets: frozenset[TensorPath],
         memory: WeightMemory,
     ) -> None:
         self.model, self.record, self._memory = model, record, memory
         self._skeleton, self._table, self._targets = skeleton, table, targets
         self.numbers = {(path, name): value for path, name, value in walk_numbers(model)}
         self.live = live_tensors(model, record)
-        self.owners = owners_in(model)
-        self._device = next((t.device for _, _, t in walk(model) if is_plain(t)), torch.device("cpu"))
+        self.owners = find_owners(model)
+        self._device = next((t.device for _, _, t in walk_tensors(model) if is_plain(t)), torch.device("cpu"))
 
-    def load(self, parts: Sequence[ReloadScope], bits: dict[int, Bits]) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
+    def load(
+        self, scopes: Sequence[ReloadScope], bits: dict[int, Bits]
+    ) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
         """What the loader makes of these bits, for each part; several at once, as far as memory is to go.
 
         Raises:
@@ -119,115 +128,115 @@ class LoaderReplay:
         """
         batch: list[ReloadScope] = []
         size = 0
-        for part in parts:
-            of_part = sum(bits[tensor].nbytes for tensor in part.tensors)
+        for scope in scopes:
+            of_part = sum(bits[tensor].nbytes for tensor in scope.tensors)
             if batch and size + of_part > BATCH_BYTES:
                 yield from self._load(batch, bits)
                 batch, size = [], 0
-            batch.append(part)
+            batch.append(scope)
             size += of_part
         if batch:
             yield from self._load(batch, bits)
 
-    def _load(self, parts: list[ReloadScope], bits: dict[int, Bits]) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
-        bare = MetaLeaf(self._skeleton)
+    def _load(self, scopes: list[ReloadScope], bits: dict[int, Bits]) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
+        meta_leaf = MetaLeaf(self._skeleton)
         # All of it at once: vLLM's own writers change process-wide state, such as how tensors are copied.
         with self._memory.reading():
-            replica = self._loaded(_joined(parts), bits, bare)
-        found = [ReplayedLoad({}, {}) for _ in parts]
-        of = _Index(parts, self._targets)
-        for path, name, tensor in walk(replica):
-            if not is_plain(tensor) or tensor.device.type == "meta" or bare.is_unwritten(tensor):
+            replica = self._load_replica(_merge_scopes(scopes), bits, meta_leaf)
+        found = [ReplayedLoad({}, {}) for _ in scopes]
+        index = _ScopeIndex(scopes, self._targets)
+        for path, name, tensor in walk_tensors(replica):
+            if not is_plain(tensor) or tensor.device.type == "meta" or meta_leaf.is_unwritten(tensor):
                 continue
             if tensor.element_size() in SIGNED:
-                for number in of.holders(path, name):
+                for number in index.scopes_holding(path, name):
                     found[number].tensors[path, name] = tensor
         for path, name, value in walk_numbers(replica):
-            for number in of.workers(path):
+            for number in index.scopes_processing(path):
                 found[number].numbers[path, name] = value
-        yield from zip(parts, found, strict=True)
+        yield from zip(scopes, found, strict=True)
 
     # See ``trace_routes``.
     @torch.inference_mode(False)
-    def _loaded(self, part: ReloadScope, bits: dict[int, Bits], bare: MetaLeaf) -> Any:
-        """A replica that has loaded a part, and is worked on as far as that needs it. ``bare``: of the skeleton."""
-        weights = ((self._table[i].name, tensor_from_bits(bits[i].copy(), self._table[i])) for i in part.tensors)
-        name = self._table[part.tensors[0]].name
-        replica = replicate(self._skeleton, self._leaf(part, bare))
+    def _load_replica(self, scope: ReloadScope, bits: dict[int, Bits], meta_leaf: MetaLeaf) -> Any:
+        """A replica that has loaded a part, and is worked on as far as that needs it. ``meta_leaf``: of the skeleton."""
+        weights = ((self._table[i].name, tensor_from_bits(bits[i].copy(), self._table[i])) for i in scope.tensors)
+        name = self._table[scope.tensors[0]].name
+        replica = replicate(self._skeleton, self._leaf(scope, meta_leaf))
         try:
             with torch.no_grad(), _LiveMemoryGuard(self.model):
                 replica.load_weights(weights)
-                if part.modules and self.record is not None:
-                    self.record.process(replica, self._worked_on(part))
+                if scope.modules and self.record is not None:
+                    self.record.process(replica, self._modules_to_process(scope))
         except ModelError as error:
-            raise ModelError(f"tensor {name!r} is not patched by address ({part.reason}); {error.message}") from error
+            raise ModelError(f"tensor {name!r} is not patched by address ({scope.reason}); {error.message}") from error
         except Exception as error:  # loader and kernels are foreign code and may raise anything
             raise ModelError(
-                f"tensor {name!r} is not patched by address ({part.reason}), and cannot be loaded again beside the "
+                f"tensor {name!r} is not patched by address ({scope.reason}), and cannot be loaded again beside the "
                 f"model: {type(error).__name__}: {error}"
             ) from error
         return replica
 
-    def _worked_on(self, part: ReloadScope) -> list[str]:
+    def _modules_to_process(self, scope: ReloadScope) -> list[str]:
         """Modules of a part, and those within them that hold its memory."""
-        holders = {path for path, _ in part.places}
+        scopes_holding = {path for path, _ in scope.tensor_paths}
         paths = [path for path, _ in self._skeleton.named_modules()]
-        return [p for p in paths if p in part.modules or (p in holders and is_under(p, part.modules))]
+        return [p for p in paths if p in scope.modules or (p in scopes_holding and is_under(p, scope.modules))]
 
-    def _leaf(self, part: ReloadScope, bare: MetaLeaf) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Memory for a part's tensors, filled as before loading where that is known; ``bare`` makes all others."""
+    def _leaf(self, scope: ReloadScope, meta_leaf: MetaLeaf) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Memory for a part's tensors, filled as before loading where that is known; ``meta_leaf`` makes all others."""
         wanted: dict[int, torch.UntypedStorage] = {}
         fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
-        of = _Index([part], self._targets)
-        for path, name, tensor in walk(self._skeleton):
-            if not is_plain(tensor) or bare.keeps(tensor) or not of.holders(path, name):
+        index = _ScopeIndex([scope], self._targets)
+        for path, name, tensor in walk_tensors(self._skeleton):
+            if not is_plain(tensor) or meta_leaf.keeps(tensor) or not index.scopes_holding(path, name):
                 continue
             known = tensor.untyped_storage()
             if known._cdata not in wanted:
                 zeros = torch.zeros(known.nbytes(), dtype=torch.uint8, device=self._device)
                 wanted[known._cdata] = zeros.untyped_storage()
-            initial = self._initial(path, name, tensor, part)
+            initial = self._initial_value(path, name, tensor, scope)
             if initial is not None:
-                fillings.append((place(tensor, wanted[known._cdata]), initial))
+                fillings.append((view_in_storage(tensor, wanted[known._cdata]), initial))
         for there, initial in fillings:
             there.copy_(initial)
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
             found = wanted.get(tensor.untyped_storage()._cdata)
-            return bare(tensor) if found is None else place(tensor, found)
+            return meta_leaf(tensor) if found is None else view_in_storage(tensor, found)
 
         return leaf
 
-    def _initial(self, path: str, name: str, tensor: torch.Tensor, part: ReloadScope) -> torch.Tensor | None:
+    def _initial_value(self, path: str, name: str, tensor: torch.Tensor, scope: ReloadScope) -> torch.Tensor | None:
         """What a tensor holds where no loader writes, if that is known."""
-        if is_under(path, part.modules):
+        if is_under(path, scope.modules):
             return None if self.record is None else self.record.initial.get((path, name))
         live = self.live.get((path, name))
         same = live is not None and (live.shape, live.dtype) == (tensor.shape, tensor.dtype)
         return live.detach() if same and live is not None else None
 
 
-class _Index:
+class _ScopeIndex:
     """Finds the parts that something in a model belongs to, by their numbers."""
 
-    def __init__(self, parts: Sequence[ReloadScope], targets: frozenset[Place]) -> None:
+    def __init__(self, scopes: Sequence[ReloadScope], targets: frozenset[TensorPath]) -> None:
         self._targets = targets
-        self._of_place: dict[Place, list[int]] = defaultdict(list)
+        self._of_place: dict[TensorPath, list[int]] = defaultdict(list)
         self._of_module: dict[str, list[int]] = defaultdict(list)
-        for number, part in enumerate(parts):
-            for at in part.places:
+        for number, scope in enumerate(scopes):
+            for at in scope.tensor_paths:
                 self._of_place[at].append(number)
-            for module in part.modules:
+            for module in scope.modules:
                 self._of_module[module].append(number)
 
-    def holders(self, path: str, name: str) -> list[int]:
+    def scopes_holding(self, path: str, name: str) -> list[int]:
         """Parts that a tensor is the memory of, or may come out of."""
         known = self._of_place.get((path, name))
         if known is not None or (path, name) in self._targets:
             return known or []
-        return self.workers(path)
+        return self.scopes_processing(path)
 
-    def workers(self, path: str) -> list[int]:
+    def scopes_processing(self, path: str) -> list[int]:
         """Parts that work on a module, or on one that it is within."""
         found = list(self._of_module.get(path, ()))
         while path:
@@ -236,18 +245,18 @@ class _Index:
         return sorted(set(found))
 
 
-def _joined(parts: list[ReloadScope]) -> ReloadScope:
+def _merge_scopes(scopes: list[ReloadScope]) -> ReloadScope:
     return ReloadScope(
-        sorted(tensor for part in parts for tensor in part.tensors),
-        set().union(*(part.places for part in parts)),
-        set().union(*(part.modules for part in parts)),
-        parts[0].reason,
+        sorted(tensor for scope in scopes for tensor in scope.tensors),
+        set().union(*(scope.tensor_paths for scope in scopes)),
+        set().union(*(scope.modules for scope in scopes)),
+        scopes[0].reason,
     )
 
 
-def live_tensors(model: Any, record: LoadRecord | None) -> dict[Place, torch.Tensor]:
+def live_tensors(model: Any, record: LoadRecord | None) -> dict[TensorPath, torch.Tensor]:
     """Place as loaded → the tensor that is there now, which may be in another module."""
-    found = {(path, name): tensor for path, name, tensor in walk(model)}
+    found = {(path, name): tensor for path, name, tensor in walk_tensors(model)}
     if record is not None:
         there = {id(tensor) for tensor in found.values()}
         for at, reference in record.live.items():
@@ -257,17 +266,17 @@ def live_tensors(model: Any, record: LoadRecord | None) -> dict[Place, torch.Ten
     return found
 
 
-def owners_in(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
+def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
     """Storage → the (module, attribute) pairs that have it."""
     found: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
-    for path, name, tensor in walk(model):
+    for path, name, tensor in walk_tensors(model):
         module = model.get_submodule(path)
         if is_plain(tensor) and getattr(module, name, None) is tensor:
             found[tensor.untyped_storage()._cdata].append((module, name))
     return found
 
 
-Shadows = Callable[[list[int]], dict[int, Bits]]
+LoadTimeReader = Callable[[list[int]], dict[int, Bits]]
 """Tensor ids → (numel,) bits of what the model was loaded with, each an array that may be kept."""
 NO_TENSOR = -1
 """In the place of a tensor's id, in patches of what no single tensor leads to."""
@@ -282,7 +291,7 @@ class Output:
         route: leads to it.
     """
 
-    places: dict[Place, Region]
+    tensor_paths: dict[TensorPath, Region]
     route: Route
 
 
@@ -295,63 +304,63 @@ class ReloadUnit:
         numbers: those that loading again gives as the model has them. They cannot be exchanged.
     """
 
-    part: ReloadScope
-    shadows: dict[int, int]
+    scope: ReloadScope
+    inputs: dict[int, int]
     outputs: list[Output]
-    numbers: dict[Place, float]
+    numbers: dict[TensorPath, float]
 
 
 @dataclass
 class ReloadUnits:
     """All units of one rank's routes."""
 
-    replayer: LoaderReplay
+    replay: LoaderReplay
     units: list[ReloadUnit]
 
     @classmethod
-    def prove(
+    def build(
         cls,
         routes: RouteMap,
-        replayer: LoaderReplay,
-        parts: Sequence[ReloadScope],
-        shadows: Shadows,
+        replay: LoaderReplay,
+        scopes: Sequence[ReloadScope],
+        load_time_bits: LoadTimeReader,
     ) -> "ReloadUnits":
         """Make units of parts, with routes to their shadows.
 
         Raises:
-            ModelError: loading the shadows again does not give what the model holds. Else what ``shadows`` raises.
+            ModelError: loading the shadows again does not give what the model holds. Else what ``load_time_bits`` raises.
         """
         try:
-            bits = shadows(sorted(tensor for part in parts for tensor in part.tensors))
+            bits = load_time_bits(sorted(tensor for scope in scopes for tensor in scope.tensors))
         except ModelError as error:
-            raise ModelError(f"{error.message}. It is not patched by address: {parts[0].reason}") from error
-        found = cls(replayer, [])
-        for part in parts:
-            unit = ReloadUnit(part, {}, [], {})
-            for tensor in part.tensors:
+            raise ModelError(f"{error.message}. It is not patched by address: {scopes[0].reason}") from error
+        found = cls(replay, [])
+        for scope in scopes:
+            unit = ReloadUnit(scope, {}, [], {})
+            for tensor in scope.tensors:
                 spec = routes.table[tensor]
                 flat = torch.from_numpy(bits[tensor].view(f"<i{spec.element.itemsize}"))
-                unit.shadows[tensor] = len(routes.destinations)
-                shadow = flat.view(SIGNED[spec.element.itemsize])
-                routes.destinations.append(Destination(f"shadow of {spec.name}", TORCH_DTYPES[spec.dtype], shadow))
-                whole = _line(spec.numel)
-                routes.routes[tensor] = [Route(unit.shadows[tensor], whole, whole)] if spec.numel else []
+                unit.inputs[tensor] = len(routes.destinations)
+                host_copy = flat.view(SIGNED[spec.element.itemsize])
+                routes.destinations.append(Destination(f"shadow of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy))
+                whole = _whole_region(spec.numel)
+                routes.routes[tensor] = [Route(unit.inputs[tensor], whole, whole)] if spec.numel else []
                 routes.loaded[tensor], routes.groups[tensor] = bool(spec.numel), [0] * len(routes.routes[tensor])
             found.units.append(unit)
-        for unit, (_, again) in zip(found.units, replayer.load(parts, bits), strict=True):
-            unit.outputs = _outputs(unit, replayer, routes, again.tensors)
-            held = replayer.numbers
+        for unit, (_, replayed) in zip(found.units, replay.load(scopes, bits), strict=True):
+            unit.outputs = _find_outputs(unit, replay, routes, replayed.tensors)
+            held = replay.numbers
             unit.numbers = {
-                at: value for at, value in again.numbers.items() if at in held and _is_same(held[at], value)
+                at: value for at, value in replayed.numbers.items() if at in held and _same_number(held[at], value)
             }
         return found
 
     @property
     def tensors(self) -> list[int]:
         """Ids of the tensors that are loaded again."""
-        return sorted(tensor for unit in self.units for tensor in unit.shadows)
+        return sorted(tensor for unit in self.units for tensor in unit.inputs)
 
-    def add_to(self, patch: StagedPatch, routes: RouteMap, everything: bool = False) -> None:
+    def add_outputs_to(self, patch: StagedPatch, routes: RouteMap, everything: bool = False) -> None:
         """Add to a patch what its changes of shadows lead to.
 
         Args:
@@ -361,47 +370,47 @@ class ReloadUnits:
             ModelError: what was loaded again does not fit the model any more.
         """
         bits: dict[int, Bits] = {}
-        touched: list[ReloadUnit] = []
+        affected: list[ReloadUnit] = []
         changes = _by_destination(patch)
         for unit in self.units:
-            after = {tensor: _after(changes[number], number, routes) for tensor, number in unit.shadows.items()}
+            after = {tensor: _bits_after(changes[number], number, routes) for tensor, number in unit.inputs.items()}
             if everything or any(value is not None for value in after.values()):
-                touched.append(unit)
+                affected.append(unit)
                 for tensor, value in after.items():
-                    bits[tensor] = _shadow(routes, unit.shadows[tensor]) if value is None else value
-        found = self._exchanges(touched, bits, routes)
-        patch.dense += [DensePatch(NO_TENSOR, parts) for parts in found if parts]
+                    bits[tensor] = _input_bits(routes, unit.inputs[tensor]) if value is None else value
+        found = self._exchanges_of(affected, bits, routes)
+        patch.dense += [DensePatch(NO_TENSOR, scopes) for scopes in found if scopes]
 
-    def held(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
+    def up_to_date(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
         """Those of some tensors of which the model holds what their shadows lead to."""
         wanted = set(tensors)
-        touched = [unit for unit in self.units if wanted & set(unit.shadows)]
-        bits = {tensor: _shadow(routes, number) for unit in touched for tensor, number in unit.shadows.items()}
+        affected = [unit for unit in self.units if wanted & set(unit.inputs)]
+        bits = {tensor: _input_bits(routes, number) for unit in affected for tensor, number in unit.inputs.items()}
         held: set[int] = set()
-        for unit, parts in zip(touched, self._exchanges(touched, bits, routes), strict=True):
-            if not parts:
-                held |= wanted & set(unit.shadows)
+        for unit, scopes in zip(affected, self._exchanges_of(affected, bits, routes), strict=True):
+            if not scopes:
+                held |= wanted & set(unit.inputs)
         return held
 
-    def _exchanges(
+    def _exchanges_of(
         self, units: list[ReloadUnit], bits: dict[int, Bits], routes: RouteMap
     ) -> Iterator[list[tuple[Route, torch.Tensor]]]:
         """Per unit: where the model holds something else than what these bits lead to, and what to put there."""
-        loaded = self.replayer.load([unit.part for unit in units], bits)
+        loaded = self.replay.load([unit.scope for unit in units], bits)
         for unit, (_, found) in zip(units, loaded, strict=True):
-            yield _exchanges(unit, found, routes)
+            yield _unit_exchanges(unit, found, routes)
 
     def is_live(self, tensor: int, routes: RouteMap) -> bool:
         """Whether a tensor's memory is still what the model computes with."""
-        unit = next((unit for unit in self.units if tensor in unit.shadows), None)
+        unit = next((unit for unit in self.units if tensor in unit.inputs), None)
         return unit is None or all(routes.destinations[output.route.destination].is_live for output in unit.outputs)
 
 
-def _line(numel: int) -> Region:
+def _whole_region(numel: int) -> Region:
     return Region(0, (numel,) if numel != 1 else (), (1,) if numel != 1 else ())
 
 
-def _shadow(routes: RouteMap, number: int) -> Bits:
+def _input_bits(routes: RouteMap, number: int) -> Bits:
     return routes.destinations[number].bits
 
 
@@ -414,16 +423,16 @@ def _by_destination(patch: StagedPatch) -> dict[int, list[Change]]:
     for sparse in patch.sparse:
         found[sparse.destination].append(sparse)
     for dense in patch.dense:
-        for route, buffer in dense.parts:
+        for route, buffer in dense.exchanges:
             found[route.destination].append((route, buffer))
     return found
 
 
-def _after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
+def _bits_after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
     """The bits that a shadow will have; None if they stay."""
     if not changes:
         return None
-    bits = _shadow(routes, number).copy()
+    bits = _input_bits(routes, number).copy()
     for change in changes:
         if not isinstance(change, SparsePatch):
             signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
@@ -439,15 +448,17 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(SIGNED[tensor.element_size()])
 
 
-def _different(output: Output, found: dict[Place, torch.Tensor], routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
+def _output_exchange(
+    output: Output, found: dict[TensorPath, torch.Tensor], routes: RouteMap
+) -> tuple[Route, torch.Tensor] | None:
     """A route and what to exchange through it, in host memory; None if the model holds that."""
     made = [
         _bits_of(found[at]).as_strided(lies.sizes, lies.strides, found[at].storage_offset())
-        for at, lies in output.places.items()
+        for at, lies in output.tensor_paths.items()
         if at in found
     ]
-    if len(made) != len(output.places) or not all(torch.equal(made[0], other) for other in made[1:]):
-        first = spelled(next(iter(output.places)))
+    if len(made) != len(output.tensor_paths) or not all(torch.equal(made[0], other) for other in made[1:]):
+        first = dotted_path(next(iter(output.tensor_paths)))
         raise ModelError(f"{first} came out otherwise than at the start; start the server again")
     route, shaped = output.route, made[0]
     held = region_view(routes.destinations[route.destination].flat, route.target)
@@ -457,49 +468,49 @@ def _different(output: Output, found: dict[Place, torch.Tensor], routes: RouteMa
     return route, shaped.to("cpu", copy=True).contiguous()
 
 
-def _is_same(first: float, second: float) -> bool:
+def _same_number(first: float, second: float) -> bool:
     return first == second or (first != first and second != second)
 
 
-def _exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> list[tuple[Route, torch.Tensor]]:
+def _unit_exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> list[tuple[Route, torch.Tensor]]:
     """Where the model holds something else than what was loaded again, and what to put there."""
     for at, value in unit.numbers.items():
-        if at not in found.numbers or not _is_same(found.numbers[at], value):
+        if at not in found.numbers or not _same_number(found.numbers[at], value):
             raise ModelError(
-                f"{spelled(at)} is {value}, a number that is computed from weights and would become "
+                f"{dotted_path(at)} is {value}, a number that is computed from weights and would become "
                 f"{found.numbers.get(at)}: it cannot be exchanged while the model runs; start the server again"
             )
-    pairs = (_different(output, found.tensors, routes) for output in unit.outputs)
+    pairs = (_output_exchange(output, found.tensors, routes) for output in unit.outputs)
     return [pair for pair in pairs if pair is not None]
 
 
-def _outputs(
-    unit: ReloadUnit, replayer: LoaderReplay, routes: RouteMap, found: dict[Place, torch.Tensor]
+def _find_outputs(
+    unit: ReloadUnit, replay: LoaderReplay, routes: RouteMap, found: dict[TensorPath, torch.Tensor]
 ) -> list[Output]:
     """Find in the model, bit for bit, what came out of loading a part again from what the model was loaded with."""
-    first = routes.table[unit.part.tensors[0]].name
+    first = routes.table[unit.scope.tensors[0]].name
     outputs: dict[tuple[int, Region], Output] = {}
     numbers: dict[int, int] = {}
     for where, made in found.items():
-        held = replayer.live.get(where)
+        held = replay.live.get(where)
         if held is None or not is_plain(held) or not made.numel():
             # The model has let go of it, or filled it later, as it does with caches.
             continue
         with routes.memory.reading():
-            reason = _unlike(made, held)
+            reason = _describe_difference(made, held)
         if reason is not None:
             raise ModelError(
-                f"tensor {first!r} is not patched by address ({unit.part.reason}), and loading it again beside the "
-                f"model gives {spelled(where)} {reason}"
+                f"tensor {first!r} is not patched by address ({unit.scope.reason}), and loading it again beside the "
+                f"model gives {dotted_path(where)} {reason}"
             )
         storage = held.untyped_storage()._cdata
         source, target = coalesce(held.shape, (0, made.stride()), (int(held.storage_offset()), held.stride()))
         if (storage, target) in outputs:
-            outputs[storage, target].places[where] = source
+            outputs[storage, target].tensor_paths[where] = source
             continue
         if storage not in numbers:
             numbers[storage] = len(routes.destinations)
-            routes.destinations.append(destination_of(spelled(where), held, replayer.owners.get(storage, [])))
+            routes.destinations.append(destination_of(dotted_path(where), held, replay.owners.get(storage, [])))
         outputs[storage, target] = Output({where: source}, Route(numbers[storage], source, target))
     return list(outputs.values())
 
@@ -512,7 +523,7 @@ def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.
     return Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), owners)
 
 
-def _unlike(made: torch.Tensor, held: torch.Tensor) -> str | None:
+def _describe_difference(made: torch.Tensor, held: torch.Tensor) -> str | None:
     if (made.dtype, made.shape, made.device) != (held.dtype, held.shape, held.device):
         return f"as {made.dtype} {tuple(made.shape)}, and the model has {held.dtype} {tuple(held.shape)}"
     if not torch.equal(_bits_of(made), _bits_of(held)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model.regions import Region, pieces
+from vllm_delta_sync.engine.model.regions import Region, split_regions
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
@@ -84,7 +84,7 @@ class RouteMap:
     routes: list[list[Route]]
     groups: list[list[int]] = field(default_factory=list)
     loaded: list[bool] = field(default_factory=list)
-    derived: "ReloadUnits | None" = None
+    reload_units: "ReloadUnits | None" = None
     memory: WeightMemory = field(default_factory=WeightMemory)
 
     def __post_init__(self) -> None:
@@ -99,59 +99,63 @@ class RouteMap:
         return [spec.name for spec, routes in zip(self.table, self.routes, strict=True) if not routes and spec.numel]
 
     @cached_property
-    def _used(self) -> list[int]:
+    def _used_destinations(self) -> list[int]:
         # Found once: asking is part of every pause, and a model of experts has many thousand routes.
         outputs = (
-            [] if self.derived is None else [output.route for unit in self.derived.units for output in unit.outputs]
+            []
+            if self.reload_units is None
+            else [output.route for unit in self.reload_units.units for output in unit.outputs]
         )
         return sorted({route.destination for routes in [*self.routes, outputs] for route in routes})
 
     def is_live(self, tensor: int) -> bool:
         """Whether a tensor's destinations are still what the model computes with."""
         own = all(self.destinations[route.destination].is_live for route in self.routes[tensor])
-        return own and (self.derived is None or self.derived.is_live(tensor, self))
+        return own and (self.reload_units is None or self.reload_units.is_live(tensor, self))
 
     def check_live(self) -> None:
         """Raise ModelError if a parameter was replaced by another tensor since routes were traced."""
-        dead = next((self.destinations[i].name for i in self._used if not self.destinations[i].is_live), None)
+        dead = next(
+            (self.destinations[i].name for i in self._used_destinations if not self.destinations[i].is_live), None
+        )
         if dead is not None:
             raise ModelError(
                 f"parameter {dead!r} was replaced by another tensor after it was proven (a reload, or .data = ...): "
                 "patches would not reach the model; start the server again"
             )
 
-    def measured(self, tensors: Sequence[int]) -> Iterator[tuple[int, list[Fingerprint]]]:
+    def measure(self, tensors: Sequence[int]) -> Iterator[tuple[int, list[Fingerprint]]]:
         """(tensor, fingerprints) of each; of one that the model computes with and holds something else of: zeros."""
-        derived = set() if self.derived is None else set(tensors) & set(self.derived.tensors)
-        stale = derived if self.derived is None else derived - self.derived.held(derived, self)
+        derived = set() if self.reload_units is None else set(tensors) & set(self.reload_units.tensors)
+        stale = derived if self.reload_units is None else derived - self.reload_units.up_to_date(derived, self)
         for tensor in tensors:
-            found = self.fingerprints(tensor)
+            found = self.fingerprint_routes(tensor)
             # No element has a fingerprint of zero.
             yield tensor, [Fingerprint()] * len(found) if tensor in stale else found
 
-    def fingerprints(self, tensor: int) -> list[Fingerprint]:
+    def fingerprint_routes(self, tensor: int) -> list[Fingerprint]:
         """Hash one checkpoint tensor, per route, where it lies in the model: what this rank really holds."""
         name = self.table[tensor].name
         found = []
         for route in self.routes[tensor]:
             destination = self.destinations[route.destination]
-            fingerprint = fingerprint_held if destination.flat.device.type == "cpu" else fingerprint_copied
+            fingerprint = fingerprint_in_place if destination.flat.device.type == "cpu" else fingerprint_via_copy
             total = Fingerprint()
-            for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+            for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
                 with self.memory.reading():
                     total += fingerprint(name, destination.flat, source, target)
             found.append(total)
         return found
 
 
-def fingerprint_held(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
+def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
     """Fingerprint of ``source`` elements of a tensor, at ``target`` in (numel,) signed integers in host memory."""
     held = (target.offset, target.strides)
     return fingerprint_strided(name, _bits(flat), source.sizes, held, (source.offset, source.strides))
 
 
-def fingerprint_copied(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
-    """As ``fingerprint_held`` on any device, through a copy in host memory."""
+def fingerprint_via_copy(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
+    """As ``fingerprint_in_place`` on any device, through a copy in host memory."""
     copied = flat.as_strided(target.sizes, target.strides, target.offset).contiguous().cpu().reshape(-1)
     strides = [math.prod(source.sizes[dim + 1 :]) for dim in range(len(source.sizes))]
     index = (source.offset, source.strides)

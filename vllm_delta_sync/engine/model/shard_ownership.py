@@ -15,7 +15,7 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorTable
 
-AGAIN = -1
+DUPLICATE = -1
 """In the place of a group: what is counted already."""
 Slots = list[list[int]]
 """Per tensor id, per route of one rank: which of the tensor's distinct regions the route loads."""
@@ -44,7 +44,7 @@ class Ownership:
         for tensor, slots in enumerate(self.slots[rank]):
             first = [slots.index(slot) == position for position, slot in enumerate(slots)]
             groups = [ids[self.holders[tensor][slot]] for slot in slots]
-            found.append([group if counts else AGAIN for group, counts in zip(groups, first, strict=True)])
+            found.append([group if counts else DUPLICATE for group, counts in zip(groups, first, strict=True)])
         return found
 
     def is_loaded(self, tensor: int) -> bool:
@@ -71,7 +71,7 @@ class Ownership:
         return total
 
 
-def assign(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) -> Ownership:
+def prove_ownership(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) -> Ownership:
     """Prove that ranks hold every tensor whole or not at all, and say who holds what.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_delta_sync.engine.model.model_replica import is_plain, walk
+from vllm_delta_sync.engine.model.model_replica import is_plain, walk_tensors
 from vllm_delta_sync.errors import BusyError
 
 
@@ -67,7 +67,7 @@ class WeightMemory:
         accelerator: what it is on; None: in host memory.
 
     Attributes:
-        asleep: whether the weights are not in memory. Written under ``moving``.
+        asleep: whether the weights are not in memory. Written under ``exclusive``.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
@@ -80,11 +80,11 @@ class WeightMemory:
     @classmethod
     def of(cls, model: Any) -> "WeightMemory":
         """That of a model, by the first of its tensors."""
-        device = next((tensor.device for _, _, tensor in walk(model) if is_plain(tensor)), torch.device("cpu"))
+        device = next((tensor.device for _, _, tensor in walk_tensors(model) if is_plain(tensor)), torch.device("cpu"))
         return cls(None if device.type in ("cpu", "meta") else TorchAccelerator(device))
 
     @contextmanager
-    def background(self) -> Iterator[None]:
+    def background_thread(self) -> Iterator[None]:
         """For all that the background thread does. What it has launched is done at the end."""
         with torch.inference_mode():
             if self._accelerator is None:
@@ -99,9 +99,9 @@ class WeightMemory:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """For a short read of weights beside generation: some milliseconds, for so long may ``moving`` wait.
+        """For a short read of weights beside generation: some milliseconds, for so long may ``exclusive`` wait.
 
-        Neither this nor ``moving`` may be entered within it.
+        Neither this nor ``exclusive`` may be entered within it.
 
         Raises:
             BusyError: the engine is asleep.
@@ -119,7 +119,7 @@ class WeightMemory:
             self._lock.release()
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """For a call that moves, unmaps or writes weights from outside of a commit."""
         with self._gate, self._lock:
             try:

@@ -9,7 +9,7 @@ import torch
 from vllm_delta_sync.codec.context.tiles import extent
 from vllm_delta_sync.codec.merge import lay_over
 from vllm_delta_sync.engine.model.patch import region_view
-from vllm_delta_sync.engine.model.regions import Region, pieces
+from vllm_delta_sync.engine.model.regions import Region, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError, UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
@@ -30,49 +30,49 @@ class LiveBaseReader:
         moves: says something else once weights may have been written.
     """
 
-    def __init__(self, routes: RouteMap, moves: Callable[[], object]) -> None:
+    def __init__(self, routes: RouteMap, weights_stamp: Callable[[], object]) -> None:
         self._routes = routes
-        self._moves, self._began = moves, moves()
+        self._weights_stamp, self._initial_stamp = weights_stamp, weights_stamp()
 
     def __call__(self, tensor: int) -> BaseTensor:
         """Pages outside of what is held are never touched.
 
         Raises:
-            EngineError: weights moved since this object was made. UnsupportedError: see ``held_rectangles``.
+            EngineError: weights moved since this object was made. UnsupportedError: see ``covered_rectangles``.
             BusyError: the engine fell asleep meanwhile.
         """
         self._check()
         spec, routes = self._routes.table[tensor], self._routes.routes[tensor]
         # What is loaded to several places is held once.
-        held = held_rectangles(spec, list(dict.fromkeys(route.source for route in routes)))
+        rectangles = covered_rectangles(spec, list(dict.fromkeys(route.source for route in routes)))
         bits = np.empty(spec.numel, spec.element.uint)
         flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
         for route in routes:
-            there = self._routes.destinations[route.destination].flat
-            for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+            live = self._routes.destinations[route.destination].flat
+            for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
                 with self._routes.memory.reading():
-                    _copy(region_view(there, target), region_view(flat, source))
+                    _copy_into(region_view(live, target), region_view(flat, source))
         # Whoever writes says so before, so a copy that came out mixed is never handed on.
         self._check()
-        return BaseTensor(bits, held)
+        return BaseTensor(bits, rectangles)
 
     def _check(self) -> None:
-        if self._moves() != self._began:
+        if self._weights_stamp() != self._initial_stamp:
             raise EngineError("weights were written while a version was decoded against them; it is staged again")
 
 
-def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
-    """Copy to ``here``, a part at a time where neighbours here lie far apart there: their pages stay at hand."""
-    if here.dim() > 1:
-        closest = min(range(here.dim()), key=here.stride)
-        if there.stride(closest) > min(there.stride()):
-            for far, near in zip(there.split(TOGETHER, closest), here.split(TOGETHER, closest), strict=True):
+def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
+    """Copy to ``copied``, a part at a time where neighbours here lie far apart there: their pages stay at hand."""
+    if copied.dim() > 1:
+        closest = min(range(copied.dim()), key=copied.stride)
+        if live.stride(closest) > min(live.stride()):
+            for far, near in zip(live.split(TOGETHER, closest), copied.split(TOGETHER, closest), strict=True):
                 near.copy_(far)
             return
-    here.copy_(there)
+    copied.copy_(live)
 
 
-def moved(old: Old, parts: Sequence[Changes]) -> Old:
+def with_changes(old: Old, parts: Sequence[Changes]) -> Old:
     """``old`` after some changes, which are applied to the bits that it gives.
 
     Args:
@@ -80,7 +80,7 @@ def moved(old: Old, parts: Sequence[Changes]) -> Old:
             They may grow afterwards.
     """
 
-    def ask(tensor: int) -> BaseTensor:
+    def read(tensor: int) -> BaseTensor:
         found, first = None, 0
         for number, part in enumerate(parts):
             for full in part.full:
@@ -93,10 +93,10 @@ def moved(old: Old, parts: Sequence[Changes]) -> Old:
                 lay_over(found.bits, group, row)
         return found
 
-    return ask
+    return read
 
 
-def held_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rectangle, ...] | None:
+def covered_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rectangle, ...] | None:
     """What regions without overlap cover of a tensor; None for all of it.
 
     Raises:

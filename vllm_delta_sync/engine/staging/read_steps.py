@@ -10,10 +10,10 @@ from typing import Any
 from vllm_delta_sync.bucket.hash_timing import hashed_seconds
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
 from vllm_delta_sync.codec.merge import fold
-from vllm_delta_sync.engine.commit.transaction import blame
-from vllm_delta_sync.engine.model.patch import local_part
+from vllm_delta_sync.engine.commit.transaction import set_failed_step
+from vllm_delta_sync.engine.model.patch import keep_local
 from vllm_delta_sync.engine.model.route_map import RouteMap
-from vllm_delta_sync.engine.staging.live_base import moved
+from vllm_delta_sync.engine.staging.live_base import with_changes
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef
@@ -26,7 +26,7 @@ from vllm_delta_sync.tensors.base_bits import Old
 from vllm_delta_sync.tensors.changes import Changes
 
 
-def store_use() -> dict[str, Any]:
+def store_usage() -> dict[str, Any]:
     """What this process has used stores for so far, see ``Metrics``; ``process`` tells it from others."""
     return {"process": f"{socket.gethostname()}:{os.getpid()}", **PROCESS.snapshot()}
 
@@ -61,7 +61,7 @@ class PhaseTimer:
         return fetch
 
 
-def reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
+def object_reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
     """Reads objects of a run; large ones are mapped if they are in the cache, so that ranks of a node share memory."""
 
     def read(ref: ObjectRef) -> Buffer:
@@ -71,7 +71,9 @@ def reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
     return read
 
 
-def read_steps(steps: list[Step], held: list[Fingerprint], routes: RouteMap, clock: PhaseTimer, old: Old) -> Changes:
+def read_steps(
+    steps: list[Step], fingerprints: list[Fingerprint], routes: RouteMap, timer: PhaseTimer, old: Old
+) -> Changes:
     """What consecutive steps change, folded into one, each checked by itself.
 
     Args:
@@ -85,39 +87,39 @@ def read_steps(steps: list[Step], held: list[Fingerprint], routes: RouteMap, clo
     """
     fetched: list[list[Buffer]] = []
     for number, step in enumerate(steps):
-        with _blaming(number):
+        with _attribute_errors(number):
             _check_run(step.run, routes)
-            fetch = reader(step.run)
+            fetch = object_reader(step.run)
             fetched.append([fetch(ref) for ref in step.objects])
-    clock.tick("fetch")
+    timer.tick("fetch")
     parts: list[Changes] = []
     in_full: set[int] = set()
-    total = sum(held, Fingerprint())
+    total = sum(fingerprints, Fingerprint())
     for number, step in enumerate(steps):
-        with _blaming(number):
-            changes = step_changes(step, _handed_out(fetched[number]), moved(old, parts))
+        with _attribute_errors(number):
+            changes = step_changes(step, _in_order(fetched[number]), with_changes(old, parts))
             fetched[number].clear()
             total = check_step(step, total, changes)
         in_full |= {full.id for full in changes.full}
-        parts.append(local_part(changes, routes, in_full) if len(steps) > 1 else changes)
-    folded = parts[0] if len(parts) == 1 else fold(parts, routes.table)
-    clock.tick("decode")
-    return folded
+        parts.append(keep_local(changes, routes, in_full) if len(steps) > 1 else changes)
+    merged = parts[0] if len(parts) == 1 else fold(parts, routes.table)
+    timer.tick("decode")
+    return merged
 
 
-def _handed_out(objects: list[Buffer]) -> Callable[[ObjectRef], Buffer]:
+def _in_order(objects: list[Buffer]) -> Callable[[ObjectRef], Buffer]:
     waiting = iter(objects)
     return lambda ref: next(waiting)
 
 
 @contextmanager
-def _blaming(step: int) -> Iterator[None]:
+def _attribute_errors(step: int) -> Iterator[None]:
     try:
         yield
     except StoreError:
         raise
     except DeltaSyncError as error:
-        blame(error, step)
+        set_failed_step(error, step)
         raise
 
 

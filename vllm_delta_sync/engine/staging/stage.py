@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 import torch
 
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.engine.model.patch import DensePatch, StagedPatch, region_view, stage
-from vllm_delta_sync.engine.model.regions import pieces
+from vllm_delta_sync.engine.model.patch import DensePatch, StagedPatch, region_view, route_changes
+from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, Route, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps, reader
-from vllm_delta_sync.engine.staging.reconstruct import restored
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, object_reader, read_steps
+from vllm_delta_sync.engine.staging.reconstruct import restore_version
 from vllm_delta_sync.errors import ChainError, FingerprintError, FormatError
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
@@ -22,14 +22,14 @@ from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
-def stage_leg(
-    leg: UpdatePlan,
+def stage_update(
+    plan: UpdatePlan,
     run: Run,
     routes: RouteMap,
-    held: list[Fingerprint],
+    fingerprints: list[Fingerprint],
     folder: str,
-    clock: PhaseTimer,
-    moves: Callable[[], object],
+    timer: PhaseTimer,
+    weights_stamp: Callable[[], object],
 ) -> StagedPatch:
     """Everything that a rank writes for one commit; nothing is written yet.
 
@@ -39,26 +39,26 @@ def stage_leg(
 
     Raises:
         ChainError: the target is of another run. FingerprintError: the weights held are not what it was made against.
-        Else as ``read_steps``, ``stage``, ``stage_anchor`` and ``stage_rebuilt``.
+        Else as ``read_steps``, ``route_changes``, ``stage_anchor`` and ``stage_rebuilt``.
     """
-    target = leg.target
+    target = plan.target
     if target.run != run.info.run:
         raise ChainError(f"version {target.version} is of run {target.run}, this rank follows {run.info.run}")
-    if leg.steps:
-        changes = read_steps(leg.steps, held, routes, clock, LiveBaseReader(routes, moves))
-        patch = stage(target.version, changes, routes, held)
-    elif leg.rebuild:
+    if plan.steps:
+        changes = read_steps(plan.steps, fingerprints, routes, timer, LiveBaseReader(routes, weights_stamp))
+        patch = route_changes(target.version, changes, routes, fingerprints)
+    elif plan.rebuild:
         # Read, decoded and applied piece by piece, wherever it comes from.
         patch = stage_rebuilt(run, target, folder, routes)
-        clock.tick("fetch")
-        clock.tick("decode")
+        timer.tick("fetch")
+        timer.tick("decode")
     else:
-        patch = stage_anchor(leg.anchor or target, clock.fetching(reader(run), "decode"), routes)
-        clock.tick("decode")
+        patch = stage_anchor(plan.anchor or target, timer.fetching(object_reader(run), "decode"), routes)
+        timer.tick("decode")
     _check_total(target, patch)
-    if routes.derived is not None:
-        routes.derived.add_to(patch, routes, everything=not leg.steps)
-    clock.tick("route")
+    if routes.reload_units is not None:
+        routes.reload_units.add_outputs_to(patch, routes, everything=not plan.steps)
+    timer.tick("route")
     return patch
 
 
@@ -92,7 +92,7 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
                     f"anchor of version {document.version}: tensor {name!r} has fingerprint {found[tensor].hex()}, it "
                     f"says {declared.get(name)}"
                 )
-            dense += _patches(tensor, bits, routes)
+            dense += _dense_patches(tensor, bits, routes)
     absent = next((spec.name for tensor, spec in enumerate(routes.table) if tensor not in found), None)
     if absent is not None:
         raise FormatError(f"anchor of version {document.version} lacks tensor {absent!r}")
@@ -104,35 +104,37 @@ def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> 
     """A patch that makes of whatever a rank holds the target version. O(model) memory, or disk, while it is made.
 
     Args:
-        folder: model folder that vLLM was started with; see ``restored``.
+        folder: model folder that vLLM was started with; see ``restore_version``.
 
     Raises:
-        DeltaSyncError: as ``restored``.
+        DeltaSyncError: as ``restore_version``.
     """
-    state = restored(run, target, folder)
-    dense = [patch for tensor, bits in enumerate(state.bits) for patch in _patches(tensor, bits, routes)]
+    state = restore_version(run, target, folder)
+    dense = [patch for tensor, bits in enumerate(state.bits) for patch in _dense_patches(tensor, bits, routes)]
     return StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
 
 
-def _patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DensePatch]:
-    parts = [part for route in routes.routes[tensor] if (part := _different(bits, route, routes)) is not None]
+def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DensePatch]:
+    parts = [
+        part for route in routes.routes[tensor] if (part := _exchange_if_different(bits, route, routes)) is not None
+    ]
     return [DensePatch(tensor, parts)] if parts else []
 
 
-def _different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
+def _exchange_if_different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
     # torch warns of memory that cannot be written, though nothing writes there: the patch is a copy.
     whole = bits if bits.flags.writeable else bits.copy()
     flat = torch.from_numpy(whole.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
-    if _is_held(flat, route, routes):
+    if _model_has(flat, route, routes):
         return None
     return route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format)
 
 
-def _is_held(flat: torch.Tensor, route: Route, routes: RouteMap) -> bool:
+def _model_has(flat: torch.Tensor, route: Route, routes: RouteMap) -> bool:
     """Whether the model holds through a route what a flat (numel,) tensor in host memory has there."""
-    there = routes.destinations[route.destination].flat
-    for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+    live = routes.destinations[route.destination].flat
+    for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
         with routes.memory.reading():
-            if not torch.equal(region_view(flat, source), region_view(there, target).to(flat.device)):
+            if not torch.equal(region_view(flat, source), region_view(live, target).to(flat.device)):
                 return False
     return True

@@ -46,8 +46,8 @@ class WorkerExtension:
             model = self.get_model()  # type: ignore[attr-defined]
             folder = self.model_config.model  # type: ignore[attr-defined]
             self.delta_sync_receiver = RankWorker(model, self.rank, folder)  # type: ignore[attr-defined]
-            write_hooks.watch(self, model, self.delta_sync_receiver)
-            record = load_record.record_of(model)
+            write_hooks.watch_writes(self, model, self.delta_sync_receiver)
+            record = load_record.load_record_of(model)
             if record is not None and record.changed:
                 patches.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
         if method not in METHODS:
@@ -56,7 +56,7 @@ class WorkerExtension:
         return answer
 
 
-METHODS = ("start", "poll", "outcome", "adopt", "commit", "revert", "trim", "describe", "trust")
+METHODS = ("start", "poll", "outcome", "set_version", "commit", "revert", "confirm", "describe", "clear_external_write")
 """What a controller may call on a rank."""
 contacted = threading.Event()
 

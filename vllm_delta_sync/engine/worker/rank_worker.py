@@ -15,9 +15,9 @@ from typing import Any
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.merge import warm_up
-from vllm_delta_sync.engine.commit import apply as commits
-from vllm_delta_sync.engine.commit.interrupts import postponed
-from vllm_delta_sync.engine.commit.transaction import Answer, as_ours, error_answer
+from vllm_delta_sync.engine.commit import apply
+from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
+from vllm_delta_sync.engine.commit.transaction import Answer, error_answer, wrap_error
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import StagedPatch
@@ -27,9 +27,9 @@ from vllm_delta_sync.engine.model.shard_ownership import region_to_plain
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_use
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_usage
 from vllm_delta_sync.engine.staging.run_cache import RunCache
-from vllm_delta_sync.engine.staging.stage import stage_leg
+from vllm_delta_sync.engine.staging.stage import stage_update
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -75,7 +75,7 @@ class Background:
         except DeltaSyncError as error:
             self._outcome = error_answer(error)
         except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
-            self._outcome = error_answer(as_ours(error))
+            self._outcome = error_answer(wrap_error(error))
 
     def outcome(self) -> Answer:
         """What the last operation answered, or its error. Raises BusyError: it is still running."""
@@ -110,15 +110,15 @@ class RankWorker:
         self.version: int | None = None
         self.intact = True
         self.confirmed = True
-        self.touched: str | None = None
-        self.touches = 0
+        self.external_writer: str | None = None
+        self.external_writes = 0
         self.memory = WeightMemory.of(model) if memory is None else memory
-        self._noted: Answer | None = None
+        self._claimed: Answer | None = None
         self._runs = RunCache()
         self._staged: StagedPatch | None = None
-        self._log = UndoLog()
-        self._staged_at = self._moves()
-        self._background = Background(self.memory.background)
+        self._undo_log = UndoLog()
+        self._staged_stamp = self._weights_stamp()
+        self._background = Background(self.memory.background_thread)
 
     @property
     def asleep(self) -> bool:
@@ -126,13 +126,13 @@ class RankWorker:
         return self.memory.asleep
 
     def start(self, operation: str, arguments: Answer) -> Answer:
-        """Begin ``prove``, ``stage``, ``repair`` or ``scan`` in the background.
+        """Begin ``identify``, ``stage``, ``repair`` or ``scan`` in the background.
 
         Raises:
             BusyError: an operation is still running. EngineError: there is no such operation.
         """
         operations: dict[str, Callable[..., Answer]] = {
-            "prove": self.prove,
+            "identify": self.identify,
             "stage": self.stage,
             "repair": self.repair,
             "scan": self.scan,
@@ -150,7 +150,7 @@ class RankWorker:
         """What the operation started last answered, or its error. It may be megabytes, so it is no part of ``poll``."""
         return self._background.outcome()
 
-    def prove(
+    def identify(
         self,
         url: str,
         cache_dir: str | None = None,
@@ -169,51 +169,55 @@ class RankWorker:
             the weights: {"run", "url", "version", "fingerprints"} or None.
         """
         began = time.perf_counter()
-        self._awake()
+        self._check_awake()
         runs = RunCache(trusted, store, None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes))
         run = runs.open(url, info)
-        noted = self._note()
-        shadows = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
-        routes = trace_routes(self.model, run.table, shadows, self.memory)
+        claimed = self._claimed_version()
+        load_time_bits = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
+        routes = trace_routes(self.model, run.table, load_time_bits, self.memory)
         # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
-        self.touched = None
+        self.external_writer = None
         traced = time.perf_counter()
-        measured = [[value.hex() for value in routes.fingerprints(position)] for position in range(len(run.table))]
-        commits.warm_up({spec.element for spec in run.table})
+        measured = [
+            [value.hex() for value in routes.fingerprint_routes(position)] for position in range(len(run.table))
+        ]
+        apply.compile_kernels({spec.element for spec in run.table})
         warm_up({spec.element for spec in run.table})
         self.run, self.routes, self._runs = run, routes, runs
         self.version, self.fingerprints, self._staged = None, [], None
-        self._log.clear()
+        self._undo_log.clear()
         # Not forgotten before the controller has made use of it.
-        self._noted = noted
+        self._claimed = claimed
         return {
             "regions": [[region_to_plain(route.source) for route in of_tensor] for of_tensor in routes.routes],
             "measured": measured,
-            "noted": noted,
+            "claimed": claimed,
             "unloaded": routes.unloaded,
-            "derived": [] if routes.derived is None else [run.table[tensor].name for tensor in routes.derived.tensors],
+            "derived": []
+            if routes.reload_units is None
+            else [run.table[tensor].name for tensor in routes.reload_units.tensors],
             "ms": {"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         }
 
-    def _note(self) -> Answer | None:
+    def _claimed_version(self) -> Answer | None:
         """What this rank held when last asked, or what it was loaded with."""
-        if self._noted is not None and self.version is None:
-            return self._noted
+        if self._claimed is not None and self.version is None:
+            return self._claimed
         if self.run is not None and self.version is not None:
-            held = [value.hex() for value in self.fingerprints]
-            return _noted(self.run.info.run, self.run.bucket.url, self.version, held)
+            current = [value.hex() for value in self.fingerprints]
+            return _claimed(self.run.info.run, self.run.bucket.url, self.version, current)
         loaded = getattr(self.model, "delta_sync_loaded", None)
         if loaded is None:
             return None
-        return _noted(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
+        return _claimed(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
 
-    def adopt(
+    def set_version(
         self,
         version: int | None,
         fingerprints: list[str],
         groups: list[list[list[int]]],
         loaded: list[bool],
-        note: Answer | None = None,
+        claimed: Answer | None = None,
     ) -> Answer:
         """Take over what the controller found out about all ranks together.
 
@@ -222,34 +226,34 @@ class RankWorker:
             fingerprints, loaded: per tensor id. groups: per rank, per tensor id, per route.
             note: what they are instead, to be said again to whoever asks: {"run", "url", "version"}.
         """
-        _, routes = self._proven()
+        _, routes = self._require_routes()
         routes.groups, routes.loaded = groups[self.index], loaded
         self.fingerprints = [Fingerprint.from_hex(value) for value in fingerprints]
         self.version, self.confirmed = version, True
-        self._noted = None if note is None else {**note, "fingerprints": fingerprints}
+        self._claimed = None if claimed is None else {**claimed, "fingerprints": fingerprints}
         return {}
 
-    def stage(self, leg: Answer, held: int | None, rescan: list[int], keys: int = 0) -> Answer:
+    def stage(self, plan: Answer, current: int | None, rescan: list[int], keys: int = 0) -> Answer:
         """Fetch, verify, decode, fold and route what one commit takes; nothing is written to the model.
 
         Args:
             leg: see ``UpdatePlan.to_plain``. held: the version that the controller takes this rank to hold.
             rescan: tensor ids to gather and hash, as ``scan`` does. keys: see ``Ranks``.
         """
-        run, routes = self._ready()
+        run, routes = self._require_unchanged()
         self._staged = None
-        taken = UpdatePlan.from_plain(leg, self._run_at)
-        if held != self.version:
-            raise ChainError(f"version {taken.target.version} is to follow version {held}; here is {self.version}")
-        if taken.rebuild:
+        update = UpdatePlan.from_plain(plan, self._open_run)
+        if current != self.version:
+            raise ChainError(f"version {update.target.version} is to follow version {current}; here is {self.version}")
+        if update.rebuild:
             run.authentic.refresh(keys)
-        clock = PhaseTimer()
-        began = self._moves()
-        patch = stage_leg(taken, run, routes, self.fingerprints, self.folder, clock, self._moves)
-        scanned = self._gather(routes, rescan)
-        clock.tick("rescan")
-        self._staged, self._staged_at = patch, began
-        return self._staged_answer(patch, clock.ms, scanned)
+        timer = PhaseTimer()
+        began = self._weights_stamp()
+        patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
+        scanned = self._rescan(routes, rescan)
+        timer.tick("rescan")
+        self._staged, self._staged_stamp = patch, began
+        return self._staged_answer(patch, timer.ms, scanned)
 
     def repair(self, manifest: str, keys: int = 0) -> Answer:
         """Stage whatever makes this rank's weights a version again, whoever changed them.
@@ -257,20 +261,20 @@ class RankWorker:
         Returns:
             as ``stage``; nothing is declared, so the weights must be scanned after the commit.
         """
-        run, routes = self._proven()
-        self._awake()
+        run, routes = self._require_routes()
+        self._check_awake()
         routes.check_live()
         run.authentic.refresh(keys)
         target = Manifest.from_bytes(manifest.encode())
         # What is held is no version, no commit leads back to one, and none is waiting to be confirmed.
-        self.version, self.confirmed, self.touched, self._staged = None, True, None, None
-        self._log.clear()
-        clock = PhaseTimer()
+        self.version, self.confirmed, self.external_writer, self._staged = None, True, None, None
+        self._undo_log.clear()
+        timer = PhaseTimer()
         rebuilt = UpdatePlan(target, rebuild=True)
-        began = self._moves()
-        self._staged = stage_leg(rebuilt, run, routes, self.fingerprints, self.folder, clock, self._moves)
-        self._staged_at = began
-        return self._staged_answer(self._staged, clock.ms, self._gather(routes, []))
+        began = self._weights_stamp()
+        self._staged = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
+        self._staged_stamp = began
+        return self._staged_answer(self._staged, timer.ms, self._rescan(routes, []))
 
     def _staged_answer(self, patch: StagedPatch, ms: dict[str, float], scanned: Answer) -> Answer:
         declared = patch.declared.hex()
@@ -280,13 +284,13 @@ class RankWorker:
             "bytes": patch.nbytes,
             "elements": patch.elements,
             "ms": ms,
-            "store": store_use(),
+            "store": store_usage(),
             **scanned,
         }
 
-    def _run_at(self, where: tuple[str, str] | None) -> Run:
+    def _open_run(self, where: tuple[str, str] | None) -> Run:
         """The run followed, or another one by its URL and the digest of run.json."""
-        return self._proven()[0] if where is None else self._runs.at(*where)
+        return self._require_routes()[0] if where is None else self._runs.at(*where)
 
     def commit(self, version: int) -> Answer:
         """Apply the staged version in place. The engine must be paused.
@@ -294,22 +298,22 @@ class RankWorker:
         Returns:
             {"measured": change of fingerprint per group of ranks, "ms"}. If it is wrong, ``revert``.
         """
-        _, routes = self._ready()
+        _, routes = self._require_unchanged()
         patch = self._staged
-        if patch is None or patch.version != version or self._staged_at != self._moves():
+        if patch is None or patch.version != version or self._staged_stamp != self._weights_stamp():
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
         began = time.perf_counter()
-        with postponed():
+        with postpone_interrupts():
             try:
-                measured = commits.commit(patch, routes)
+                measured = apply.apply_patch(patch, routes)
             except BaseException as error:
-                self._lost_or_ours(error)
+                self._mark_lost_or_wrap(error)
                 raise
             finally:
                 # Also if something failed right after it: what is held must be known.
                 if patch.applied:
                     self.confirmed = False
-                    self._log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
+                    self._undo_log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
                     self._staged = None
                     self.fingerprints, self.version = patch.fingerprints, version
         return {
@@ -328,20 +332,20 @@ class RankWorker:
             EngineError: the undo log does not reach there. FingerprintError: the weights are not what the commits left
             behind; they, and what this rank holds, are as before the call.
         """
-        _, routes = self._proven()
-        self._awake()
+        _, routes = self._require_routes()
+        self._check_awake()
         if version == self.version:
             return {"version": version}
-        path = self._log.path(version, self.version)
-        walked: list[UndoEntry] = []
-        with postponed():
+        path = self._undo_log.path(version, self.version)
+        applied: list[UndoEntry] = []
+        with postpone_interrupts():
             for step in path.steps:
-                matched = self._walk(step, routes, path.backwards)
-                walked.append(step)
+                matched = self._apply_logged(step, routes, path.reverse)
+                applied.append(step)
                 if not matched:
                     try:
-                        for again in reversed(walked):
-                            self._walk(again, routes, not path.backwards)
+                        for entry in reversed(applied):
+                            self._apply_logged(entry, routes, not path.reverse)
                     except BaseException:  # whatever stops it, the weights are no version, and not what they were
                         self.intact = False
                         raise
@@ -352,36 +356,36 @@ class RankWorker:
             self.confirmed, self._staged = True, None
         return {"version": self.version}
 
-    def _walk(self, step: UndoEntry, routes: RouteMap, backwards: bool) -> bool:
+    def _apply_logged(self, step: UndoEntry, routes: RouteMap, reverse: bool) -> bool:
         """One commit of the log, back or again; whether it measured what it must."""
         try:
-            measured = commits.commit(step.patch, routes, backwards)
+            measured = apply.apply_patch(step.patch, routes, reverse)
         except BaseException as error:
-            self._lost_or_ours(error)
+            self._mark_lost_or_wrap(error)
             raise
         finally:
             # Also if something failed right after it: what is held must be known.
-            if step.patch.applied != backwards:
-                self._log.walk(backwards)
-                self.fingerprints = step.fingerprints if backwards else step.patch.fingerprints
-                self.version = step.version if backwards else step.patch.version
-        return measured == step.expected(backwards)
+            if step.patch.applied != reverse:
+                self._undo_log.record_step(reverse)
+                self.fingerprints = step.fingerprints if reverse else step.patch.fingerprints
+                self.version = step.version if reverse else step.patch.version
+        return measured == step.expected(reverse)
 
-    def trim(self, undo_bytes: int) -> Answer:
+    def confirm(self, undo_bytes: int) -> Answer:
         """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound, and drop
         what a way back within the same pause needed on the device."""
         self.confirmed = True
-        self._log.confirm()
+        self._undo_log.confirm()
         if self.version is not None:
-            self._noted = None
-        self._log.trim(undo_bytes)
+            self._claimed = None
+        self._undo_log.trim(undo_bytes)
         return self.describe()
 
-    def _lost_or_ours(self, error: BaseException) -> None:
+    def _mark_lost_or_wrap(self, error: BaseException) -> None:
         if isinstance(error, WeightsLostError):
             self.intact = False
         elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
-            raise as_ours(error) from error
+            raise wrap_error(error) from error
 
     def describe(self) -> Answer:
         """What this rank holds, whether it can tell, which versions it can go back to (newest first), and who else
@@ -390,64 +394,66 @@ class RankWorker:
             "version": self.version,
             "intact": self.intact,
             "confirmed": self.confirmed,
-            "undo": self._log.versions,
-            "undo_bytes": self._log.nbytes,
-            "touched": self.touched,
-            "touches": self.touches,
+            "undo": self._undo_log.versions,
+            "undo_bytes": self._undo_log.nbytes,
+            "external_writer": self.external_writer,
+            "external_writes": self.external_writes,
             "asleep": self.asleep,
         }
 
-    def trust(self, touches: list[int]) -> Answer:
+    def clear_external_write(self, external_writes: list[int]) -> Answer:
         """Whoever touched the weights left them as they were: the controller has rescanned them.
 
         Args:
             touches: per rank, how many it knew of. Whoever came after is not trusted yet.
         """
-        if touches[self.index] == self.touches:
-            self.touched = None
+        if external_writes[self.index] == self.external_writes:
+            self.external_writer = None
         return {}
 
-    def touch(self, who: str) -> None:
+    def note_external_write(self, writer: str) -> None:
         """Somebody else writes weights, or may."""
-        self.touched, self.touches = who, self.touches + 1
+        self.external_writer, self.external_writes = writer, self.external_writes + 1
 
     def scan(self, tensors: list[int]) -> Answer:
         """Gather and hash tensors again: {"measured": {tensor id: fingerprint per route}, "held": {tensor id: what
         the whole tensor should have}, "dead": names of those the model does not compute with any more}."""
-        _, routes = self._proven()
-        self._awake()
-        return {"version": self.version, **self._gather(routes, tensors)}
+        _, routes = self._require_routes()
+        self._check_awake()
+        return {"version": self.version, **self._rescan(routes, tensors)}
 
-    def _gather(self, routes: RouteMap, tensors: list[int]) -> Answer:
+    def _rescan(self, routes: RouteMap, tensors: list[int]) -> Answer:
         return {
-            "measured": {tensor: [value.hex() for value in found] for tensor, found in routes.measured(tensors)},
-            "held": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
+            "measured": {tensor: [value.hex() for value in found] for tensor, found in routes.measure(tensors)},
+            "expected": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
             "dead": [routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
         }
 
-    def _moves(self) -> tuple[int, int, bool]:
+    def _weights_stamp(self) -> tuple[int, int, bool]:
         """Something else once weights may have been written, or are gone: then what was staged fits others."""
-        return self.touches, self._log.moves, self.asleep
+        return self.external_writes, self._undo_log.writes, self.asleep
 
-    def _ready(self) -> tuple[Run, RouteMap]:
+    def _require_unchanged(self) -> tuple[Run, RouteMap]:
         """Proven, and nobody else has written since."""
-        run, routes = self._proven()
-        self._awake()
-        if self.touched is not None:
-            raise EngineError(f"weights may have been changed from outside ({self.touched}); they are checked first")
+        run, routes = self._require_routes()
+        self._check_awake()
+        if self.external_writer is not None:
+            raise EngineError(
+                f"weights may have been changed from outside ({self.external_writer}); they are checked first"
+            )
         routes.check_live()
         return run, routes
 
-    def _proven(self) -> tuple[Run, RouteMap]:
+    def _require_routes(self) -> tuple[Run, RouteMap]:
         if not self.intact:
             raise WeightsLostError("this rank cannot tell what its weights are; start the server again")
         if self.run is None or self.routes is None:
             raise EngineError("this rank has not proven its routes yet")
         return self.run, self.routes
 
-    def _awake(self) -> None:
+    def _check_awake(self) -> None:
         self.memory.check_awake()
 
 
-def _noted(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
+def _claimed(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
     return {"run": run, "url": url, "version": version, "fingerprints": fingerprints}
