@@ -1,8 +1,8 @@
-"""What a model looked like when its loader had filled it, and which modules were changed after that.
+"""``record_load`` records what an engine does to a model's weights after loading, so that it can be repeated.
 
-Engines rework weights once they are loaded: they pack them for a kernel, quantize them, multiply some in advance.
-``record_load`` stands around that step. It keeps a replica without data of the model as its loader knows it, which can be
-loaded again, and says where the step left something else. Knows nothing of vLLM; ``engine.compat`` puts it in place.
+After loading, engines pack weights for a kernel, quantize them or multiply some in advance. ``record_load`` wraps that
+step: it keeps a data-less replica of the model as the loader left it, which can be loaded again, and records which
+modules the step changed. This module does not depend on vLLM; ``compat/load_hook.py`` installs it.
 """
 
 import weakref
@@ -17,14 +17,14 @@ from vllm_delta_sync.engine.model.loader_trace import OVERWRITES, tensors_in, wr
 from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate, walk_numbers, walk_tensors
 
 TensorPath = tuple[str, str]
-"""(path of a module, path of a tensor from there)."""
+"""(path of a module, path of a tensor within the module)."""
 Process = Callable[[Any, "Iterable[str] | None"], None]
-"""(model, paths of modules, None for all): do what is done after loading."""
+"""(model, paths of modules, None for all): run the step after loading."""
 NO_STORAGES: frozenset[int] = frozenset()
 UNKNOWN = -1
-"""In the place of a storage: something within the module may have gone into it."""
+"""Stands for an unknown storage: anything within the module may have been used."""
 INITIAL_ELEMENTS = 4096
-"""Tensors up to this size are kept as they were before the step: scales and the like that no checkpoint fills."""
+"""Tensors up to this size are copied before the step: scales and similar tensors that no checkpoint fills."""
 
 
 @dataclass
@@ -32,14 +32,14 @@ class LoadRecord:
     """How a model was loaded.
 
     Attributes:
-        skeleton: the model as its loader knows it, on the meta device.
-        changed: per module that the step left with other tensors, or numbers, made of what the model had: of which.
-        process: the step, for modules of a replica.
-        initial: small tensors as they were before the step, copied.
-        live: where each tensor of the skeleton's modules is now, for as long as it is.
-        hidden: operations that were given weights and answered with something else than tensors: a kernel's handle to a
-            copy that nobody else can reach.
-        numbers: every number that is no whole one, as it was after the step.
+        skeleton: the model as the loader left it, on the meta device.
+        changed: path of each module in which the step left new tensors or numbers → the tensors they were made of.
+        process: the step after loading, for modules of a replica.
+        initial: copies of small tensors from before the step.
+        live: weak references to where each tensor of the skeleton's modules is now.
+        opaque_operations: operations that took weights and returned something other than tensors, such as a kernel's
+            handle to a copy that nothing else can reach.
+        numbers: every number that is not whole, as it was after the step.
         is_runtime_state: whether a tensor of that name is filled by requests or adapters, never from weights.
     """
 
@@ -53,11 +53,11 @@ class LoadRecord:
     is_runtime_state: Callable[[str], bool] = lambda name: False
 
     def added_since_load(self, model: Any) -> list[str]:
-        """What the model has by now that it did not have after loading, and that may have been computed from weights.
+        """Names of tensors and numbers that appeared after loading and may have been computed from weights.
 
-        Kernels and layers may combine weights, or read scales off them, at their first call. That would go stale
-        without a sign. A tensor that took the place of another one is not meant: where weights went into that, it is
-        not found where it was left.
+        Kernels and layers may combine weights, or read scales from them, at their first call. Such values would go
+        stale unnoticed. Tensors that replaced others are not listed: if they were made of weights, the route compiler
+        finds that the original is no longer in its place.
         """
         known = {
             tensor.untyped_storage()._cdata for tensor in (seen() for seen in self.live.values()) if tensor is not None
@@ -85,15 +85,15 @@ _records: "weakref.WeakKeyDictionary[Any, LoadRecord]" = weakref.WeakKeyDictiona
 
 
 def load_record_of(model: Any) -> LoadRecord | None:
-    """How a model was loaded, if that was watched."""
+    """The record of a model's loading; None if ``record_load`` did not run for it."""
     return _records.get(model)
 
 
 class _ProvenanceMode(TorchDispatchMode):
-    """Follows what is made of a model's tensors, and what is written.
+    """Tracks which storages each tensor was made of, and which storages were written.
 
-    Memory that was made without being filled may have been filled by a kernel that is not called as an operator, of
-    whatever: it counts as made of UNKNOWN too.
+    A kernel that is not called as an operator may fill uninitialized memory from anything, so such memory counts as
+    made of UNKNOWN too.
     """
 
     def __init__(self, model: Any) -> None:
@@ -110,17 +110,17 @@ class _ProvenanceMode(TorchDispatchMode):
         written_storages = {tensor.untyped_storage()._cdata for tensor in targets}
         whole = {tensor.untyped_storage()._cdata for tensor in targets if _is_whole(tensor)}
         found = func(*args, **kwargs)
-        # What fills memory anew does not depend on what was there.
+        # An operation that overwrites its target does not use the target's old content.
         sources = given - written_storages if func in OVERWRITES else given
         derived_from = NO_STORAGES.union(*(self.derived_from.get(storage, NO_STORAGES) for storage in sources))
-        # What torch's own operators answer with are values that a module keeps where they can be compared.
+        # Numbers that torch's own operators return can be compared later; other operators may return handles.
         if derived_from and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
             self.opaque_operations.add(str(func))
         self.written |= written_storages
         fresh = {t.untyped_storage()._cdata for t in tensors_in(found) if is_plain(t)} - given
         unfilled = frozenset((UNKNOWN,)) if "empty" in func.__name__ else NO_STORAGES
         for storage in fresh:
-            # An address may be that of memory that is gone.
+            # The address may have belonged to memory that was freed.
             self.derived_from[storage] = derived_from | unfilled
         for storage in written_storages - fresh:
             before = (
@@ -131,12 +131,12 @@ class _ProvenanceMode(TorchDispatchMode):
 
 
 def dotted_path(where: TensorPath) -> str:
-    """A place as one name."""
+    """A tensor path as one name."""
     return ".".join(part for part in where if part)
 
 
 def is_under(path: str, modules: Iterable[str]) -> bool:
-    """Whether a module is one of these, or within one."""
+    """Whether a module is one of ``modules``, or within one."""
     return any(not module or path == module or path.startswith(module + ".") for module in modules)
 
 
@@ -146,14 +146,14 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _TensorBefore:
-    """A tensor before the step; it may be gone after."""
+    """A tensor before the step; the step may free it."""
 
     tensor: "weakref.ref[torch.Tensor]"
     storage: int
 
     @property
     def is_kept(self) -> bool:
-        """Whether it still is, and where it was."""
+        """Whether the tensor still exists in the same storage."""
         tensor = self.tensor()
         return tensor is not None and tensor.untyped_storage()._cdata == self.storage
 
@@ -161,7 +161,7 @@ class _TensorBefore:
 def record_load(
     model: Any, process: Process, is_runtime_state: Callable[[str], bool] = lambda name: False
 ) -> LoadRecord:
-    """Run the step that follows loading on a whole model, and note what it does.
+    """Run the step after loading on a whole model, and record what it does.
 
     Args:
         is_runtime_state: see ``LoadRecord``.
@@ -171,15 +171,15 @@ def record_load(
     for path, name, tensor in walk_tensors(model):
         if is_plain(tensor):
             before[path, name] = _TensorBefore(weakref.ref(tensor), tensor.untyped_storage()._cdata)
-            # A part of a model that is not served may have no data.
+            # Parts of a model that are not served may have no data.
             if tensor.numel() <= INITIAL_ELEMENTS and tensor.device.type != "meta":
-                # In host memory: what is allocated now on a device would go with the weights when the engine sleeps.
+                # In host memory: device memory allocated now would be freed with the weights when the engine sleeps.
                 record.initial[path, name] = tensor.detach().to("cpu", copy=True)
     numbers = _float_attributes(model)
     provenance = _ProvenanceMode(model)
     with provenance:
         process(model, None)
-    # Another view of memory that is as it was shows whatever is written there.
+    # A new view of unchanged memory follows later writes, so it is not a change.
     kept = {seen.storage for seen in before.values() if seen.is_kept} - provenance.written
     derived_from: dict[str, frozenset[int]] = {}
     for path, name, tensor in walk_tensors(model):
@@ -205,5 +205,5 @@ def record_load(
 
 
 def _float_attributes(model: Any) -> dict[TensorPath, float]:
-    """Whole numbers are sizes and flags; a float may be a scale that was computed from weights."""
+    """Float attributes of a model. Whole numbers are sizes and flags; a float may be a scale computed from weights."""
     return {(path, name): value for path, name, value in walk_numbers(model) if isinstance(value, float)}

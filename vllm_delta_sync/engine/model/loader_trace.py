@@ -1,11 +1,11 @@
-"""Watch a model's own loader: which elements of the checkpoint it puts where, and what it computes.
+"""``trace_loader`` records what a model's own loader does: where it copies checkpoint elements, and what it computes.
 
-``load_weights`` runs once on a replica without data, and with data-less (meta) tensors, while every operation is
-seen. Each plain copy is an affine map from flat source indices to destination elements; slices, fused projections,
-transposes and tied weights come out by themselves. Whatever else reaches a parameter (casts, transforms, sums) is
-noted with the checkpoint tensors that went into it: ``route_compiler.py`` says what becomes of it.
+``load_weights`` runs once on a replica without data, with data-less (meta) tensors, while a dispatch mode sees every
+operation. Each plain copy is an affine map from flat source indices to destination elements, which covers slices, fused
+projections, transposes and tied weights. Everything else that writes to a parameter (casts, transforms, sums) is
+recorded with the checkpoint tensors it used; ``route_compiler.py`` decides how to handle it.
 
-Works on any torch module with a ``load_weights(iterable of (name, tensor))`` method; knows nothing of vLLM.
+Works on any torch module with a ``load_weights(iterable of (name, tensor))`` method; does not depend on vLLM.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,11 +24,11 @@ from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 aten = torch.ops.aten
 NO_TENSORS: frozenset[int] = frozenset()
 OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
-"""What was there before plays no part in what is there after."""
+"""Operations after which the old content of the target plays no part."""
 
 
 class LoadableModel(Protocol):
-    """What tracing needs of a model; vLLM's models have it."""
+    """The methods that tracing needs of a model; vLLM's models have them."""
 
     def load_weights(self, weights: Any) -> Any: ...
     def named_modules(self, memo: Any = ..., prefix: str = ..., remove_duplicate: bool = ...) -> Any: ...
@@ -42,7 +42,8 @@ class Target:
     """Memory that a loader may write: one storage of the replica.
 
     Attributes:
-        names: every parameter or buffer that lies in it. numel: of all of it, in elements of ``dtype``.
+        names: every parameter or buffer in the storage.
+        numel: size of the storage, in elements of ``dtype``.
         is_parameter: whether one of them is a parameter.
     """
 
@@ -54,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements of a checkpoint tensor, one by one, to elements of a target."""
+    """The loader copies elements of a checkpoint tensor to elements of a target."""
 
     tensor: int
     target: int
@@ -64,7 +65,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Computed:
-    """A target holds something else than elements of the checkpoint. ``tensors`` went into it; ``reason`` says how."""
+    """A target holds something other than checkpoint elements: made of ``tensors``, for the given ``reason``."""
 
     target: int
     tensors: frozenset[int]
@@ -76,9 +77,9 @@ class Trace:
     """What a loader does with the tensors of a run.
 
     Attributes:
-        paddings: (target, region, number of copies before it) of what is set to a constant.
-        kept: per place of a tensor that hangs on the model and is no memory of it, as (path of the module, path from
-            there): the tensors that went into it.
+        paddings: (target, region, number of copies before it) of each region set to a constant.
+        kept: tensors that the loader left on the model outside its targets: (module path, path within the module) →
+            ids of the checkpoint tensors they were made of.
     """
 
     table: TensorTable
@@ -90,7 +91,7 @@ class Trace:
 
 
 class _LoadRecorder(TorchDispatchMode):
-    """Follows checkpoint tensors through all operations; the replica's memory is meta, so nothing is computed."""
+    """Tracks checkpoint tensors through all operations. The replica's memory is meta, so nothing is computed."""
 
     def __init__(self, table: TensorTable, replica: LoadableModel) -> None:
         super().__init__()
@@ -98,9 +99,9 @@ class _LoadRecorder(TorchDispatchMode):
         self.current = "(before the first tensor)"
         self._targets: dict[int, int] = {}
         self._sources: dict[int, int] = {}
-        # Which checkpoint tensors went into a storage that is neither.
+        # Storage that is neither target nor source → ids of the checkpoint tensors it was made of.
         self._derived_from: dict[int, frozenset[int]] = {}
-        # Storages are told apart by address of their implementation, which may be reused once one is freed.
+        # Storages are identified by address, which may be reused once one is freed.
         self._alive: list[torch.Tensor] = []
         for name, tensor in replica.named_parameters(remove_duplicate=False):
             self._add_target(name, tensor, True)
@@ -122,7 +123,7 @@ class _LoadRecorder(TorchDispatchMode):
         self.trace.targets.append(Target([name], tensor.dtype, numel, is_parameter))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The run's tensors without data, as a loader would get them."""
+        """Yield the run's tensors without data, as a loader receives them."""
         for position, spec in enumerate(self.trace.table):
             tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
             self._alive.append(tensor)
@@ -155,7 +156,7 @@ class _LoadRecorder(TorchDispatchMode):
             self._derived_from[key] = self._derived_from.get(key, NO_TENSORS) | tensors
 
     def _record(self, func: Any, tensor: torch.Tensor, tensors: frozenset[int], args: Any) -> None:
-        """A tensor was written."""
+        """Record a write to a tensor."""
         target = self._targets.get(tensor.untyped_storage()._cdata)
         if target is None:
             if tensors:
@@ -203,7 +204,7 @@ class _LoadRecorder(TorchDispatchMode):
         self.trace.computed.append(Computed(target, self._sources_of(source), reason))
 
     def record_kept(self, replica: Any) -> None:
-        """What the loader left on the model, besides what it wrote to the model's memory."""
+        """Record tensors that the loader left on the model outside its targets."""
         for path, name, tensor in walk_tensors(replica):
             tensors = self._sources_of(tensor)
             if tensors and tensor.untyped_storage()._cdata not in self._targets:
@@ -222,7 +223,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """The tensors that an operation writes to, as its schema says."""
+    """The tensors that an operation writes to, according to its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
@@ -233,20 +234,20 @@ def _region(tensor: torch.Tensor) -> Region:
 
 
 def trace_loader(replica: LoadableModel, table: TensorTable) -> Trace:
-    """Let a replica load the tensors of a run, and see what it does. What the replica is afterwards is of no use.
+    """Let a replica load the tensors of a run, and record what its loader does. The replica is useless afterwards.
 
     Args:
         replica: all memory that the loader may write is on the meta device.
 
     Raises:
-        ModelError: the loader fails, or reads the data of a tensor; the message names tensor and reason.
+        ModelError: the loader fails, or reads the data of a tensor; the message names the tensor and the reason.
     """
     recorder = _LoadRecorder(table, replica)
     try:
         with torch.no_grad(), recorder:
             replica.load_weights(recorder.weights())
-    except Exception as error:  # the loader is foreign code and may raise anything
-        # torch's errors about tensors without data name the meta device, and have no class of their own.
+    except Exception as error:  # the loader is code of the model and may raise anything
+        # torch's errors about tensors without data mention the meta device, and have no class of their own.
         fix = (
             "this loader reads the data of a tensor to decide where others go, which cannot be traced; serve the model "
             "in another layout, such as without --enable-expert-parallel"

@@ -1,10 +1,10 @@
-"""Weights that a model computes from the checkpoint: loaded again, beside the model, whenever they change.
+"""``ReloadUnits`` keeps weights up to date that a model computes from checkpoint tensors instead of copying them.
 
-Each rank keeps a shadow, in host memory, of just those checkpoint tensors, and patches it like a weight. While a
-version is staged, the model's own loader (and what is done after loading) runs once more on a replica that has memory
-for the touched modules only, from the shadows as they will be. What comes out is exchanged with what the model holds
-when the version is committed, and lies in the patch for the way back. It is shown at the start that this gives, from
-the shadows as they are, what the model holds, bit for bit; otherwise the model is refused.
+Each rank keeps a host copy of just those checkpoint tensors, and patches it like a weight. While a version is staged,
+``LoaderReplay`` runs the model's own loader (and the step after loading) again on a replica that has memory for the
+affected modules only, with the host copies as they will be. The commit exchanges the results with the model's weights;
+the patch then holds the old ones for a rollback. At start-up each unit is proven: reloading the current host copies
+must give the model's weights bit for bit, otherwise the model is refused.
 """
 
 from collections import defaultdict
@@ -36,16 +36,18 @@ from vllm_delta_sync.tensors.bits import Bits, apply_distances
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES, tensor_from_bits
 
 BATCH_BYTES = 1 << 30
-"""Of shadows that are loaded again at once: a replica is made for each time."""
+"""Bytes of host copies that are reloaded at once: each batch needs a replica."""
 
 
 @dataclass(frozen=True)
 class ReloadScope:
-    """What has to be loaded again together.
+    """Tensors that must be reloaded together.
 
     Attributes:
-        tensors: ids, ascending. places: memory that they are loaded to.
-        modules: paths of those worked on after loading. reason: why they are not patched by address.
+        tensors: ids, ascending.
+        tensor_paths: the memory that they are loaded to.
+        modules: paths of the modules among them that the step after loading changes.
+        reason: why these tensors cannot be patched by address.
     """
 
     tensors: list[int]
@@ -56,7 +58,7 @@ class ReloadScope:
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_C_custom_ar")
 _COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-"""Parts of names of operators that hide a collective, such as ``vllm::all_reduce``: what they call is not seen."""
+"""Parts of names of operators that hide a collective, such as ``vllm::all_reduce``: dispatch does not see inside."""
 
 
 def _is_collective(func: Any) -> bool:
@@ -65,8 +67,7 @@ def _is_collective(func: Any) -> bool:
 
 
 class _LiveMemoryGuard(TorchDispatchMode):
-    """Lets nothing write to the memory of a model or talk to other ranks: generation goes on meanwhile, and uses the
-    same channels."""
+    """Forbids writes to the model's memory and collectives: generation continues meanwhile and uses the same channels."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -76,30 +77,31 @@ class _LiveMemoryGuard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.get_default_dtype() != self._dtype:
             raise ModelError(
-                f"loading it again would change the default dtype of the whole process to {torch.get_default_dtype()} "
+                f"reloading it would change the default dtype of the whole process to {torch.get_default_dtype()} "
                 "while it generates"
             )
         if _is_collective(func):
-            raise ModelError(f"loading it again would talk to other ranks while they generate, by {func}")
+            raise ModelError(f"reloading it would communicate with other ranks while they generate, by {func}")
         for tensor in written_by(func, args, kwargs or {}):
             if is_plain(tensor) and tensor.untyped_storage()._cdata in self._storages:
-                raise ModelError(f"loading it again beside the model would write to the model itself, by {func}")
+                raise ModelError(f"reloading it beside the model would write to the model itself, by {func}")
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
 class ReplayedLoad:
-    """What loading a part again made: tensors, and numbers that worked-on modules keep beside them."""
+    """The result of reloading a scope: tensors, and numbers that changed modules keep beside them."""
 
     tensors: dict[TensorPath, torch.Tensor]
     numbers: dict[TensorPath, float]
 
 
 class LoaderReplay:
-    """Loads parts of a model again, into memory of their own.
+    """Reloads parts of a model into separate memory.
 
     Args:
-        targets: all memory that the loader may write. memory: that of the model.
+        targets: all memory that the loader may write.
+        memory: guards the model's weights.
     """
 
     def __init__(
@@ -121,26 +123,26 @@ class LoaderReplay:
     def load(
         self, scopes: Sequence[ReloadScope], bits: dict[int, Bits]
     ) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
-        """What the loader makes of these bits, for each part; several at once, as far as memory is to go.
+        """Reload each scope from these bits, in batches of at most ``BATCH_BYTES``.
 
         Raises:
-            ModelError: it cannot be done beside the model.
+            ModelError: a scope cannot be reloaded beside the model.
         """
         batch: list[ReloadScope] = []
         size = 0
         for scope in scopes:
-            of_part = sum(bits[tensor].nbytes for tensor in scope.tensors)
-            if batch and size + of_part > BATCH_BYTES:
+            size_of_scope = sum(bits[tensor].nbytes for tensor in scope.tensors)
+            if batch and size + size_of_scope > BATCH_BYTES:
                 yield from self._load(batch, bits)
                 batch, size = [], 0
             batch.append(scope)
-            size += of_part
+            size += size_of_scope
         if batch:
             yield from self._load(batch, bits)
 
     def _load(self, scopes: list[ReloadScope], bits: dict[int, Bits]) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
         meta_leaf = MetaLeaf(self._skeleton)
-        # All of it at once: vLLM's own writers change process-wide state, such as how tensors are copied.
+        # One lock for the whole batch: vLLM's weight loaders change process-wide state, such as how tensors are copied.
         with self._memory.reading():
             replica = self._load_replica(_merge_scopes(scopes), bits, meta_leaf)
         found = [ReplayedLoad({}, {}) for _ in scopes]
@@ -159,7 +161,7 @@ class LoaderReplay:
     # See ``trace_routes``.
     @torch.inference_mode(False)
     def _load_replica(self, scope: ReloadScope, bits: dict[int, Bits], meta_leaf: MetaLeaf) -> Any:
-        """A replica that has loaded a part, and is worked on as far as that needs it. ``meta_leaf``: of the skeleton."""
+        """Load a scope into a replica and run the step after loading on it. ``meta_leaf``: that of the skeleton."""
         weights = ((self._table[i].name, tensor_from_bits(bits[i].copy(), self._table[i])) for i in scope.tensors)
         name = self._table[scope.tensors[0]].name
         replica = replicate(self._skeleton, self._leaf(scope, meta_leaf))
@@ -170,21 +172,21 @@ class LoaderReplay:
                     self.record.process(replica, self._modules_to_process(scope))
         except ModelError as error:
             raise ModelError(f"tensor {name!r} is not patched by address ({scope.reason}); {error.message}") from error
-        except Exception as error:  # loader and kernels are foreign code and may raise anything
+        except Exception as error:  # loader and kernels are code of the model and may raise anything
             raise ModelError(
-                f"tensor {name!r} is not patched by address ({scope.reason}), and cannot be loaded again beside the "
+                f"tensor {name!r} is not patched by address ({scope.reason}), and cannot be reloaded beside the "
                 f"model: {type(error).__name__}: {error}"
             ) from error
         return replica
 
     def _modules_to_process(self, scope: ReloadScope) -> list[str]:
-        """Modules of a part, and those within them that hold its memory."""
-        scopes_holding = {path for path, _ in scope.tensor_paths}
+        """Modules of a scope, and the modules within them that hold its memory."""
+        holders = {path for path, _ in scope.tensor_paths}
         paths = [path for path, _ in self._skeleton.named_modules()]
-        return [p for p in paths if p in scope.modules or (p in scopes_holding and is_under(p, scope.modules))]
+        return [p for p in paths if p in scope.modules or (p in holders and is_under(p, scope.modules))]
 
     def _leaf(self, scope: ReloadScope, meta_leaf: MetaLeaf) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Memory for a part's tensors, filled as before loading where that is known; ``meta_leaf`` makes all others."""
+        """Give memory to a scope's tensors, initialized as before loading where known; ``meta_leaf`` makes the rest."""
         wanted: dict[int, torch.UntypedStorage] = {}
         fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
         index = _ScopeIndex([scope], self._targets)
@@ -208,7 +210,7 @@ class LoaderReplay:
         return leaf
 
     def _initial_value(self, path: str, name: str, tensor: torch.Tensor, scope: ReloadScope) -> torch.Tensor | None:
-        """What a tensor holds where no loader writes, if that is known."""
+        """The content of a tensor where no loader writes, if known."""
         if is_under(path, scope.modules):
             return None if self.record is None else self.record.initial.get((path, name))
         live = self.live.get((path, name))
@@ -217,27 +219,27 @@ class LoaderReplay:
 
 
 class _ScopeIndex:
-    """Finds the parts that something in a model belongs to, by their numbers."""
+    """Finds the scopes that a tensor or module belongs to, by number."""
 
     def __init__(self, scopes: Sequence[ReloadScope], targets: frozenset[TensorPath]) -> None:
         self._targets = targets
-        self._of_place: dict[TensorPath, list[int]] = defaultdict(list)
+        self._of_tensor_path: dict[TensorPath, list[int]] = defaultdict(list)
         self._of_module: dict[str, list[int]] = defaultdict(list)
         for number, scope in enumerate(scopes):
             for at in scope.tensor_paths:
-                self._of_place[at].append(number)
+                self._of_tensor_path[at].append(number)
             for module in scope.modules:
                 self._of_module[module].append(number)
 
     def scopes_holding(self, path: str, name: str) -> list[int]:
-        """Parts that a tensor is the memory of, or may come out of."""
-        known = self._of_place.get((path, name))
+        """Scopes that a tensor is memory of, or that may create it."""
+        known = self._of_tensor_path.get((path, name))
         if known is not None or (path, name) in self._targets:
             return known or []
         return self.scopes_processing(path)
 
     def scopes_processing(self, path: str) -> list[int]:
-        """Parts that work on a module, or on one that it is within."""
+        """Scopes that process a module, or a module that contains it."""
         found = list(self._of_module.get(path, ()))
         while path:
             path = path.rpartition(".")[0]
@@ -255,7 +257,7 @@ def _merge_scopes(scopes: list[ReloadScope]) -> ReloadScope:
 
 
 def live_tensors(model: Any, record: LoadRecord | None) -> dict[TensorPath, torch.Tensor]:
-    """Place as loaded → the tensor that is there now, which may be in another module."""
+    """Tensor path at loading → the tensor that is now there; it may have moved to another module."""
     found = {(path, name): tensor for path, name, tensor in walk_tensors(model)}
     if record is not None:
         there = {id(tensor) for tensor in found.values()}
@@ -267,7 +269,7 @@ def live_tensors(model: Any, record: LoadRecord | None) -> dict[TensorPath, torc
 
 
 def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
-    """Storage → the (module, attribute) pairs that have it."""
+    """Storage → the (module, attribute) pairs that refer to it."""
     found: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
     for path, name, tensor in walk_tensors(model):
         module = model.get_submodule(path)
@@ -277,18 +279,19 @@ def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
 
 
 LoadTimeReader = Callable[[list[int]], dict[int, Bits]]
-"""Tensor ids → (numel,) bits of what the model was loaded with, each an array that may be kept."""
+"""Tensor ids → (numel,) bits that the model was loaded with, each an array that the caller may keep."""
 NO_TENSOR = -1
-"""In the place of a tensor's id, in patches of what no single tensor leads to."""
+"""Replaces the tensor id in patches of memory that belongs to no single tensor."""
 
 
 @dataclass
 class Output:
-    """Memory of the model that a part leads to.
+    """Memory of the model that a scope writes.
 
     Attributes:
-        places: where it lies, and how its elements lie in what is loaded again, which must be the same at all of them.
-        route: leads to it.
+        tensor_paths: path of each tensor that contains it → how its elements lie in the reloaded tensor. All of them
+            must contain the same bits.
+        route: leads to the memory.
     """
 
     tensor_paths: dict[TensorPath, Region]
@@ -297,11 +300,11 @@ class Output:
 
 @dataclass
 class ReloadUnit:
-    """A part whose loading again has been shown to give what the model holds.
+    """A scope that, when reloaded, was proven to give the model's weights.
 
     Attributes:
-        shadows: tensor id → destination of its shadow.
-        numbers: those that loading again gives as the model has them. They cannot be exchanged.
+        inputs: tensor id → destination of its host copy.
+        numbers: numbers that reloading reproduced. A number cannot be exchanged.
     """
 
     scope: ReloadScope
@@ -325,10 +328,10 @@ class ReloadUnits:
         scopes: Sequence[ReloadScope],
         load_time_bits: LoadTimeReader,
     ) -> "ReloadUnits":
-        """Make units of parts, with routes to their shadows.
+        """Make a unit of each scope, with routes to its host copies, and prove it.
 
         Raises:
-            ModelError: loading the shadows again does not give what the model holds. Else what ``load_time_bits`` raises.
+            ModelError: reloading does not give the model's weights. DeltaSyncError: see ``load_time_bits``.
         """
         try:
             bits = load_time_bits(sorted(tensor for scope in scopes for tensor in scope.tensors))
@@ -342,7 +345,9 @@ class ReloadUnits:
                 flat = torch.from_numpy(bits[tensor].view(f"<i{spec.element.itemsize}"))
                 unit.inputs[tensor] = len(routes.destinations)
                 host_copy = flat.view(SIGNED[spec.element.itemsize])
-                routes.destinations.append(Destination(f"shadow of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy))
+                routes.destinations.append(
+                    Destination(f"host copy of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy)
+                )
                 whole = _whole_region(spec.numel)
                 routes.routes[tensor] = [Route(unit.inputs[tensor], whole, whole)] if spec.numel else []
                 routes.loaded[tensor], routes.groups[tensor] = bool(spec.numel), [0] * len(routes.routes[tensor])
@@ -357,17 +362,17 @@ class ReloadUnits:
 
     @property
     def tensors(self) -> list[int]:
-        """Ids of the tensors that are loaded again."""
+        """Ids of the tensors that are reloaded."""
         return sorted(tensor for unit in self.units for tensor in unit.inputs)
 
     def add_outputs_to(self, patch: StagedPatch, routes: RouteMap, everything: bool = False) -> None:
-        """Add to a patch what its changes of shadows lead to.
+        """Reload the units whose inputs a patch changes, and add the results to the patch.
 
         Args:
-            everything: also of units whose shadows do not change, where the model holds something else.
+            everything: also check unchanged units, and add what the model holds differently.
 
         Raises:
-            ModelError: what was loaded again does not fit the model any more.
+            ModelError: a reloaded tensor or number no longer fits the model.
         """
         bits: dict[int, Bits] = {}
         affected: list[ReloadUnit] = []
@@ -379,29 +384,29 @@ class ReloadUnits:
                 for tensor, value in after.items():
                     bits[tensor] = _input_bits(routes, unit.inputs[tensor]) if value is None else value
         found = self._exchanges_of(affected, bits, routes)
-        patch.dense += [DensePatch(NO_TENSOR, scopes) for scopes in found if scopes]
+        patch.dense += [DensePatch(NO_TENSOR, exchanges) for exchanges in found if exchanges]
 
     def up_to_date(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
-        """Those of some tensors of which the model holds what their shadows lead to."""
+        """The given tensors whose units match the model: reloading gives what it holds."""
         wanted = set(tensors)
         affected = [unit for unit in self.units if wanted & set(unit.inputs)]
         bits = {tensor: _input_bits(routes, number) for unit in affected for tensor, number in unit.inputs.items()}
-        held: set[int] = set()
-        for unit, scopes in zip(affected, self._exchanges_of(affected, bits, routes), strict=True):
-            if not scopes:
-                held |= wanted & set(unit.inputs)
-        return held
+        matching: set[int] = set()
+        for unit, exchanges in zip(affected, self._exchanges_of(affected, bits, routes), strict=True):
+            if not exchanges:
+                matching |= wanted & set(unit.inputs)
+        return matching
 
     def _exchanges_of(
         self, units: list[ReloadUnit], bits: dict[int, Bits], routes: RouteMap
     ) -> Iterator[list[tuple[Route, torch.Tensor]]]:
-        """Per unit: where the model holds something else than what these bits lead to, and what to put there."""
+        """Per unit: where the model differs from what these bits give, and what to put there."""
         loaded = self.replay.load([unit.scope for unit in units], bits)
         for unit, (_, found) in zip(units, loaded, strict=True):
             yield _unit_exchanges(unit, found, routes)
 
     def is_live(self, tensor: int, routes: RouteMap) -> bool:
-        """Whether a tensor's memory is still what the model computes with."""
+        """Whether the model still computes with a tensor's memory."""
         unit = next((unit for unit in self.units if tensor in unit.inputs), None)
         return unit is None or all(routes.destinations[output.route.destination].is_live for output in unit.outputs)
 
@@ -418,7 +423,7 @@ Change = SparsePatch | tuple[Route, torch.Tensor]
 
 
 def _by_destination(patch: StagedPatch) -> dict[int, list[Change]]:
-    """What a patch does to each destination, in its order."""
+    """Destination → what a patch does to it, in order."""
     found: dict[int, list[Change]] = defaultdict(list)
     for sparse in patch.sparse:
         found[sparse.destination].append(sparse)
@@ -429,7 +434,7 @@ def _by_destination(patch: StagedPatch) -> dict[int, list[Change]]:
 
 
 def _bits_after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
-    """The bits that a shadow will have; None if they stay."""
+    """The bits that a host copy will have; None if they do not change."""
     if not changes:
         return None
     bits = _input_bits(routes, number).copy()
@@ -451,7 +456,7 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def _output_exchange(
     output: Output, found: dict[TensorPath, torch.Tensor], routes: RouteMap
 ) -> tuple[Route, torch.Tensor] | None:
-    """A route and what to exchange through it, in host memory; None if the model holds that."""
+    """A route and what to exchange through it, in host memory; None if the model holds that already."""
     made = [
         _bits_of(found[at]).as_strided(lies.sizes, lies.strides, found[at].storage_offset())
         for at, lies in output.tensor_paths.items()
@@ -459,7 +464,7 @@ def _output_exchange(
     ]
     if len(made) != len(output.tensor_paths) or not all(torch.equal(made[0], other) for other in made[1:]):
         first = dotted_path(next(iter(output.tensor_paths)))
-        raise ModelError(f"{first} came out otherwise than at the start; start the server again")
+        raise ModelError(f"reloading {first} gave another result than at start-up; start the server again")
     route, shaped = output.route, made[0]
     held = region_view(routes.destinations[route.destination].flat, route.target)
     with routes.memory.reading():
@@ -473,7 +478,7 @@ def _same_number(first: float, second: float) -> bool:
 
 
 def _unit_exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> list[tuple[Route, torch.Tensor]]:
-    """Where the model holds something else than what was loaded again, and what to put there."""
+    """Where the model differs from the reloaded tensors, and what to put there."""
     for at, value in unit.numbers.items():
         if at not in found.numbers or not _same_number(found.numbers[at], value):
             raise ModelError(
@@ -487,21 +492,21 @@ def _unit_exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> 
 def _find_outputs(
     unit: ReloadUnit, replay: LoaderReplay, routes: RouteMap, found: dict[TensorPath, torch.Tensor]
 ) -> list[Output]:
-    """Find in the model, bit for bit, what came out of loading a part again from what the model was loaded with."""
+    """Find the reloaded tensors in the model and compare them bit for bit."""
     first = routes.table[unit.scope.tensors[0]].name
     outputs: dict[tuple[int, Region], Output] = {}
     numbers: dict[int, int] = {}
     for where, made in found.items():
         held = replay.live.get(where)
         if held is None or not is_plain(held) or not made.numel():
-            # The model has let go of it, or filled it later, as it does with caches.
+            # The model has dropped it, or filled it later, as it does with caches.
             continue
         with routes.memory.reading():
             reason = _describe_difference(made, held)
         if reason is not None:
             raise ModelError(
-                f"tensor {first!r} is not patched by address ({unit.scope.reason}), and loading it again beside the "
-                f"model gives {dotted_path(where)} {reason}"
+                f"tensor {first!r} is not patched by address ({unit.scope.reason}), and reloading it beside the model "
+                f"gives {dotted_path(where)} {reason}"
             )
         storage = held.untyped_storage()._cdata
         source, target = coalesce(held.shape, (0, made.stride()), (int(held.storage_offset()), held.stride()))
@@ -516,7 +521,7 @@ def _find_outputs(
 
 
 def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]) -> Destination:
-    """All of the memory that a tensor lies in."""
+    """The whole storage of a tensor, as a destination."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
@@ -527,5 +532,5 @@ def _describe_difference(made: torch.Tensor, held: torch.Tensor) -> str | None:
     if (made.dtype, made.shape, made.device) != (held.dtype, held.shape, held.device):
         return f"as {made.dtype} {tuple(made.shape)}, and the model has {held.dtype} {tuple(held.shape)}"
     if not torch.equal(_bits_of(made), _bits_of(held)):
-        return "other bits than the model has"
+        return "with other bits than the model has"
     return None

@@ -1,9 +1,9 @@
-"""From what a loader was seen to do to routes: plain copies become routes, the rest becomes units or is refused.
+"""``trace_routes`` turns a trace of the model's loader into routes; what cannot be routed becomes a unit or is refused.
 
-A checkpoint tensor that is copied, element by element, is patched by address. One that anything else happens to (a
-cast, a transform, a kernel's layout made after loading) belongs to a unit, with all memory it has a part in and all
-tensors that have a part in that; ``reload_units`` loads it again. What is left must add up: no element loaded twice, no
-memory shared, and no parameter that might follow from others without anybody having seen how.
+A checkpoint tensor that is copied element by element is patched by address. A tensor that is changed in another way (a
+cast, a transform, a kernel's layout made after loading) becomes part of a reload unit, together with all memory it
+affects and all other tensors that affect that memory; ``reload_units`` reloads it. The rest must add up: no element is
+loaded twice, no memory is shared, and no parameter may depend on others in a way that was not observed.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
 
 
-# As in vLLM's own loading: in inference mode torch shows a recorder other operators, and makes other tensors.
+# As in vLLM's own loading: inference mode would show a recorder other operators, and make other tensors.
 @torch.inference_mode(False)
 def trace_routes(
     model: LoadableModel,
@@ -40,38 +40,39 @@ def trace_routes(
     load_time_bits: LoadTimeReader | None = None,
     memory: WeightMemory | None = None,
 ) -> RouteMap:
-    """Trace and prove the routes of a run's tensors in a model. No weight is written.
+    """Trace and prove the routes of a run's tensors in a model. Writes no weight.
 
     Args:
-        shadows: gives the bits of tensors that the loader computes with; None: such a model is refused.
-        memory: that of the weights; None: that of ``WeightMemory.of``.
+        load_time_bits: gives the bits of tensors that the loader computes with; None: such a model is refused.
+        memory: guards the weights; None: ``WeightMemory.of(model)``.
 
     Raises:
-        ModelError: a tensor is computed and there are no shadows, or loading the shadows again does not give what the
-            model holds; a parameter is covered in part, or the loader fails. The message names tensor and reason.
+        ModelError: a tensor is computed and ``load_time_bits`` is None, or reloading does not give what the model
+            holds; a parameter is covered in part, or the loader fails. The message names the tensor and the reason.
         DeltaSyncError: what ``load_time_bits`` raises.
     """
     memory = WeightMemory.of(model) if memory is None else memory
     record = load_record_of(model)
     if record is not None and record.opaque_operations:
         raise ModelError(
-            f"this model cannot be patched in place: after loading, weights were handed to {', '.join(record.opaque_operations)}, "
-            "which keeps a copy of them that cannot be reached; serve it without that quantization or kernel"
+            "this model cannot be patched in place: after loading, weights were passed to "
+            f"{', '.join(record.opaque_operations)}, which keeps a copy that cannot be reached; serve it without that "
+            "quantization or kernel"
         )
     added_since_load = [] if record is None else record.added_since_load(model)
     if added_since_load:
         more = f" and {len(added_since_load) - 3} more" if len(added_since_load) > 3 else ""
         raise ModelError(
-            f"this model cannot be patched in place: {', '.join(added_since_load[:3])}{more} did not exist after loading, may "
-            "have been computed from weights since, and would not follow them; serve the model without the kernel or "
-            "feature that keeps it"
+            f"this model cannot be patched in place: {', '.join(added_since_load[:3])}{more} did not exist after "
+            "loading, may have been computed from weights since, and would go stale; serve the model without the "
+            "kernel or feature that keeps it"
         )
     if record is None:
         with memory.reading():
             skeleton = replicate(model, MetaLeaf(model))
     else:
         skeleton = record.skeleton
-    # A door that is watched on the instance would lead to the model itself.
+    # A wrapper that was set on the instance would lead to the model itself.
     skeleton.__dict__.pop("load_weights", None)
     trace = trace_loader(replicate(skeleton, MetaLeaf(skeleton)), table)
     if not trace.copies and not trace.computed:
@@ -86,7 +87,7 @@ def trace_routes(
         raise ModelError(f"this model cannot be patched in place: {scopes[0].reason}{more}")
     routes = compiler.routes()
     if compiler.unfilled:
-        logger.warning("no tensor of the run is loaded to %s; that stays as it is", ", ".join(compiler.unfilled))
+        logger.warning("no tensor of the run is loaded to %s; it keeps its value", ", ".join(compiler.unfilled))
     if scopes and load_time_bits is not None:
         tensor_paths = frozenset(_split_name(name) for target in trace.targets for name in target.names)
         replay = LoaderReplay(model, skeleton, table, record, tensor_paths, memory)
@@ -95,11 +96,11 @@ def trace_routes(
 
 
 class _Compiler:
-    """Tells what is patched by address from what has to be loaded again."""
+    """Separates memory that is patched by address from memory that must be reloaded."""
 
     def __init__(self, model: LoadableModel, trace: Trace, record: LoadRecord | None, memory: WeightMemory) -> None:
         self.trace, self.record, self._memory = trace, record, memory
-        # Modules that were left with something made of a tensor.
+        # Tensor path → modules that the step after loading left with something made of that tensor.
         self._processed_by: dict[tuple[str, str], list[str]] = defaultdict(list)
         for path, tensor_paths in record.changed.items() if record is not None else ():
             for at in tensor_paths:
@@ -117,19 +118,19 @@ class _Compiler:
             self._computed_of_target[computed.target] |= computed.tensors
             for tensor in computed.tensors:
                 self._computed_of_tensor[tensor].add(computed.target)
-        # What is not patched by address, and why: by target, and by tensor.
+        # What is not patched by address: target → reason, and ids of tensors.
         self._reasons: dict[int, str] = {}
         self.unfilled: list[str] = []
         self._reloaded_tensors: set[int] = set()
 
     def scopes(self) -> list[ReloadScope]:
-        """What has to be loaded again, as groups that have nothing in common."""
+        """The scopes to reload; they have nothing in common."""
         self._find_reasons()
         groups = _Groups()
         for target in self._reasons:
             for node in self._neighbours(target):
                 groups.join(("target", target), node)
-        # What a group's tensors also reach belongs to it, and so on.
+        # Every tensor of a scope adds its other targets to the scope, and those add their tensors.
         pending = list(self._reasons)
         while pending:
             target = pending.pop()
@@ -144,7 +145,7 @@ class _Compiler:
                         for node in self._neighbours(other):
                             groups.join(("target", other), node)
         for tensor_path, tensors in self.trace.kept.items():
-            # Of a tensor that is loaded nowhere else, too.
+            # This includes tensors that are loaded nowhere else.
             self._reloaded_tensors.update(tensors)
             for tensor in tensors:
                 groups.join(("kept", tensor_path), ("tensor", tensor))
@@ -161,7 +162,7 @@ class _Compiler:
         return ReloadScope(sorted(members["tensor"]), names | set(members["kept"]), set(members["module"]), reason)
 
     def _find_reasons(self) -> None:
-        """Targets that hold something else than elements of the checkpoint, or are not where the loader put them."""
+        """Find targets that hold something other than checkpoint elements, or that moved after loading."""
         for computed in self.trace.computed:
             self._reasons.setdefault(computed.target, computed.reason)
         for tensor_path, tensors in self.trace.kept.items():
@@ -181,7 +182,7 @@ class _Compiler:
             modules = [path for name in target.names for path in self._processed_by[_split_name(name)]]
             if modules:
                 where = modules[0] or "the model"
-                self._reasons[position] = f"{target.names[0]} is worked on after loading, in {where!r}"
+                self._reasons[position] = f"{target.names[0]} is changed after loading, in {where!r}"
             elif self._destination(position) is None:
                 self._reasons[position] = f"{target.names[0]} is not where the loader left it"
             elif storage_users[self._storage(position)] > 1:
@@ -192,7 +193,7 @@ class _Compiler:
                     self._reasons[position] = conflict
 
     def _neighbours(self, target: int) -> Iterable[tuple[str, Any]]:
-        """What shares memory, or a module that is worked on, with a target."""
+        """Memory, and modules changed after loading, that a target shares with others."""
         names = self.trace.targets[target].names
         for name in names:
             for path in self._processed_by[_split_name(name)]:
@@ -208,7 +209,7 @@ class _Compiler:
         return {copy.target for copy in self._of_tensor[tensor]} | self._computed_of_tensor[tensor]
 
     def _find_conflict(self, target: int) -> str | None:
-        """Why the copies into a target cannot be told apart, if so."""
+        """Why copies into a target collide; None if they do not."""
         copies = self._of_target[target]
         destination = self.trace.targets[target]
         repeated = next((copy for copy in copies if not copy.target_region.is_injective), None)
@@ -221,7 +222,7 @@ class _Compiler:
         for of, region, before in self.trace.paddings:
             if of != target or not region.numel:
                 continue
-            # Constants that were there before the copies are gone, and those beside them stay.
+            # Copies overwrite constants that were set before; constants set later must not overwrite copies.
             earlier = [copy for copy in self.trace.copies[:before] if copy.target == target]
             if earlier and find_overlap([*(copy.target_region for copy in earlier), region]) is not None:
                 name = self.trace.table[earlier[0].tensor].name
@@ -229,7 +230,7 @@ class _Compiler:
         return None
 
     def routes(self) -> RouteMap:
-        """Routes of all that is patched by address."""
+        """Routes of everything that is patched by address."""
         destinations: list[Destination] = []
         numbers: dict[int, int] = {}
         routes: list[list[Route]] = [[] for _ in self.trace.table]
@@ -248,7 +249,7 @@ class _Compiler:
         return RouteMap(self.trace.table, destinations, routes, memory=self._memory)
 
     def _destination(self, position: int) -> torch.Tensor | None:
-        """A live tensor in the memory that stands behind a target; None if that is not one memory of the same size."""
+        """A live tensor in the target's memory; None if that is not a single storage of the same size."""
         target = self.trace.targets[position]
         found = [self._live.get(_split_name(name)) for name in target.names]
         first = found[0]
@@ -264,8 +265,8 @@ class _Compiler:
         return 0 if found is None else found.untyped_storage()._cdata
 
     def _check_covered(self, position: int) -> None:
-        """A parameter that no tensor reaches may be derived from one that is: it would go stale without anybody
-        noticing. Where loading was watched, that has been seen."""
+        """Refuse a parameter that the checkpoint does not fill: it may be computed from another weight, and would go
+        stale unnoticed. Where loading was recorded, such a computation has been seen."""
         target = self.trace.targets[position]
         if not target.is_parameter:
             return
@@ -284,7 +285,7 @@ class _Compiler:
 
 
 def _find_repetition(name: str, copies: Sequence[Copy]) -> str | None:
-    """Why the places that a tensor is loaded to are no copies of each other and no parts of it, if so."""
+    """Why a tensor's copies are neither equal nor disjoint; None if they are."""
     if not all(copy.source.is_injective for copy in copies):
         return f"tensor {name!r} is loaded with repeated elements (an expanded view)"
     if find_overlap(sorted({copy.source for copy in copies}, key=lambda region: region.offset)) is not None:
@@ -293,7 +294,7 @@ def _find_repetition(name: str, copies: Sequence[Copy]) -> str | None:
 
 
 def _without_repeats(regions: list[Region]) -> list[Region]:
-    """Regions that cover the same, without those that lie over others."""
+    """Drop regions that overlap others."""
     kept: list[Region] = []
     for region in regions:
         if region.is_injective and find_overlap([*kept, region]) is None:
@@ -307,7 +308,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 class _Groups:
-    """Sets that are joined by what they have in common."""
+    """Disjoint sets (union-find)."""
 
     def __init__(self) -> None:
         self._parent: dict[tuple[str, Any], tuple[str, Any]] = {}
@@ -318,11 +319,11 @@ class _Groups:
         return node
 
     def join(self, first: tuple[str, Any], second: tuple[str, Any]) -> None:
-        """Two members of one set."""
+        """Merge the sets of two nodes."""
         self._parent[self._root(second)] = self._root(first)
 
     def all(self) -> list[list[tuple[str, Any]]]:
-        """Every set, in order of its first member."""
+        """Every set, in the order of its first member."""
         found: dict[tuple[str, Any], list[tuple[str, Any]]] = defaultdict(list)
         for node in list(self._parent):
             found[self._root(node)].append(node)

@@ -1,4 +1,4 @@
-"""Routes: where each element of a checkpoint lives in a model's memory. ``loader_trace.py`` finds them."""
+"""``RouteMap`` holds routes: where each element of a checkpoint lies in a model's memory. ``loader_trace`` finds them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ READ_ELEMENTS = 1 << 22
 
 @dataclass
 class Destination:
-    """One storage that holds weights: its name for messages, all of it as a flat signed-integer tensor, and the
-    (module, attribute) pairs that own it."""
+    """One storage that holds weights: its name for messages, the whole storage as a flat signed-integer tensor, and the
+    (module, attribute) pairs that refer to it."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Route:
-    """``source`` indices of a checkpoint tensor, one by one, lie at ``target`` indices of a destination."""
+    """The ``source`` indices of a checkpoint tensor lie, in order, at the ``target`` indices of a destination."""
 
     destination: int
     source: Region
@@ -66,17 +66,18 @@ class Route:
 
 @dataclass
 class RouteMap:
-    """Routes of one rank, for every tensor of a run: no destination is shared, and where an element is loaded to
-    several places, the routes that lead there are of one region.
+    """Routes of one rank, for every tensor of a run. Destinations do not overlap; if an element is loaded to several
+    places, its routes have the same source region.
 
     Attributes:
         destinations: storages, referred to by position.
         routes: per tensor id; empty for tensors that this rank does not load (such as a tied head).
         groups: per tensor id, per route: the group of ranks that hold copies of what the route loads. All 0 until
-            ``shard_ownership.py`` says otherwise.
-        loaded: per tensor id: whether any rank loads it. Until then, whether this one does.
-        derived: of the tensors that the model computes with, whose routes lead to shadows; None if there are none.
-        memory: that of the destinations.
+            ``RankWorker.set_version`` sets what ``shard_ownership.py`` found.
+        loaded: per tensor id: whether any rank loads it; until ``set_version``, whether this rank does.
+        reload_units: units of the tensors that the model computes with, whose routes lead to host copies; None if there
+            are none.
+        memory: guards the destinations.
     """
 
     table: TensorTable
@@ -95,12 +96,12 @@ class RouteMap:
 
     @property
     def unloaded(self) -> list[str]:
-        """Names of the run's tensors that the model's loader leaves out."""
+        """Names of the run's tensors that the model's loader does not load."""
         return [spec.name for spec, routes in zip(self.table, self.routes, strict=True) if not routes and spec.numel]
 
     @cached_property
     def _used_destinations(self) -> list[int]:
-        # Found once: asking is part of every pause, and a model of experts has many thousand routes.
+        # Cached: every pause asks, and a mixture of experts has many thousand routes.
         outputs = (
             []
             if self.reload_units is None
@@ -109,7 +110,7 @@ class RouteMap:
         return sorted({route.destination for routes in [*self.routes, outputs] for route in routes})
 
     def is_live(self, tensor: int) -> bool:
-        """Whether a tensor's destinations are still what the model computes with."""
+        """Whether the model still computes with a tensor's destinations."""
         own = all(self.destinations[route.destination].is_live for route in self.routes[tensor])
         return own and (self.reload_units is None or self.reload_units.is_live(tensor, self))
 
@@ -120,21 +121,21 @@ class RouteMap:
         )
         if dead is not None:
             raise ModelError(
-                f"parameter {dead!r} was replaced by another tensor after it was proven (a reload, or .data = ...): "
-                "patches would not reach the model; start the server again"
+                f"parameter {dead!r} was replaced by another tensor after its routes were traced (a reload, or .data = "
+                "...): patches would not reach the model; start the server again"
             )
 
     def measure(self, tensors: Sequence[int]) -> Iterator[tuple[int, list[Fingerprint]]]:
-        """(tensor, fingerprints) of each; of one that the model computes with and holds something else of: zeros."""
+        """Yield (tensor, fingerprints) of each tensor; zeros for a tensor whose reload unit does not match the model."""
         derived = set() if self.reload_units is None else set(tensors) & set(self.reload_units.tensors)
         stale = derived if self.reload_units is None else derived - self.reload_units.up_to_date(derived, self)
         for tensor in tensors:
             found = self.fingerprint_routes(tensor)
-            # No element has a fingerprint of zero.
+            # No element has fingerprint zero, so that zeros never match.
             yield tensor, [Fingerprint()] * len(found) if tensor in stale else found
 
     def fingerprint_routes(self, tensor: int) -> list[Fingerprint]:
-        """Hash one checkpoint tensor, per route, where it lies in the model: what this rank really holds."""
+        """Hash one checkpoint tensor in the model's memory, per route."""
         name = self.table[tensor].name
         found = []
         for route in self.routes[tensor]:
@@ -149,13 +150,13 @@ class RouteMap:
 
 
 def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
-    """Fingerprint of ``source`` elements of a tensor, at ``target`` in (numel,) signed integers in host memory."""
+    """Fingerprint of ``source`` elements of a tensor that lie at ``target`` of (numel,) signed integers in host memory."""
     held = (target.offset, target.strides)
     return fingerprint_strided(name, _bits(flat), source.sizes, held, (source.offset, source.strides))
 
 
 def fingerprint_via_copy(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
-    """As ``fingerprint_in_place`` on any device, through a copy in host memory."""
+    """As ``fingerprint_in_place``, on any device, through a copy in host memory."""
     copied = flat.as_strided(target.sizes, target.strides, target.offset).contiguous().cpu().reshape(-1)
     strides = [math.prod(source.sizes[dim + 1 :]) for dim in range(len(source.sizes))]
     index = (source.offset, source.strides)
