@@ -1,6 +1,7 @@
-"""Commit: gather old bits, add, scatter and hash in one pass over what changed; or the same backwards.
+"""``apply_patch`` commits a patch: gather old bits, add, scatter and hash, in one pass over the changed elements.
 
-On the CPU a compiled loop does it; on other devices the same arithmetic runs as torch operations.
+With ``reverse`` it takes the patch back. On the CPU a compiled loop does this; on other devices the same arithmetic
+runs as torch operations.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from vllm_delta_sync.tensors.bits import order_masks
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 HASH_ELEMENTS = 1 << 22
-"""Elements per step of the torch path, and of an exchange: bounds scratch memory."""
+"""Elements per step of the torch path and of an exchange: bounds scratch memory."""
 
 GroupChanges = dict[int, Fingerprint]
 
@@ -26,15 +27,15 @@ GroupChanges = dict[int, Fingerprint]
 def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> GroupChanges:
     """Apply a patch in place, or take it back, on the calling thread's current stream.
 
-    The engine is paused, and this is the worker's main thread. When it returns the device is done. Whatever stops it,
-    an interrupt included, ``patch.applied`` says how things stand: all of it or nothing, unless WeightsLostError is
-    raised.
+    The engine must be paused, and the caller is the worker's main thread. The device has finished on return. After any
+    exception, an interrupt included, ``patch.applied`` tells whether the patch is applied: it is applied whole or not
+    at all, unless the exception is WeightsLostError.
 
     Returns:
         per group of ranks, the change of fingerprint over ``patch.sparse``; also in ``patch.measured``.
 
     Raises:
-        WeightsLostError: it failed midway, and going back failed too.
+        WeightsLostError: it failed midway, and undoing it failed too.
     """
     measured: GroupChanges = {}
     done: list[SparsePatch | DensePatch] = []
@@ -48,10 +49,10 @@ def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> 
                     change = apply_sparse(step, routes.destinations[step.destination], reverse)
                     measured[step.group] = measured.get(step.group, Fingerprint()) + change
                 done.append(step)
-            # A device reports what went wrong no earlier.
+            # A device reports errors only when it is synchronized.
             routes.memory.synchronize()
             patch.measured, patch.applied = measured, not reverse
-        except BaseException as error:  # an interrupt too must not leave half a version
+        except BaseException as error:  # an interrupt, too, must not leave half a version
             _undo(done, routes, patch.version, reverse, error)
             patch.applied = reverse
             raise
@@ -68,7 +69,7 @@ def _undo(
             else:
                 apply_sparse(step, routes.destinations[step.destination], not reverse)
         routes.memory.synchronize()
-    except BaseException as error:  # whatever stops it, an interrupt too, the weights are then unknown
+    except BaseException as error:  # after any failure here, an interrupt included, the weights are unknown
         raise WeightsLostError(
             f"taking back version {version} failed midway ({type(error).__name__}: {error}) after {cause}; start the "
             "server again"
@@ -76,7 +77,7 @@ def _undo(
 
 
 def apply_sparse(sparse: SparsePatch, destination: Destination, reverse: bool) -> Fingerprint:
-    """Apply one sparse patch, or take it back; the change of fingerprint. All of it or nothing."""
+    """Apply one sparse patch, or take it back, whole or not at all. Returns the change of fingerprint."""
     if destination.flat.device.type != "cpu":
         return apply_torch(sparse, destination, reverse)
     if sparse.relative:
@@ -90,7 +91,7 @@ def apply_sparse(sparse: SparsePatch, destination: Destination, reverse: bool) -
 
 
 def compile_kernels(elements: set[DType]) -> None:
-    """Compile the loops for these element types now, so that no commit pays for it while the engine is paused."""
+    """Compile the loops for these element types now, so that no commit compiles while the engine is paused."""
     for element in elements:
         for index in (np.int32, np.int64):
             bits, nowhere, words = np.empty(0, element.uint), np.empty(0, index), np.empty(0, np.uint64)
@@ -104,14 +105,14 @@ def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
         for route, buffer in dense.exchanges:
             view = region_view(routes.destinations[route.destination].flat, route.target)
             _exchange_rows(view, buffer, done)
-    except BaseException:  # an interrupt too must not leave half a tensor
+    except BaseException:  # an interrupt, too, must not leave half a tensor
         for undo in reversed(done):
             undo()
         raise
 
 
 def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable[[], None]]) -> None:
-    """Exchange what a view and a buffer of its shape hold, some rows at a time."""
+    """Exchange the contents of a view and a buffer of the same shape, some rows at a time."""
     if view.dim() == 0:
         view, buffer = view.view(1), buffer.view(1)
     if view.dim() > 1 and view[0].numel() > HASH_ELEMENTS:
@@ -127,7 +128,7 @@ def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable
             try:
                 live.copy_(staged)
                 staged.copy_(old)
-            except BaseException:  # an interrupt too must not lose the old bits
+            except BaseException:  # an interrupt, too, must not lose the old bits
                 live.copy_(old)
                 raise
 
@@ -143,7 +144,7 @@ def apply_torch(sparse: SparsePatch, destination: Destination, reverse: bool) ->
         for start in range(0, sparse.positions.size, HASH_ELEMENTS):
             total += _apply_piece(sparse, destination, start, reverse)
             done = start + HASH_ELEMENTS
-    except BaseException:  # an interrupt too must not leave half a patch
+    except BaseException:  # an interrupt, too, must not leave half a patch
         for start in reversed(range(0, done, HASH_ELEMENTS)):
             _apply_piece(sparse, destination, start, not reverse)
         raise
@@ -159,7 +160,7 @@ def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, reve
     where = where.long()
     before = destination.flat[where]
     after = _add(before, -data if reverse else data, sparse) if sparse.relative else data
-    # Everything that allocates comes before the write: running out of memory leaves the piece untouched.
+    # All allocations come before the write: running out of memory leaves the piece untouched.
     change = _hash_change(premix, before, after)
     kept = None if sparse.relative else before.cpu().numpy()
     destination.flat[where] = after
@@ -171,8 +172,8 @@ def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, reve
 
 
 def _add(bits: torch.Tensor, distances: torch.Tensor, sparse: SparsePatch) -> torch.Tensor:
-    # In two's complement the monotone key of a float is x for x >= 0 and min − x − 1 … written as x ^ max for x < 0;
-    # signed addition then wraps modulo 2^width by itself.
+    # In two's complement the monotone key of a float is x for x >= 0, and x ^ max (which equals min − x − 1) for x < 0;
+    # signed addition then wraps modulo 2^width.
     if not sparse.element.is_float:
         return bits + distances
     largest = torch.iinfo(SIGNED[sparse.element.itemsize]).max

@@ -10,14 +10,14 @@ from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 
 FINGERPRINT_BYTES = 200
-"""What a fingerprint takes in Python, with its two integers and its place in a list."""
+"""Python memory of one fingerprint: two integers and a list entry."""
 ENTRIES = 256
 """Most commits in the log, however small they are."""
 
 
 @dataclass
 class UndoEntry:
-    """A patch that was committed, what its commit measured, and what was held before."""
+    """A patch that was committed, what its commit measured, and the version and fingerprints before it."""
 
     patch: StagedPatch
     measured: GroupChanges
@@ -26,12 +26,12 @@ class UndoEntry:
 
     @cached_property
     def nbytes(self) -> int:
-        """Memory, in bytes; at most, where the fingerprints of tensors that did not change are shared."""
+        """Memory, in bytes. An upper bound: fingerprints of unchanged tensors may be shared."""
         # A patch keeps its size when it is taken back and applied again.
         return self.patch.nbytes + FINGERPRINT_BYTES * len(self.fingerprints)
 
     def expected(self, reverse: bool) -> GroupChanges:
-        """What applying the patch again, or taking it back, must measure."""
+        """The measurement that applying the patch again, or taking it back, must give."""
         if not reverse:
             return self.measured
         return {group: Fingerprint() - value for group, value in self.measured.items()}
@@ -46,11 +46,11 @@ class UndoPath:
 
 
 class UndoLog:
-    """Commits that can be taken back, and those that were and can be applied again.
+    """Commits that can be taken back, and commits that were taken back and can be applied again.
 
     Attributes:
-        moves: how often weights were moved: commits, and steps back or forward again.
-        nbytes: host memory held, in bytes.
+        writes: how often weights were written: commits, and steps back or forward again.
+        nbytes: host memory used, in bytes.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class UndoLog:
 
     @property
     def versions(self) -> list[int | None]:
-        """Versions that can be gone back to, newest first; None stands for weights that were no version."""
+        """Versions that the log can return to, newest first; None stands for weights that were no version."""
         return [entry.version for entry in reversed(self._applied)]
 
     def push(self, entry: UndoEntry) -> None:
-        """Add the newest commit. What was taken back before belongs to another history then."""
+        """Add the newest commit. Forgets commits that were taken back: they belong to another history now."""
         self._forget_undone()
         self._applied.append(entry)
         self._unconfirmed.append(entry)
@@ -74,10 +74,10 @@ class UndoLog:
         self.writes += 1
 
     def path(self, version: int | None, current: int | None) -> UndoPath:
-        """How to get from ``current`` to ``version``.
+        """The commits that lead from ``current`` to ``version``.
 
         Raises:
-            EngineError: the log does not reach there.
+            EngineError: the log does not reach that version.
         """
         redo_versions = [entry.patch.version for entry in reversed(self._undone)]
         if version in redo_versions:
@@ -86,12 +86,12 @@ class UndoLog:
             return UndoPath(list(reversed(self._applied))[: self.versions.index(version) + 1], reverse=True)
         known = ", ".join(str(known) for known in self.versions if known is not None)
         raise EngineError(
-            f"version {version} is not in this rank's undo log, which holds {known or 'none'}; version {current} is kept. "
-            "Versions that were folded into one commit, or fell out of undo_bytes, cannot be gone back to"
+            f"version {version} is not in this rank's undo log, which holds {known or 'none'}; version {current} is "
+            "kept. The log cannot return to versions that were merged into one commit or that exceeded undo_bytes"
         )
 
     def record_step(self, reverse: bool) -> UndoEntry:
-        """Note that the newest commit was taken back, or the one taken back last was applied again; which it is."""
+        """Record that the newest commit was taken back, or the last one taken back was applied again. Returns it."""
         if reverse:
             entry = self._applied.pop()
             self._undone.append(entry)
@@ -102,8 +102,8 @@ class UndoLog:
         return entry
 
     def trim(self, limit: int) -> None:
-        """Forget the oldest commits until at most ``limit`` bytes are held, and all before weights that were no
-        version."""
+        """Forget the oldest commits until at most ``limit`` bytes are used, and all entries whose earlier weights were
+        no version."""
         self._forget_undone()
         while self._applied and (
             self.nbytes > limit or len(self._applied) > ENTRIES or self._applied[0].version is None
@@ -111,8 +111,8 @@ class UndoLog:
             self.nbytes -= self._applied.popleft().nbytes
 
     def confirm(self) -> None:
-        """No commit is reverted within its own pause any more: drop the copies of patches on a device. Host memory has
-        the same."""
+        """Drop the device copies of patches, which only a revert within the same pause needs. Host memory keeps the
+        patches."""
         for entry in self._unconfirmed:
             for sparse in entry.patch.sparse:
                 sparse.uploaded = None

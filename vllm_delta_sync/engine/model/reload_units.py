@@ -67,7 +67,7 @@ def _is_collective(func: Any) -> bool:
 
 
 class _LiveMemoryGuard(TorchDispatchMode):
-    """Forbids writes to the model's memory and collectives: generation continues meanwhile and uses the same channels."""
+    """Forbids writes to the model's memory, and collectives: generation runs meanwhile and uses the same channels."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

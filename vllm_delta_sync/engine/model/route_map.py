@@ -1,4 +1,4 @@
-"""``RouteMap`` holds routes: where each element of a checkpoint lies in a model's memory. ``loader_trace`` finds them."""
+"""``RouteMap`` holds routes: where each element of a checkpoint lies in a model's memory."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -126,7 +126,7 @@ class RouteMap:
             )
 
     def measure(self, tensors: Sequence[int]) -> Iterator[tuple[int, list[Fingerprint]]]:
-        """Yield (tensor, fingerprints) of each tensor; zeros for a tensor whose reload unit does not match the model."""
+        """Yield (tensor, fingerprints per route); zeros for a tensor whose reload unit does not match the model."""
         derived = set() if self.reload_units is None else set(tensors) & set(self.reload_units.tensors)
         stale = derived if self.reload_units is None else derived - self.reload_units.up_to_date(derived, self)
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The bits that a rank's model holds, tensor by tensor in checkpoint order: what codec ``context`` decodes against."""
+"""``LiveBaseReader`` reads base bits for codec ``context`` from a rank's live model, in checkpoint order."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 MOST_RECTANGLES = 4096
-"""Each is compared with each tile of its tensor."""
+"""Bounds the work: each rectangle is compared with each tile of its tensor."""
 TOGETHER = 128
-"""Columns copied at a time where a tensor is held transposed."""
+"""Columns copied at a time where the model holds a tensor transposed."""
 
 
 class LiveBaseReader:
-    """An ``Old`` that copies a tensor out of the live model whenever it is asked. Memory of that one tensor.
+    """An ``Old`` that copies one tensor at a time from the live model, and uses the memory of that tensor.
 
     Args:
-        moves: says something else once weights may have been written.
+        weights_stamp: returns a new value once weights may have been written.
     """
 
     def __init__(self, routes: RouteMap, weights_stamp: Callable[[], object]) -> None:
@@ -35,15 +35,15 @@ class LiveBaseReader:
         self._weights_stamp, self._initial_stamp = weights_stamp, weights_stamp()
 
     def __call__(self, tensor: int) -> BaseTensor:
-        """Pages outside of what is held are never touched.
+        """Copy a tensor. Pages of the result outside the rank's part are never touched.
 
         Raises:
-            EngineError: weights moved since this object was made. UnsupportedError: see ``covered_rectangles``.
-            BusyError: the engine fell asleep meanwhile.
+            EngineError: weights were written since this object was made. UnsupportedError: see
+            ``covered_rectangles``. BusyError: the engine fell asleep.
         """
         self._check()
         spec, routes = self._routes.table[tensor], self._routes.routes[tensor]
-        # What is loaded to several places is held once.
+        # Regions that are loaded to several places count once.
         rectangles = covered_rectangles(spec, list(dict.fromkeys(route.source for route in routes)))
         bits = np.empty(spec.numel, spec.element.uint)
         flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
@@ -52,17 +52,17 @@ class LiveBaseReader:
             for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
                 with self._routes.memory.reading():
                     _copy_into(region_view(live, target), region_view(flat, source))
-        # Whoever writes says so before, so a copy that came out mixed is never handed on.
+        # Every writer changes the stamp before it writes, so this check discards mixed copies.
         self._check()
         return BaseTensor(bits, rectangles)
 
     def _check(self) -> None:
         if self._weights_stamp() != self._initial_stamp:
-            raise EngineError("weights were written while a version was decoded against them; it is staged again")
+            raise EngineError("weights were written while a version was decoded against them; it will be staged again")
 
 
 def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
-    """Copy to ``copied``, a part at a time where neighbours here lie far apart there: their pages stay at hand."""
+    """Copy in column strips where elements adjacent in ``copied`` lie far apart in ``live``: reuses pages in cache."""
     if copied.dim() > 1:
         closest = min(range(copied.dim()), key=copied.stride)
         if live.stride(closest) > min(live.stride()):
@@ -73,11 +73,11 @@ def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
 
 
 def with_changes(old: Old, parts: Sequence[Changes]) -> Old:
-    """``old`` after some changes, which are applied to the bits that it gives.
+    """Base bits after some changes: ``old`` with ``parts`` applied on top.
 
     Args:
-        old: gives bits that are nobody else's. parts: in order of application, elements that are not held left out.
-            They may grow afterwards.
+        old: gives bits that the caller may modify.
+        parts: in order of application; elements that the rank does not hold may be missing. More may be appended later.
     """
 
     def read(tensor: int) -> BaseTensor:
@@ -97,10 +97,10 @@ def with_changes(old: Old, parts: Sequence[Changes]) -> Old:
 
 
 def covered_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rectangle, ...] | None:
-    """What regions without overlap cover of a tensor; None for all of it.
+    """The rectangles of a tensor that regions without overlap cover; None if they cover all of it.
 
     Raises:
-        UnsupportedError: they are scattered over more than ``MOST_RECTANGLES``.
+        UnsupportedError: they are more than ``MOST_RECTANGLES``.
     """
     if sum(region.numel for region in regions) == spec.numel:
         return None
@@ -119,7 +119,7 @@ def covered_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rec
 
 
 def _runs(region: Region, columns: int) -> tuple[int, int, list[int]]:
-    """A region as runs of consecutive elements: their length, in how many rows each is found again, their starts."""
+    """A region as runs of consecutive elements: length of a run, number of rows in which it repeats, and starts."""
     length, height = 1, 1
     others: list[tuple[int, int]] = []
     for stride, size in sorted(zip(region.strides, region.sizes, strict=True)):
@@ -136,7 +136,7 @@ def _runs(region: Region, columns: int) -> tuple[int, int, list[int]]:
 
 
 def _rectangles(row: int, column: int, length: int, height: int, columns: int) -> list[Rectangle]:
-    """A run of ``length`` elements that begins there, and the same in the ``height`` − 1 rows below."""
+    """The rectangles of a run of ``length`` elements that starts there and repeats in ``height`` − 1 rows below."""
     if column + length <= columns:
         return [(row, row + height, column, column + length)]
     found: list[Rectangle] = []

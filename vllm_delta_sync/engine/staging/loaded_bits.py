@@ -1,4 +1,4 @@
-"""The bits that a model was loaded with, of the few tensors that cannot be read back from its memory."""
+"""``LoadTimeBits`` finds the bits a model was loaded with, for the few tensors that memory cannot give back."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
 
 
 class LoadTimeBits:
-    """Finds them where they are at hand: in the shadows of an earlier proof, in the version that the model was started
-    from, in the model folder. Whether they are right is for the caller to prove."""
+    """Looks in the host copies of earlier routes, in the version that the model was started from, and in the model
+    folder. The caller must prove that the bits are right."""
 
     def __init__(self, model: Any, folder: str, run: Run, runs: RunCache, previous_routes: RouteMap | None) -> None:
         self._model, self._folder, self._run, self._runs, self._previous_routes = (
@@ -31,7 +31,7 @@ class LoadTimeBits:
         """Tensor ids of the run → (numel,) bits, each an array that the caller may keep.
 
         Raises:
-            ModelError: they are nowhere to be found. DeltaSyncError: what reading the bucket raises.
+            ModelError: they cannot be found. DeltaSyncError: what reading the bucket raises.
         """
         found = self._from_previous_routes(tensors)
         if found is not None:
@@ -58,9 +58,9 @@ class LoadTimeBits:
         run = self._run if loaded.run == self._run.info.run else self._runs.open(loaded.url)
         if run.info.run != loaded.run or run.table.digest != self._run.table.digest:
             raise ModelError(
-                f"this model was started from run {loaded.run} at {loaded.url!r}, which is not there any more or has "
-                f"other tensors, and tensor {self._run.table[tensors[0]].name!r} cannot be read back from memory; "
-                "start the server again"
+                f"this model was started from run {loaded.run} at {loaded.url!r}, which is gone or has other tensors, "
+                f"and tensor {self._run.table[tensors[0]].name!r} cannot be read back from memory; start the server "
+                "again"
             )
         state = restore_version(run, run.manifest(loaded.version), self._folder)
         return {tensor: np.array(state.bits[tensor]) for tensor in tensors}
@@ -72,7 +72,7 @@ class LoadTimeBits:
             checkpoint = Checkpoint(folder if folder.is_dir() else resolve_base(f"{self._folder}@main").path)
         except DeltaSyncError as error:
             raise ModelError(
-                f"tensor {first!r} cannot be read back from memory, and what the model was loaded from is not at hand: "
+                f"tensor {first!r} cannot be read back from memory, and the model folder cannot be read: "
                 f"{error.message}"
             ) from error
         found: dict[int, Bits] = {}
@@ -83,8 +83,8 @@ class LoadTimeBits:
                 difference = "lacks it" if found_spec is None else f"has it as {found_spec.dtype} {found_spec.shape}"
                 raise ModelError(
                     f"tensor {spec.name!r} is {spec.dtype} {spec.shape} in the run, cannot be read back from memory, "
-                    f"and the model folder {difference}; start vLLM from the checkpoint that the run refers to, or with "
-                    "--load-format delta_sync"
+                    f"and the model folder {difference}; start vLLM from the checkpoint that the run refers to, or "
+                    "with --load-format delta_sync"
                 )
             found[tensor] = np.array(checkpoint.bits(spec.name))
         return found

@@ -1,4 +1,4 @@
-"""Read from the bucket for one rank: fetch, check, decode, keep what the rank holds, fold."""
+"""``read_steps`` reads the deltas of an update for one rank: fetch, check, decode, drop foreign elements, merge."""
 
 import os
 import socket
@@ -27,14 +27,14 @@ from vllm_delta_sync.tensors.changes import Changes
 
 
 def store_usage() -> dict[str, Any]:
-    """What this process has used stores for so far, see ``Metrics``; ``process`` tells it from others."""
+    """How this process has used stores so far, see ``Metrics``; ``process`` identifies the process."""
     return {"process": f"{socket.gethostname()}:{os.getpid()}", **PROCESS.snapshot()}
 
 
 class PhaseTimer:
     """Milliseconds per phase, of one thread.
 
-    ``verify`` is what digests of objects took, whichever phase they were computed in.
+    ``verify`` is the time spent on digests of objects, in whichever phase.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class PhaseTimer:
         self._last, self._hashed = time.perf_counter(), hashed_seconds()
 
     def tick(self, phase: str) -> None:
-        """A phase, or a part of it, is over."""
+        """Count the time since the last call to a phase."""
         now, hashed = time.perf_counter(), hashed_seconds()
         verified = hashed - self._hashed
         self.ms["verify"] += 1e3 * verified
@@ -50,7 +50,7 @@ class PhaseTimer:
         self._last, self._hashed = now, hashed
 
     def fetching(self, read: Callable[[ObjectRef], Buffer], within: str) -> Callable[[ObjectRef], Buffer]:
-        """Reads objects in the middle of another phase: what it takes counts as ``fetch``."""
+        """Wrap ``read`` so that its time counts as ``fetch`` in the middle of phase ``within``."""
 
         def fetch(ref: ObjectRef) -> Buffer:
             self.tick(within)
@@ -62,7 +62,7 @@ class PhaseTimer:
 
 
 def object_reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
-    """Reads objects of a run; large ones are mapped if they are in the cache, so that ranks of a node share memory."""
+    """A function that reads objects of a run; it maps large cached ones, so that ranks of a node share memory."""
 
     def read(ref: ObjectRef) -> Buffer:
         found = mapped(run, ref) if ref.bytes > MAPPED_BYTES else None
@@ -74,16 +74,16 @@ def object_reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
 def read_steps(
     steps: list[Step], fingerprints: list[Fingerprint], routes: RouteMap, timer: PhaseTimer, old: Old
 ) -> Changes:
-    """What consecutive steps change, folded into one, each checked by itself.
+    """The changes of consecutive steps, each checked, merged into one.
 
     Args:
-        held: per tensor id, before the first step. old: the bits that this rank holds then; asked only where a step
-            cannot be decoded without.
+        fingerprints: per tensor id, before the first step.
+        old: the bits that this rank holds before the first step; read only if a step cannot be decoded without them.
 
     Raises:
-        FingerprintError: a step does not follow from what is held, or from the one before. NotFoundError, DigestError,
-            FormatError, TensorMismatchError, ChainError: see ``step_changes``. UnsupportedError: a step cannot be
-            decoded with what this rank holds. All of them blame a step.
+        FingerprintError: a step does not follow from the current weights or from the step before. NotFoundError,
+            DigestError, FormatError, TensorMismatchError, ChainError: see ``step_changes``. UnsupportedError: a step
+            cannot be decoded with this rank's part of the base. All of them carry the index of the step.
     """
     fetched: list[list[Buffer]] = []
     for number, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Rebuild a version's weights for an engine: from a root and steps, every one verified; the newest that can be."""
+"""``rebuild`` rebuilds the newest reachable version's weights for an engine, from a root and verified steps."""
 
 import time
 from collections.abc import Iterator
@@ -26,10 +26,11 @@ def newest_good_manifest(run: Run, quarantined: bool = False, trusted_head: Trus
     """The newest good manifest of a run.
 
     Args:
-        quarantined: whether that of a quarantined version will do. witness: refuses what contradicts what it has seen.
+        quarantined: whether a quarantined version is acceptable.
+        trusted_head: refuses what contradicts what it has seen before.
 
     Raises:
-        NotFoundError: nothing is published yet, or all of it is quarantined. ReplayError, ForkError, ExpiredError: see
+        NotFoundError: nothing is published yet, or everything is quarantined. ReplayError, ForkError, ExpiredError: see
             ``TrustedHead``. DeltaSyncError: no version is good, or the store failed.
     """
     if trusted_head is not None:
@@ -64,13 +65,13 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
 
     Args:
         folder: model folder given to vLLM; see ``restore_version``.
-        quarantined: whether a version before it that is quarantined will do.
+        quarantined: whether an earlier version that is quarantined is acceptable.
 
     Returns:
-        the manifest of what was rebuilt, and the weights, which have its fingerprint.
+        the manifest of the rebuilt version, and its weights, whose fingerprint was checked.
 
     Raises:
-        DeltaSyncError: as ``restore_version``, where no version before it can be reached either.
+        DeltaSyncError: as ``restore_version``, if no earlier version can be reached either.
     """
     avoid: set[str] = set()
     first: DeltaSyncError | None = None
@@ -98,14 +99,14 @@ def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | N
     """Rebuild a version: O(model) memory, or disk where the model is large; see ``run.restore.restore``.
 
     Args:
-        folder: model folder given to vLLM. If it holds safetensors they are the base of a run by reference,
-            otherwise the base is looked for where the run says.
-        avoid: keys of documents known to be bad; those that turn out to be are added.
+        folder: model folder given to vLLM. If it contains safetensors, they are the base of a run by reference;
+            otherwise the base is read from where the run says.
+        avoid: keys of documents known to be bad; newly found ones are added.
 
     Raises:
-        NotFoundError: a version that is needed is not kept, or the base is not at hand.
+        NotFoundError: a version that is needed is not retained, or the base is missing.
         FingerprintError, TensorMismatchError: the base is another checkpoint, or weights are not as declared.
-        DeltaSyncError: something that is needed is damaged, or the store failed.
+        DeltaSyncError: a document or object is damaged, or the store failed.
     """
     has_weights = any((Path(folder) / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     try:
@@ -132,7 +133,7 @@ def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | N
 
 
 class _ProgressLog:
-    """A line in the log now and then."""
+    """Logs progress every ``SECONDS_BETWEEN_LINES``."""
 
     def __init__(self, target: Manifest) -> None:
         self._target = target
@@ -145,7 +146,7 @@ class _ProgressLog:
 
 
 def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
-    """The newest version before ``target`` that a way leads to from a root that is left."""
+    """The newest version before ``target`` that can be reached from a root that is not in ``avoid``."""
     planner = Planner(run, avoid)
     planner.know(target)
     bottoms = [item.version for item in target.breaks if item.base_version is None]
@@ -167,7 +168,7 @@ def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | No
 
 
 def drain_tensors(run: Run, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, CPU tensor of the served dtype and shape) of all tensors; the state gives up each in turn."""
+    """Yield (checkpoint name, CPU tensor of the served dtype and shape) of all tensors; frees each in the state."""
     from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
     for position, spec in enumerate(run.table):

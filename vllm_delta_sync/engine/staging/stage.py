@@ -1,4 +1,4 @@
-"""Stage one commit on one rank: steps folded and routed, an anchor, or a rebuild."""
+"""``stage_update`` stages one commit on one rank: merged steps, an anchor, or a rebuild. It writes no weight."""
 
 from collections.abc import Callable, Iterable
 
@@ -31,15 +31,17 @@ def stage_update(
     timer: PhaseTimer,
     weights_stamp: Callable[[], object],
 ) -> StagedPatch:
-    """Everything that a rank writes for one commit; nothing is written yet.
+    """Build the patch with everything that a rank writes for one commit.
 
     Args:
-        run: the one followed. held: per tensor id, the fingerprint before the commit. folder: see ``stage_rebuilt``.
-        moves: see ``LiveBaseReader``.
+        run: the run followed.
+        fingerprints: per tensor id, before the commit.
+        folder: see ``stage_rebuilt``.
+        weights_stamp: see ``LiveBaseReader``.
 
     Raises:
-        ChainError: the target is of another run. FingerprintError: the weights held are not what it was made against.
-        Else as ``read_steps``, ``route_changes``, ``stage_anchor`` and ``stage_rebuilt``.
+        ChainError: the target is of another run. FingerprintError: the current weights are not those it was made
+        against. Also what ``read_steps``, ``route_changes``, ``stage_anchor`` and ``stage_rebuilt`` raise.
     """
     target = plan.target
     if target.run != run.info.run:
@@ -48,7 +50,7 @@ def stage_update(
         changes = read_steps(plan.steps, fingerprints, routes, timer, LiveBaseReader(routes, weights_stamp))
         patch = route_changes(target.version, changes, routes, fingerprints)
     elif plan.rebuild:
-        # Read, decoded and applied piece by piece, wherever it comes from.
+        # A rebuild reads and decodes piece by piece, so all of its time counts as ``fetch``.
         patch = stage_rebuilt(run, target, folder, routes)
         timer.tick("fetch")
         timer.tick("decode")
@@ -67,12 +69,12 @@ def _check_total(target: Manifest, patch: StagedPatch) -> None:
     if total != target.model_fingerprint:
         raise FingerprintError(
             f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
-            f"{target.fingerprint}: the weights held are not those it was made against"
+            f"{target.fingerprint}: the current weights are not those it was made against"
         )
 
 
 def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffer], routes: RouteMap) -> StagedPatch:
-    """A patch that makes of whatever a rank holds the version of an anchor. Memory of one shard, and of the patch.
+    """A patch that turns any weights of a rank into an anchor's version. Memory: one shard and the patch.
 
     Raises:
         FormatError: a tensor is missing or carried twice. FingerprintError: a tensor is not as declared.
@@ -101,7 +103,7 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
 
 
 def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> StagedPatch:
-    """A patch that makes of whatever a rank holds the target version. O(model) memory, or disk, while it is made.
+    """A patch that turns any weights of a rank into the target version. O(model) memory, or disk.
 
     Args:
         folder: model folder that vLLM was started with; see ``restore_version``.
@@ -122,7 +124,7 @@ def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DenseP
 
 
 def _exchange_if_different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
-    # torch warns of memory that cannot be written, though nothing writes there: the patch is a copy.
+    # torch warns about read-only memory, although nothing is written to it: the patch is a copy.
     whole = bits if bits.flags.writeable else bits.copy()
     flat = torch.from_numpy(whole.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
     if _model_has(flat, route, routes):
@@ -131,7 +133,7 @@ def _exchange_if_different(bits: Bits, route: Route, routes: RouteMap) -> tuple[
 
 
 def _model_has(flat: torch.Tensor, route: Route, routes: RouteMap) -> bool:
-    """Whether the model holds through a route what a flat (numel,) tensor in host memory has there."""
+    """Whether the model, through a route, holds the same bits as a flat (numel,) tensor in host memory."""
     live = routes.destinations[route.destination].flat
     for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
         with routes.memory.reading():
