@@ -647,11 +647,11 @@ def test_a_result_crosses_to_the_controller_once(tmp_path: Path) -> None:
     port, seen = world.port, []
     call, slow = port.call, port.ranks[1]
     let_go = threading.Event()
-    prove = slow.prove
+    identify = slow.identify
 
     def late(**arguments: Any) -> Any:
         assert let_go.wait(60)
-        return prove(**arguments)
+        return identify(**arguments)
 
     def counting(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         answers = call(method, arguments)
@@ -660,7 +660,7 @@ def test_a_result_crosses_to_the_controller_once(tmp_path: Path) -> None:
             let_go.set()
         return answers
 
-    slow.prove = late  # type: ignore[method-assign, assignment]
+    slow.identify = late  # type: ignore[method-assign, assignment]
     port.call = counting  # type: ignore[method-assign]
     world.receiver.advance()
     polls = [answers for method, answers in seen if method == "poll"]

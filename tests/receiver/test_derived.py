@@ -269,7 +269,7 @@ def test_a_step_that_talks_to_other_ranks_is_refused(tmp_path: Path, all_reduce:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         serve(world, summed)
-        assert "talk to other ranks" in world.expect_fails("model").message
+        assert "communicate with other ranks" in world.expect_fails("model").message
     finally:
         torch.distributed.destroy_process_group()
 

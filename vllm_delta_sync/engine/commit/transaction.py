@@ -36,7 +36,7 @@ class EnginePort(Protocol):
         """Stop generation between two steps, for at most as long as a commit may take."""
 
     def resume(self) -> bool:
-        """Continue generation; harmless if it runs. True if the pause had expired, so that the engine resumed itself."""
+        """Continue generation; harmless if it runs. True if the pause had expired and the engine resumed itself."""
 
     def label(self, version: int | None) -> None:
         """Set the version label of outputs from now on; None: the weights are no known version."""

@@ -1,14 +1,14 @@
-"""Make the experts of CPU mixture-of-experts layers compute from their plain weights.
+"""``keep_plain_cpu_experts`` makes CPU mixture-of-experts layers compute from their plain weights.
 
 Cause: after loading, vLLM's unquantized CPU experts pad ``w13_weight`` and ``w2_weight`` and replace them by copies in
-the tile order of one kernel; patching would need a repack of every expert at each commit. Symptom: checkpoint
-elements lie where no loader would put them, so that the model is refused when routes are proven. Remove when: vLLM
-has a CPU experts class that reads unpacked weights (0.33 has none: ``fused_experts_cpu`` takes them, but packs all
-experts again in every step).
+the tile order of one kernel; patching would need a repack of every expert at each commit. Symptom: checkpoint elements
+lie where no loader would put them, so that the model is refused when routes are proven. Remove when: vLLM has a CPU
+experts class that reads unpacked weights (0.33 has none: ``fused_experts_cpu`` takes them, but packs all experts again
+in every step).
 
-The computation is vLLM's own in torch operators: sort the routed rows by expert, one matrix product per expert that
-was chosen, vLLM's activation, one more product, the weighted sum in float32. It is registered as an opaque operator,
-as graph capture cannot follow loops over data.
+The computation is vLLM's own in torch operators: sort the routed rows by expert, one matrix product per chosen expert,
+vLLM's activation, another product, and the weighted sum in float32. It is registered as an opaque operator, because
+graph capture cannot follow loops over data.
 """
 
 import inspect
@@ -39,7 +39,7 @@ APPLY_PARAMETERS = (
     "apply_router_weight_on_input",
 )
 ACTIVATIONS = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
-"""vLLM's compiled operator of each gated activation that its CPU experts support, but for swigluoai, which has none."""
+"""vLLM's compiled operator of each gated activation of its CPU experts, except swigluoai, which has none."""
 SUM_TOKENS = 256
 """Tokens whose expert outputs are summed at a time: bounds the float32 scratch memory of a long prefill."""
 
@@ -53,7 +53,7 @@ _library: "torch.library.Library | None" = None
 
 
 def keep_plain_cpu_experts() -> None:
-    """Make CPU experts that vLLM loads from now on compute from ``w13_weight`` and ``w2_weight`` as they were loaded.
+    """Make CPU experts that vLLM loads from now on compute from ``w13_weight`` and ``w2_weight`` as loaded.
 
     Writes to these parameters take effect at the next step. Does nothing on other platforms, to quantized experts,
     or when called again.
@@ -111,7 +111,7 @@ def _experts_class() -> Any:
 
 
 def _check_experts(base: Any) -> None:
-    """Refuse classes that the two replaced methods would not reach, or would not fit."""
+    """Refuse classes that do not use or do not fit the two replaced methods."""
     for name in REPLACED:
         if name not in vars(base):
             raise _unexpected(f"CPUUnquantizedExperts has no {name}")
@@ -180,7 +180,7 @@ def plain_experts(
     activation: str,
     weighted: bool,
 ) -> None:
-    """Write the weighted sum of each token's experts, of those that are here, into ``out``.
+    """Write the weighted sum of each token's experts, over the experts on this rank, into ``out``.
 
     Args:
         out: (tokens, hidden), the dtype of ``x``.
@@ -200,7 +200,7 @@ def plain_experts(
     flat = ids.reshape(-1).long()
     if expert_map is not None:
         here = expert_map.index_select(0, flat).long()
-        # Last, after all that are here.
+        # Sort experts of other ranks after those of this rank.
         flat = torch.where(here < 0, experts, here)
     order = flat.argsort(stable=True)
     groups = _groups(torch.bincount(flat, minlength=experts)[:experts].tolist())
@@ -213,7 +213,7 @@ def plain_experts(
     else:
         getattr(torch.ops._C, ACTIVATIONS[activation])(inner, gate_up)
     _multiply(rows, inner, w2, bias2, groups)
-    # What other ranks compute comes with their sums.
+    # Other ranks add what they compute.
     rows[groups[-1][2] if groups else 0 :].zero_()
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel())
@@ -237,7 +237,7 @@ def _groups(counts: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _swigluoai(out: torch.Tensor, gate_up: torch.Tensor) -> None:
-    """As vLLM's ``SwigluOAIAndMul`` in float32, with its fixed alpha and limit."""
+    """vLLM's ``SwigluOAIAndMul`` in float32, with its fixed alpha and limit."""
     gate = gate_up[:, ::2].float().clamp(max=7.0)
     up = gate_up[:, 1::2].float().clamp(-7.0, 7.0)
     out.copy_((up + 1) * gate * torch.sigmoid(1.702 * gate))

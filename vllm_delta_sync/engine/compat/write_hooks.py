@@ -1,8 +1,8 @@
-"""``watch_writes`` notices calls of vLLM's own that write or move weights, and keeps them apart from reads beside generation.
+"""``watch_writes`` notices vLLM's calls that write or move weights, and keeps them apart from reads beside generation.
 
-A commit hashes only what it changes, so a weight that was changed elsewhere would go unnoticed. Every such call makes
-the receiver rescan all weights before the next version. Code that writes into parameters directly is found by the
-scrubbing rescan (setting ``rescan_bytes``) and by ``verify``.
+A commit hashes only what it changes, so it would not notice a weight that was changed elsewhere. Therefore every such
+call makes the receiver rescan all weights before the next version. Code that writes into parameters directly is found
+by the scrubbing rescan (setting ``rescan_bytes``) and by ``verify``.
 """
 
 from typing import Any, Protocol
@@ -11,15 +11,15 @@ from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 
 TRANSFER_METHODS = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
-"""What vLLM's weight transfer API calls. Where its backend is ours, workers refuse these, and nothing is written."""
+"""Methods of vLLM's weight transfer API. If the backend is ours, workers refuse these, and nothing is written."""
 WRITE_METHODS = ("load_model", "reload_weights", "reset_weights", *TRANSFER_METHODS)
-"""Methods of vLLM's workers that write weights. Absent ones are passed over: releases differ."""
+"""Methods of vLLM's workers that write weights. Some releases lack some of them."""
 SLEEP = "sleep"
 WAKE = "wake_up"
 
 
 class WriteListener(Protocol):
-    """What is notified; see RankWorker."""
+    """Receives notifications; see RankWorker."""
 
     memory: WeightMemory
 
@@ -29,9 +29,9 @@ class WriteListener(Protocol):
 def watch_writes(worker: Any, model: Any, listener: WriteListener) -> None:
     """Wrap these methods of one worker and its model, on the instances.
 
-    Cause: vLLM has no hook for written or unmapped weights. Symptom without: a patch is committed on top of other
-    weights and what is served is no version; or a kernel of the background thread reads memory that ``sleep`` has
-    unmapped, which ends the process. Remove when: vLLM notifies extensions of weight updates and of sleep.
+    Cause: vLLM has no hook for written or unmapped weights. Symptom: a patch is committed on top of other weights, so
+    that the result is no version; or a kernel of the background thread reads memory that ``sleep`` has unmapped, which
+    ends the process. Remove when: vLLM notifies extensions of weight updates and of sleep.
     """
     ours = patches.transfer_backend(getattr(worker, "vllm_config", None)) == patches.TRANSFER_BACKEND
     for name in WRITE_METHODS:
@@ -79,7 +79,7 @@ def _wrap_wake(worker: Any, listener: WriteListener) -> None:
         with listener.memory.exclusive():
             result = original(tags)
             if tags is None or "weights" in tags:
-                # Only now: until then weights are not where they were, and level 2 brings back others.
+                # Only now: until then the weights are not in place, and level 2 brings back other weights.
                 listener.note_external_write(WAKE)
                 listener.memory.asleep = False
             return result

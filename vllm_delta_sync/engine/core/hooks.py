@@ -1,10 +1,10 @@
-"""The lease on a pause: a watchdog in the engine core's process that ends a pause whose controller was lost.
+"""``install`` adds the pause watchdog to vLLM's engine core, which then ends a pause whose controller was lost.
 
-The controller lives in the API server, the pause in the engine core, which is another process: a controller that dies
-or hangs between pause and resume would leave generation paused for ever. So the controller pauses for a bounded time,
-and when that has passed, the engine core settles what the ranks hold by itself, on the thread that runs its loop, and
-goes on. Other callers' pauses (vLLM's /pause, /sleep) are kept apart from ours: what was paused before stays paused
-after, and what is asked for meanwhile is done when ours is over.
+The controller runs in the API server, and the pause in the engine core, which is another process: a controller that
+dies or hangs between pause and resume would leave generation paused forever. Therefore each pause has a deadline.
+After it the engine core brings its ranks to one version, on the thread that runs its loop, and resumes. Other callers'
+pauses (vLLM's /pause, /sleep) are kept apart: what was paused before stays paused, and calls that arrive meanwhile run
+after our pause.
 """
 
 import inspect
@@ -29,7 +29,7 @@ def _watchdog_of(engine: Any) -> PauseWatchdog:
 
 @cache
 def missing_names() -> list[str]:
-    """What the guard needs of vLLM's engine core and its client and does not find. Imports vLLM."""
+    """Names that the watchdog needs of vLLM's engine core and client, and that are missing. Imports vLLM."""
     from vllm.v1 import engine
     from vllm.v1.engine import core, core_client
 
@@ -40,7 +40,7 @@ def missing_names() -> list[str]:
         missing.append("EngineCoreRequestType.WAKEUP")
     if not hasattr(getattr(core_client, "AsyncMPClient", None), "_call_utility_async"):
         missing.append("AsyncMPClient._call_utility_async")
-    # These are set on instances: their names stand in the constructors.
+    # These are set on instances, so look for them in the constructors.
     for module, owner, names in (
         (core, "EngineCore", ["_idle_state_callbacks", "scheduler"]),
         (core, "EngineCoreProc", ["input_queue"]),
@@ -52,10 +52,10 @@ def missing_names() -> list[str]:
 
 
 def install() -> None:
-    """Give vLLM's engine core process its watchdog. Called in every process; does nothing where there is no engine.
+    """Add the watchdog to vLLM's engine core. Called in every process; does nothing where there is no engine.
 
-    An engine inside the caller's own process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is left alone: nothing there can
-    be lost apart from it.
+    An engine inside the caller's own process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) gets none: its controller cannot be
+    lost separately.
     """
     core = sys.modules.get(CORE_MODULE)
     if core is None or hasattr(getattr(core, "EngineCoreProc", None), "delta_sync_pause"):
@@ -95,7 +95,7 @@ def install() -> None:
     for method in (*calls, delta_sync_paused_call, delta_sync_paused_label, delta_sync_end):
         setattr(process, method.__name__, method)
     process._handle_client_request = _check_on_wakeup(process._handle_client_request)
-    # Engines that run in step have loops, and a way to resume, of their own.
+    # Engines that run in step have their own loop and their own way to resume.
     for cls in (process, getattr(core, "DPEngineCoreProc", process)):
         for name, wrap in OVERRIDABLE.items():
             if name in vars(cls) or (cls is process and hasattr(cls, name)):
@@ -141,15 +141,15 @@ OVERRIDABLE = {
 
 
 def fail_when_engine_died(client: Any) -> None:
-    """Let ``vllm serve`` exit with status 1 if its engine died.
+    """Make ``vllm serve`` exit with status 1 if its engine died.
 
-    Cause: it winds down as after a request to stop. Symptom: exit status 0, which a supervisor takes for the wish to
-    be off. Remove when: vLLM says so itself.
+    Cause: it shuts down as after a request to stop. Symptom: exit status 0, so that a supervisor does not restart it.
+    Remove when: vLLM exits with an error itself.
     """
     was_errored: list[bool] = []
 
     def shutdown(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        # Only the first call tells: any shutdown makes the client look as if its engine had died.
+        # Only the first call counts: after any shutdown the client looks as if its engine had died.
         was_errored.append(client.errored)
         original(*args, **kwargs)
         if was_errored == [True]:

@@ -1,4 +1,4 @@
-"""The lease on a pause, and the watchdog that settles the engine when it has run out, in the engine core's process."""
+"""``PauseWatchdog`` gives pauses a deadline; if it passes, the watchdog brings the ranks to one version and resumes."""
 
 import multiprocessing
 import os
@@ -9,29 +9,29 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_delta_sync.engine.commit.transaction import Answer
 from vllm_delta_sync.engine.compat.patches import NO_VERSION
 from vllm_delta_sync.engine.core import rank_rpc
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import WeightsLostError
 
-Answer = dict[str, Any]
 RANK_CALL_SECONDS = 60.0
-"""Bound on each question to the ranks while a lost pause is settled."""
+"""Bound on each call to the ranks while the watchdog ends a lost pause."""
 STUCK_SECONDS = 60.0
-"""How long after the end of a lease the engine's loop may be busy elsewhere before it counts as hung."""
+"""How long the engine's loop may be busy after a deadline before it counts as hung."""
 
 
 @dataclass
 class TimedPause:
-    """One pause of ours.
+    """One pause that we requested.
 
     Attributes:
         deadline: by time.monotonic().
         before: the scheduler's pause state before it.
-        waiting: idle callbacks of others' pauses that were not complete when ours began.
-        deferred: what others asked for since.
-        pending: the pause itself, until the loop is idle; None if it was at once.
-        failure: why the ranks can be asked nothing any more.
+        waiting: idle callbacks of other callers' pauses that were incomplete when ours began.
+        deferred: calls of other callers to make after it.
+        pending: completes when the loop is idle; None if it was idle at once.
+        failure: why the ranks can no longer be called.
     """
 
     deadline: float
@@ -45,7 +45,7 @@ class TimedPause:
 
 
 class PauseWatchdog:
-    """The watchdog of one EngineCoreProc. Every method runs on its loop's thread, ``_watch`` apart."""
+    """The watchdog of one EngineCoreProc. All methods run on the thread of its loop, except ``_watch`` and ``end``."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -53,10 +53,10 @@ class PauseWatchdog:
         self._outcome: Answer | None = None
 
     def pause(self, mode: str, clear_cache: bool, limit_s: float) -> "Future[Any] | None":
-        """Pause as ``pause_scheduler`` does, for ``limit_s`` seconds at most; again while a lease is on: renew it.
+        """Pause as ``pause_scheduler`` does, for at most ``limit_s`` seconds. During a pause of ours: renew it.
 
         Raises:
-            RuntimeError: the engine sleeps, so that its weights are not in place.
+            RuntimeError: the engine sleeps, so its weights are not in memory.
         """
         if self._active is not None:
             self.renew(limit_s)
@@ -71,9 +71,9 @@ class PauseWatchdog:
         paused = TimedPause(time.monotonic() + limit_s, before, waiting)
         self._outcome = None
         try:
-            # Requests that somebody else holds back must not run on because our mode would let them.
+            # If another caller holds requests back, our mode must not let them run.
             paused.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
-        except BaseException:  # whatever stops it, an interrupt too, others' pauses must be as they were
+        except BaseException:  # after any failure, an interrupt included, restore other callers' pauses
             self._restore(paused)
             raise
         if keeps:
@@ -81,39 +81,39 @@ class PauseWatchdog:
         if paused.pending is not None:
             paused.callback = engine._idle_state_callbacks[-1]
         self._active = paused
-        threading.Thread(target=self._watch, args=(paused,), name="delta-sync-lease", daemon=True).start()
+        threading.Thread(target=self._watch, args=(paused,), name="delta-sync-watchdog", daemon=True).start()
         return paused.pending
 
     def renew(self, limit_s: float) -> Answer:
-        """Let the lease end ``limit_s`` seconds from now, if that is later. {"expired": whether none is on}."""
+        """Move the deadline to ``limit_s`` seconds from now if that is later. {"expired": whether no pause is on}."""
         if self._active is None:
             return {"expired": True}
         self._active.deadline = max(self._active.deadline, time.monotonic() + limit_s)
         return {"expired": False}
 
     def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
-        """``delta_sync_call`` on every rank, only while a lease is on: {"expired", "answers": one per rank}."""
+        """``delta_sync_call`` on every rank, only before the deadline: {"expired", "answers": one per rank}."""
         if self._active is None or time.monotonic() >= self._active.deadline:
             return {"expired": True, "answers": []}
         try:
             return {"expired": False, "answers": self.call_ranks(method, arguments, timeout_s)}
-        except Exception as error:  # a rank that is late would be heard as the answer to the next question
+        except Exception as error:  # a rank's late answer would be taken for the answer to the next call
             self._active.failure = f"{method} has no outcome: {type(error).__name__}: {error}"
             raise
 
     def label_paused(self, label: str) -> Answer:
-        """Set vLLM's weight version, only while a lease is on: {"expired"}."""
+        """Set vLLM's weight version, only during a pause of ours: {"expired"}."""
         if self._active is None:
             return {"expired": True}
         self._engine.set_weight_version(label)
         return {"expired": False}
 
     def resume(self) -> Answer:
-        """End the lease; harmless if none is on.
+        """End our pause; harmless if there is none.
 
         Returns:
-            {"expired": whether it had run out, "outcome": None, or what the watchdog found and did about that:
-            {"found": versions by rank, "action": "kept" or "reverted", "version": held now}}.
+            {"expired": whether the watchdog ended it first, "outcome": None, or what the watchdog found and did:
+            {"found": versions by rank, "action": "kept" or "reverted", "version": the version now}}.
         """
         if self._active is not None:
             self._release()
@@ -122,16 +122,18 @@ class PauseWatchdog:
         return {"expired": outcome is not None, "outcome": outcome}
 
     def check_deadline(self) -> None:
-        """Settle the engine if the lease has run out."""
+        """End the pause if its deadline has passed, and bring the ranks to one version."""
         paused = self._active
         if paused is None or time.monotonic() < paused.deadline:
             return
-        logger.warning("the lease on a pause ran out: its controller is lost or hangs; settling what the ranks hold")
+        logger.warning(
+            "a pause passed its deadline: its controller is lost or hangs; checking the version of each rank"
+        )
         try:
             outcome = self._converge(paused.failure)
             self._release()
-        except Exception as error:  # noqa: BLE001  whatever it was, nobody can tell what is held
-            self.end(f"a pause was lost and could not be settled: {error}")
+        except Exception as error:  # noqa: BLE001  after any error here the weights are unknown
+            self.end(f"a pause was lost, and its ranks could not be brought to one version: {error}")
             return
         self._outcome = outcome
         logger.warning(
@@ -142,7 +144,7 @@ class PauseWatchdog:
         )
 
     def end_with_parent(self) -> None:
-        """Start to wait for the death of the process that started this one, and then end.
+        """Start a thread that ends this process when its parent process dies.
 
         Cause: an engine core does not notice that its API server was killed. Symptom: it keeps its memory, and the
         server cannot be started again beside it. Remove when: vLLM does this.
@@ -152,12 +154,12 @@ class PauseWatchdog:
         def wait() -> None:
             if parent is not None:
                 parent.join()
-                self.end("the process that started it is gone", notify_clients=False)
+                self.end("its parent process is gone", notify_clients=False)
 
         threading.Thread(target=wait, name="delta-sync-parent", daemon=True).start()
 
     def end(self, reason: str, notify_clients: bool = True) -> None:
-        """End this process and its workers, at once and from any thread, so that a supervisor starts them again."""
+        """End this process and its workers at once, so that a supervisor restarts them. Callable from any thread."""
         logger.critical("ending the engine: %s", reason)
         try:
             if notify_clients:
@@ -168,7 +170,7 @@ class PauseWatchdog:
             os._exit(1)
 
     def defer(self, call_paused: Callable[[], Any]) -> "Future[Any] | None":
-        """Do somebody else's call when our lease is over; None if none is on and the call should just be made."""
+        """Make another caller's call after our pause; None if there is no pause and the caller should make the call."""
         if self._active is None:
             return None
         future: Future[Any] = Future()
@@ -176,7 +178,7 @@ class PauseWatchdog:
         def run() -> None:
             try:
                 result = call_paused()
-            except Exception as error:  # noqa: BLE001  handed to whoever asked, through the future
+            except Exception as error:  # noqa: BLE001  the future passes it to the caller
                 future.set_exception(error)
                 return
             if isinstance(result, Future):
@@ -202,7 +204,7 @@ class PauseWatchdog:
             self.call_ranks("revert", {"version": version}, RANK_CALL_SECONDS)
             held = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
             if not is_settled(held, version):
-                raise WeightsLostError(f"ranks were to go back to version {version} and hold {held}")
+                raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {held}")
         self._engine.set_weight_version(NO_VERSION if version is None else str(version))
         return {
             "found": [answer["version"] for answer in found],
@@ -224,7 +226,7 @@ class PauseWatchdog:
             run()
 
     def _restore(self, paused: TimedPause) -> None:
-        """The scheduler as somebody else had it before the lease."""
+        """Restore the scheduler's state from before our pause."""
         # Engines that run in step stop once all of them are asked to, and do not resume before they have stopped.
         stopping = getattr(self._engine, "pending_pause", False)
         if stopping:
@@ -236,7 +238,7 @@ class PauseWatchdog:
         self._engine._idle_state_callbacks.extend(paused.waiting)
 
     def _watch(self, paused: TimedPause) -> None:
-        """A thread per lease: wake the loop when it runs out, and end a loop that does not wake up."""
+        """Runs in one thread per pause: wakes the loop at the deadline, and ends a loop that does not react."""
         from vllm.v1.engine import EngineCoreRequestType
 
         while True:
@@ -248,11 +250,11 @@ class PauseWatchdog:
             if paused.ended.wait(STUCK_SECONDS):
                 return
             if time.monotonic() >= paused.deadline + STUCK_SECONDS:
-                self.end(f"a pause was lost, and the engine did not turn to it within {STUCK_SECONDS:.0f} s")
+                self.end(f"a pause was lost, and the engine did not react within {STUCK_SECONDS:.0f} s")
 
 
 def is_settled(answers: list[Answer], version: int | None) -> bool:
-    """Whether every rank's ``describe`` says that it holds that version, whole and as declared."""
+    """Whether every rank's ``describe`` reports that version, intact and confirmed."""
     return all(
         answer.get("intact") is True and answer.get("confirmed", True) and answer["version"] == version
         for answer in answers
@@ -260,24 +262,24 @@ def is_settled(answers: list[Answer], version: int | None) -> bool:
 
 
 def common_version(answers: list[Answer]) -> int | None:
-    """The version on which every rank can agree: the one all hold, else the newest that each holds or can go back to.
+    """The version that every rank can have: the one that all have, else the newest that each has or can revert to.
 
     Args:
-        answers: ``describe`` of every rank; a rank with ``confirmed`` False has no use for the version it holds: nobody
-            has yet found it right on all ranks.
+        answers: ``describe`` of every rank. An unconfirmed version (``confirmed`` False) does not count, because the
+            controller has not found it right on all ranks.
 
     Raises:
-        WeightsLostError: a rank cannot tell what it holds, or there is no such version.
+        WeightsLostError: a rank's weights are unknown, or there is no such version.
     """
     reachable: set[int | None] | None = None
     for rank, answer in enumerate(answers):
         if "error" in answer or answer.get("intact") is not True:
-            raise WeightsLostError(f"rank {rank} cannot tell what it holds: {answer}")
+            raise WeightsLostError(f"the weights of rank {rank} are unknown: {answer}")
         own = {answer["version"]} if answer.get("confirmed", True) else set()
         own |= set(answer.get("undo", []))
         reachable = own if reachable is None else reachable & own
     if not reachable:
-        raise WeightsLostError(f"there is no version that every rank holds or can go back to: {answers}")
+        raise WeightsLostError(f"there is no version that every rank has or can revert to: {answers}")
     if answers[0]["version"] in reachable and len({answer["version"] for answer in answers}) == 1:
         held: int | None = answers[0]["version"]
         return held

@@ -150,7 +150,7 @@ class RouteMap:
 
 
 def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
-    """Fingerprint of ``source`` elements of a tensor that lie at ``target`` of (numel,) signed integers in host memory."""
+    """Fingerprint of a tensor's ``source`` elements, at ``target`` of (numel,) signed integers in host memory."""
     held = (target.offset, target.strides)
     return fingerprint_strided(name, _bits(flat), source.sizes, held, (source.offset, source.strides))
 

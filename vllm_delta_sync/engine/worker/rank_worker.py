@@ -1,8 +1,8 @@
-"""One rank's receiver: gathers what its model holds, stages versions beside generation, commits and goes back.
+"""``RankWorker`` identifies one rank's weights, stages versions beside generation, commits and reverts.
 
-Runs inside a worker process. Long operations run in one background thread that is started and polled, because a
-long remote call would block the engine; everything else is short and runs on the caller's thread. ``commit`` and
-``revert`` ask for a paused engine.
+It runs inside a worker process. Long operations run in one background thread that is started and polled, because a
+long remote call would block the engine; all other calls are short and run on the caller's thread. ``commit`` and
+``revert`` need a paused engine.
 """
 
 import threading
@@ -43,7 +43,7 @@ from vllm_delta_sync.format.manifest import Manifest
 
 
 class Background:
-    """A thread per operation, and the outcome of the last one.
+    """Runs one operation at a time in a thread, and keeps the outcome of the last one.
 
     Args:
         context: entered in the thread around each operation.
@@ -59,7 +59,7 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, name: str, operation: Callable[..., Answer], arguments: Answer) -> None:
-        """Begin. Raises BusyError: an operation is still running."""
+        """Start an operation. Raises BusyError: another one is still running."""
         if self.is_busy:
             raise BusyError(f"operation {name!r} must wait: another one is running")
         self._outcome = {}
@@ -74,11 +74,11 @@ class Background:
                 self._outcome = operation(**arguments)
         except DeltaSyncError as error:
             self._outcome = error_answer(error)
-        except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must hear of it
+        except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must receive it
             self._outcome = error_answer(wrap_error(error))
 
     def outcome(self) -> Answer:
-        """What the last operation answered, or its error. Raises BusyError: it is still running."""
+        """The last operation's answer or error. Raises BusyError: it is still running."""
         if self.is_busy:
             raise BusyError("the operation has no outcome yet: it is still running")
         return self._outcome
@@ -88,14 +88,17 @@ class RankWorker:
     """State of one rank.
 
     Attributes:
-        index: of this rank among those that one call reaches. folder: what vLLM loaded the model from.
+        index: position of this rank among the ranks that one call reaches.
+        folder: what vLLM loaded the model from.
         routes: None until traced.
-        fingerprints: per tensor id of the run: what the whole tensor has, over all ranks, at the version held.
-        version: the version held; None until proven.
+        fingerprints: per tensor id of the run: fingerprint of the whole tensor, over all ranks, at ``version``.
+        version: the version of the weights; None if unknown, or if they are no version of the run followed.
         confirmed: False from a commit until the controller has found it right on all ranks.
         intact: False once a commit could neither be finished nor taken back.
-        touched: who else wrote, or may have written, weights since they were last proven; None if nobody.
-        touches: how often that happened. memory: of the weights, and who may touch it when.
+        external_writer: name of the last call from outside that wrote, or may have written, weights since the
+            controller last checked them; None if there was none.
+        external_writes: number of such calls.
+        memory: decides which thread may access the weights when.
     """
 
     def __init__(
@@ -122,14 +125,14 @@ class RankWorker:
 
     @property
     def asleep(self) -> bool:
-        """True while weights are not in memory."""
+        """True while the weights are not in memory."""
         return self.memory.asleep
 
     def start(self, operation: str, arguments: Answer) -> Answer:
-        """Begin ``identify``, ``stage``, ``repair`` or ``scan`` in the background.
+        """Start ``identify``, ``stage``, ``repair`` or ``scan`` in the background.
 
         Raises:
-            BusyError: an operation is still running. EngineError: there is no such operation.
+            BusyError: an operation is still running. EngineError: the operation is unknown.
         """
         operations: dict[str, Callable[..., Answer]] = {
             "identify": self.identify,
@@ -143,11 +146,11 @@ class RankWorker:
         return {}
 
     def poll(self) -> Answer:
-        """{"running": whether the operation started last still is}."""
+        """{"running": whether the last operation started is still running}."""
         return {"running": self._background.is_busy}
 
     def outcome(self) -> Answer:
-        """What the operation started last answered, or its error. It may be megabytes, so it is no part of ``poll``."""
+        """The last operation's answer or error. It may be megabytes, so it is not part of ``poll``."""
         return self._background.outcome()
 
     def identify(
@@ -159,14 +162,14 @@ class RankWorker:
         trusted: Sequence[str] = (),
         store: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Trace routes, and gather every tensor through them.
+        """Trace routes, and fingerprint every tensor through them.
 
         Args:
             info, trusted, store: see ``RunCache``.
 
         Returns:
-            per tensor id the source regions of this rank's routes and the fingerprint of each; and what is known of
-            the weights: {"run", "url", "version", "fingerprints"} or None.
+            per tensor id, the source regions of this rank's routes and the fingerprint of each; and as "claimed" the
+            version that the weights should be: {"run", "url", "version", "fingerprints"}, or None if unknown.
         """
         began = time.perf_counter()
         self._check_awake()
@@ -175,7 +178,7 @@ class RankWorker:
         claimed = self._claimed_version()
         load_time_bits = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
         routes = trace_routes(self.model, run.table, load_time_bits, self.memory)
-        # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
+        # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
         self.external_writer = None
         traced = time.perf_counter()
         measured = [
@@ -186,7 +189,7 @@ class RankWorker:
         self.run, self.routes, self._runs = run, routes, runs
         self.version, self.fingerprints, self._staged = None, [], None
         self._undo_log.clear()
-        # Not forgotten before the controller has made use of it.
+        # Kept until the controller has used it.
         self._claimed = claimed
         return {
             "regions": [[region_to_plain(route.source) for route in of_tensor] for of_tensor in routes.routes],
@@ -200,7 +203,7 @@ class RankWorker:
         }
 
     def _claimed_version(self) -> Answer | None:
-        """What this rank held when last asked, or what it was loaded with."""
+        """The version that this rank last had, or that it was loaded with; None if unknown."""
         if self._claimed is not None and self.version is None:
             return self._claimed
         if self.run is not None and self.version is not None:
@@ -219,12 +222,13 @@ class RankWorker:
         loaded: list[bool],
         claimed: Answer | None = None,
     ) -> Answer:
-        """Take over what the controller found out about all ranks together.
+        """Store what the controller found out about all ranks together.
 
         Args:
-            version: what they hold; None: weights that are no version of the run followed.
+            version: the version of the weights; None: no version of the run followed.
             fingerprints, loaded: per tensor id. groups: per rank, per tensor id, per route.
-            note: what they are instead, to be said again to whoever asks: {"run", "url", "version"}.
+            claimed: if ``version`` is None, what the weights are instead, for a later ``identify``: {"run", "url",
+                "version"}.
         """
         _, routes = self._require_routes()
         routes.groups, routes.loaded = groups[self.index], loaded
@@ -234,11 +238,13 @@ class RankWorker:
         return {}
 
     def stage(self, plan: Answer, current: int | None, rescan: list[int], keys: int = 0) -> Answer:
-        """Fetch, verify, decode, fold and route what one commit takes; nothing is written to the model.
+        """Fetch, verify, decode, merge and route the objects of one commit. Writes nothing to the model.
 
         Args:
-            leg: see ``UpdatePlan.to_plain``. held: the version that the controller takes this rank to hold.
-            rescan: tensor ids to gather and hash, as ``scan`` does. keys: see ``Ranks``.
+            plan: see ``UpdatePlan.to_plain``.
+            current: the version that the controller expects on this rank.
+            rescan: tensor ids to rescan, as ``scan`` does.
+            keys: see ``RankGroup``.
         """
         run, routes = self._require_unchanged()
         self._staged = None
@@ -256,17 +262,17 @@ class RankWorker:
         return self._staged_answer(patch, timer.ms, scanned)
 
     def repair(self, manifest: str, keys: int = 0) -> Answer:
-        """Stage whatever makes this rank's weights a version again, whoever changed them.
+        """Stage a version from any state of the weights, even after external writes.
 
         Returns:
-            as ``stage``; nothing is declared, so the weights must be scanned after the commit.
+            as ``stage``; no change is declared, so the weights must be scanned after the commit.
         """
         run, routes = self._require_routes()
         self._check_awake()
         routes.check_live()
         run.authentic.refresh(keys)
         target = Manifest.from_bytes(manifest.encode())
-        # What is held is no version, no commit leads back to one, and none is waiting to be confirmed.
+        # From here the weights are no version: no commit returns to them, and none waits to be confirmed.
         self.version, self.confirmed, self.external_writer, self._staged = None, True, None, None
         self._undo_log.clear()
         timer = PhaseTimer()
@@ -289,14 +295,14 @@ class RankWorker:
         }
 
     def _open_run(self, where: tuple[str, str] | None) -> Run:
-        """The run followed, or another one by its URL and the digest of run.json."""
+        """The run followed (None), or another run by its URL and the digest of its run.json."""
         return self._require_routes()[0] if where is None else self._runs.at(*where)
 
     def commit(self, version: int) -> Answer:
         """Apply the staged version in place. The engine must be paused.
 
         Returns:
-            {"measured": change of fingerprint per group of ranks, "ms"}. If it is wrong, ``revert``.
+            {"measured": change of fingerprint per group of ranks, "ms"}. If it is wrong, call ``revert``.
         """
         _, routes = self._require_unchanged()
         patch = self._staged
@@ -310,7 +316,7 @@ class RankWorker:
                 self._mark_lost_or_wrap(error)
                 raise
             finally:
-                # Also if something failed right after it: what is held must be known.
+                # Also after a failure: the version of the weights must be known.
                 if patch.applied:
                     self.confirmed = False
                     self._undo_log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
@@ -322,15 +328,14 @@ class RankWorker:
         }
 
     def revert(self, version: int | None) -> Answer:
-        """Go back to a version, commit by commit, or forward again to one just left. The engine must be paused.
+        """Return to an older version, commit by commit, or go forward again. The engine must be paused.
 
-        Nothing happens if the version is held already.
-
-        If a step fails, the steps before it stay done: what is held then is a version, see ``describe``.
+        Does nothing if the rank has the version already. If a step fails, the steps before it stay done, and the
+        weights are the version that ``describe`` reports.
 
         Raises:
-            EngineError: the undo log does not reach there. FingerprintError: the weights are not what the commits left
-            behind; they, and what this rank holds, are as before the call.
+            EngineError: the undo log does not reach the version. FingerprintError: the weights are not those that the
+            commits left; weights and version are as before the call.
         """
         _, routes = self._require_routes()
         self._check_awake()
@@ -346,25 +351,25 @@ class RankWorker:
                     try:
                         for entry in reversed(applied):
                             self._apply_logged(entry, routes, not path.reverse)
-                    except BaseException:  # whatever stops it, the weights are no version, and not what they were
+                    except BaseException:  # after any failure here the weights are no version
                         self.intact = False
                         raise
                     raise FingerprintError(
-                        f"going to version {version} did not change the weights as declared: they were changed from "
-                        "outside"
+                        f"reverting to version {version} did not change the weights as declared: they were "
+                        "changed from outside"
                     )
             self.confirmed, self._staged = True, None
         return {"version": self.version}
 
     def _apply_logged(self, step: UndoEntry, routes: RouteMap, reverse: bool) -> bool:
-        """One commit of the log, back or again; whether it measured what it must."""
+        """Take back one commit of the log, or apply it again. Returns whether it measured the expected change."""
         try:
             measured = apply.apply_patch(step.patch, routes, reverse)
         except BaseException as error:
             self._mark_lost_or_wrap(error)
             raise
         finally:
-            # Also if something failed right after it: what is held must be known.
+            # Also after a failure: the version of the weights must be known.
             if step.patch.applied != reverse:
                 self._undo_log.record_step(reverse)
                 self.fingerprints = step.fingerprints if reverse else step.patch.fingerprints
@@ -372,8 +377,8 @@ class RankWorker:
         return measured == step.expected(reverse)
 
     def confirm(self, undo_bytes: int) -> Answer:
-        """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound, and drop
-        what a way back within the same pause needed on the device."""
+        """Confirm the last commit, which was right on all ranks: trim the undo log, and drop device copies that only a
+        revert within the same pause needs. Returns ``describe``."""
         self.confirmed = True
         self._undo_log.confirm()
         if self.version is not None:
@@ -388,8 +393,8 @@ class RankWorker:
             raise wrap_error(error) from error
 
     def describe(self) -> Answer:
-        """What this rank holds, whether it can tell, which versions it can go back to (newest first), and who else
-        touched the weights."""
+        """The rank's version, whether that is certain, the versions that it can revert to (newest first), and external
+        writes."""
         return {
             "version": self.version,
             "intact": self.intact,
@@ -402,22 +407,22 @@ class RankWorker:
         }
 
     def clear_external_write(self, external_writes: list[int]) -> Answer:
-        """Whoever touched the weights left them as they were: the controller has rescanned them.
+        """Forget external writes: the controller has rescanned the weights and found them unchanged.
 
         Args:
-            touches: per rank, how many it knew of. Whoever came after is not trusted yet.
+            external_writes: per rank, the number known when the rescan began. A newer write is not cleared.
         """
         if external_writes[self.index] == self.external_writes:
             self.external_writer = None
         return {}
 
     def note_external_write(self, writer: str) -> None:
-        """Somebody else writes weights, or may."""
+        """Record that a call from outside writes weights, or may."""
         self.external_writer, self.external_writes = writer, self.external_writes + 1
 
     def scan(self, tensors: list[int]) -> Answer:
-        """Gather and hash tensors again: {"measured": {tensor id: fingerprint per route}, "held": {tensor id: what
-        the whole tensor should have}, "dead": names of those the model does not compute with any more}."""
+        """Rescan tensors: {"measured": {tensor id: fingerprint per route}, "expected": {tensor id: fingerprint of the
+        whole tensor}, "dead": names of tensors whose memory the model no longer uses}."""
         _, routes = self._require_routes()
         self._check_awake()
         return {"version": self.version, **self._rescan(routes, tensors)}
@@ -430,25 +435,25 @@ class RankWorker:
         }
 
     def _weights_stamp(self) -> tuple[int, int, bool]:
-        """Something else once weights may have been written, or are gone: then what was staged fits others."""
+        """A value that changes when weights may have been written, or are not in memory; staged patches then expire."""
         return self.external_writes, self._undo_log.writes, self.asleep
 
     def _require_unchanged(self) -> tuple[Run, RouteMap]:
-        """Proven, and nobody else has written since."""
+        """The run and routes. Raises EngineError if a call from outside may have written weights."""
         run, routes = self._require_routes()
         self._check_awake()
         if self.external_writer is not None:
             raise EngineError(
-                f"weights may have been changed from outside ({self.external_writer}); they are checked first"
+                f"weights may have been changed from outside ({self.external_writer}); they must be rescanned first"
             )
         routes.check_live()
         return run, routes
 
     def _require_routes(self) -> tuple[Run, RouteMap]:
         if not self.intact:
-            raise WeightsLostError("this rank cannot tell what its weights are; start the server again")
+            raise WeightsLostError("this rank's weights are unknown; start the server again")
         if self.run is None or self.routes is None:
-            raise EngineError("this rank has not proven its routes yet")
+            raise EngineError("this rank has not traced its routes yet")
         return self.run, self.routes
 
     def _check_awake(self) -> None:
