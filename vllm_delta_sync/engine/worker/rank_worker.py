@@ -189,6 +189,7 @@ class RankWorker:
         self.run, self.routes, self._runs = run, routes, runs
         self.version, self.fingerprints, self._staged = None, [], None
         self._undo_log.clear()
+        reloaded = [] if routes.reload_units is None else routes.reload_units.tensors
         # Kept until the controller has used it.
         self._claimed = claimed
         return {
@@ -196,9 +197,7 @@ class RankWorker:
             "measured": measured,
             "claimed": claimed,
             "unloaded": routes.unloaded,
-            "derived": []
-            if routes.reload_units is None
-            else [run.table[tensor].name for tensor in routes.reload_units.tensors],
+            "derived": [run.table[tensor].name for tensor in reloaded],
             "ms": {"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         }
 
@@ -208,11 +207,11 @@ class RankWorker:
             return self._claimed
         if self.run is not None and self.version is not None:
             current = [value.hex() for value in self.fingerprints]
-            return _claimed(self.run.info.run, self.run.bucket.url, self.version, current)
+            return _claim(self.run.info.run, self.run.bucket.url, self.version, current)
         loaded = getattr(self.model, "delta_sync_loaded", None)
         if loaded is None:
             return None
-        return _claimed(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
+        return _claim(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
 
     def set_version(
         self,
@@ -254,11 +253,11 @@ class RankWorker:
         if update.rebuild:
             run.authentic.refresh(keys)
         timer = PhaseTimer()
-        began = self._weights_stamp()
+        stamp = self._weights_stamp()
         patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
         scanned = self._rescan(routes, rescan)
         timer.tick("rescan")
-        self._staged, self._staged_stamp = patch, began
+        self._staged, self._staged_stamp = patch, stamp
         return self._staged_answer(patch, timer.ms, scanned)
 
     def repair(self, manifest: str, keys: int = 0) -> Answer:
@@ -277,9 +276,9 @@ class RankWorker:
         self._undo_log.clear()
         timer = PhaseTimer()
         rebuilt = UpdatePlan(target, rebuild=True)
-        began = self._weights_stamp()
+        stamp = self._weights_stamp()
         self._staged = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
-        self._staged_stamp = began
+        self._staged_stamp = stamp
         return self._staged_answer(self._staged, timer.ms, self._rescan(routes, []))
 
     def _staged_answer(self, patch: StagedPatch, ms: dict[str, float], scanned: Answer) -> Answer:
@@ -460,5 +459,5 @@ class RankWorker:
         self.memory.check_awake()
 
 
-def _claimed(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
+def _claim(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
     return {"run": run, "url": url, "version": version, "fingerprints": fingerprints}
