@@ -131,9 +131,9 @@ class EngineCoreClients:
         )
         if several and method == "revert" and any(outcome["expired"] for outcome in outcomes):
             described = await self._call_engines("delta_sync_call_ranks", "describe", {})
-            for outcome, held in zip(outcomes, described, strict=True):
-                if outcome["expired"] and all(answer.get("version") == arguments["version"] for answer in held):
-                    outcome.update({"expired": False, "answers": held})
+            for outcome, answers in zip(outcomes, described, strict=True):
+                if outcome["expired"] and all(answer.get("version") == arguments["version"] for answer in answers):
+                    outcome.update({"expired": False, "answers": answers})
         if any(outcome["expired"] for outcome in outcomes):
             return {"expired": True, "answers": []}
         return {"expired": False, "answers": _concatenate([outcome["answers"] for outcome in outcomes])}

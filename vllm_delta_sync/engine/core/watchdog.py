@@ -202,9 +202,9 @@ class PauseWatchdog:
         was_settled = is_settled(found, version)
         if not was_settled:
             self.call_ranks("revert", {"version": version}, RANK_CALL_SECONDS)
-            held = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
-            if not is_settled(held, version):
-                raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {held}")
+            current = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
+            if not is_settled(current, version):
+                raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
         self._engine.set_weight_version(NO_VERSION if version is None else str(version))
         return {
             "found": [answer["version"] for answer in found],
@@ -281,8 +281,8 @@ def common_version(answers: list[Answer]) -> int | None:
     if not reachable:
         raise WeightsLostError(f"there is no version that every rank has or can revert to: {answers}")
     if answers[0]["version"] in reachable and len({answer["version"] for answer in answers}) == 1:
-        held: int | None = answers[0]["version"]
-        return held
+        current: int | None = answers[0]["version"]
+        return current
     return max(reachable, key=lambda version: -1 if version is None else version)
 
 

@@ -102,8 +102,8 @@ def _readable(model: Any) -> dict[int, torch.UntypedStorage]:
 
 def view_in_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """A tensor of the same dtype, shape, strides and offset in another storage, on that storage's device."""
-    made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    return made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
+    copied = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -214,33 +214,33 @@ class _Copier:
             return self._instance(value)
         return value
 
-    def _keep(self, value: Any, made: Any) -> Any:
-        self._copies[id(value)] = made
+    def _keep(self, value: Any, copied: Any) -> Any:
+        self._copies[id(value)] = copied
         self._originals.append(value)
-        return made
+        return copied
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self._leaf(tensor)
-        if made is not tensor:
-            made.__class__ = tensor.__class__
-        self._keep(tensor, made)
-        if made is not tensor:
-            made.__dict__.update({name: self.copy(item) for name, item in tensor.__dict__.items()})
-        return made
+        copied = self._leaf(tensor)
+        if copied is not tensor:
+            copied.__class__ = tensor.__class__
+        self._keep(tensor, copied)
+        if copied is not tensor:
+            copied.__dict__.update({name: self.copy(item) for name, item in tensor.__dict__.items()})
+        return copied
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, defaultdict):
-            made: Any = defaultdict(value.default_factory)
+            copied: Any = defaultdict(value.default_factory)
         else:
-            made = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
-        self._keep(value, made)
-        if isinstance(made, dict):
-            made.update({key: self.copy(item) for key, item in list(value.items())})
-        elif isinstance(made, set):
-            made.update(self.copy(item) for item in value)
+            copied = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
+        self._keep(value, copied)
+        if isinstance(copied, dict):
+            copied.update({key: self.copy(item) for key, item in list(value.items())})
+        elif isinstance(copied, set):
+            copied.update(self.copy(item) for item in value)
         else:
-            made.extend(self.copy(item) for item in value)
-        return made
+            copied.extend(self.copy(item) for item in value)
+        return copied
 
     def _instance(self, value: Any) -> Any:
         kind = type(value)
@@ -248,17 +248,17 @@ class _Copier:
             # Modules are copied even so. The copy owns nothing that it could release.
             kind = type(kind.__name__, (kind,), {"__del__": lambda self: None, "__module__": kind.__module__})
         try:
-            made = object.__new__(kind)
+            copied = object.__new__(kind)
         except TypeError:
             # An instance of a compiled class cannot be copied.
             return self._keep(value, value)
-        self._keep(value, made)
+        self._keep(value, copied)
         slots = [name for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name)]
         for name in slots:
-            object.__setattr__(made, name, self.copy(getattr(value, name)))
+            object.__setattr__(copied, name, self.copy(getattr(value, name)))
         for name, item in list(vars(value).items()):
-            made.__dict__[name] = self.copy(item)
-        return made
+            copied.__dict__[name] = self.copy(item)
+        return copied
 
 
 def _slots(cls: type) -> list[str]:

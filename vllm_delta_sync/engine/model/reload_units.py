@@ -354,9 +354,9 @@ class ReloadUnits:
             found.units.append(unit)
         for unit, (_, replayed) in zip(found.units, replay.load(scopes, bits), strict=True):
             unit.outputs = _find_outputs(unit, replay, routes, replayed.tensors)
-            held = replay.numbers
+            live = replay.numbers
             unit.numbers = {
-                at: value for at, value in replayed.numbers.items() if at in held and _same_number(held[at], value)
+                at: value for at, value in replayed.numbers.items() if at in live and _same_number(live[at], value)
             }
         return found
 
@@ -457,18 +457,18 @@ def _output_exchange(
     output: Output, found: dict[TensorPath, torch.Tensor], routes: RouteMap
 ) -> tuple[Route, torch.Tensor] | None:
     """A route and what to exchange through it, in host memory; None if the model holds that already."""
-    made = [
-        _bits_of(found[at]).as_strided(lies.sizes, lies.strides, found[at].storage_offset())
-        for at, lies in output.tensor_paths.items()
+    reloaded = [
+        _bits_of(found[at]).as_strided(region.sizes, region.strides, found[at].storage_offset())
+        for at, region in output.tensor_paths.items()
         if at in found
     ]
-    if len(made) != len(output.tensor_paths) or not all(torch.equal(made[0], other) for other in made[1:]):
+    if len(reloaded) != len(output.tensor_paths) or not all(torch.equal(reloaded[0], other) for other in reloaded[1:]):
         first = dotted_path(next(iter(output.tensor_paths)))
         raise ModelError(f"reloading {first} gave another result than at start-up; start the server again")
-    route, shaped = output.route, made[0]
-    held = region_view(routes.destinations[route.destination].flat, route.target)
+    route, shaped = output.route, reloaded[0]
+    live = region_view(routes.destinations[route.destination].flat, route.target)
     with routes.memory.reading():
-        if torch.equal(shaped, held):
+        if torch.equal(shaped, live):
             return None
     return route, shaped.to("cpu", copy=True).contiguous()
 
@@ -496,26 +496,26 @@ def _find_outputs(
     first = routes.table[unit.scope.tensors[0]].name
     outputs: dict[tuple[int, Region], Output] = {}
     numbers: dict[int, int] = {}
-    for where, made in found.items():
-        held = replay.live.get(where)
-        if held is None or not is_plain(held) or not made.numel():
+    for where, reloaded in found.items():
+        live = replay.live.get(where)
+        if live is None or not is_plain(live) or not reloaded.numel():
             # The model has dropped it, or filled it later, as it does with caches.
             continue
         with routes.memory.reading():
-            reason = _describe_difference(made, held)
+            reason = _describe_difference(reloaded, live)
         if reason is not None:
             raise ModelError(
                 f"tensor {first!r} is not patched by address ({unit.scope.reason}), and reloading it beside the model "
                 f"gives {dotted_path(where)} {reason}"
             )
-        storage = held.untyped_storage()._cdata
-        source, target = coalesce(held.shape, (0, made.stride()), (int(held.storage_offset()), held.stride()))
+        storage = live.untyped_storage()._cdata
+        source, target = coalesce(live.shape, (0, reloaded.stride()), (int(live.storage_offset()), live.stride()))
         if (storage, target) in outputs:
             outputs[storage, target].tensor_paths[where] = source
             continue
         if storage not in numbers:
             numbers[storage] = len(routes.destinations)
-            routes.destinations.append(destination_of(dotted_path(where), held, replay.owners.get(storage, [])))
+            routes.destinations.append(destination_of(dotted_path(where), live, replay.owners.get(storage, [])))
         outputs[storage, target] = Output({where: source}, Route(numbers[storage], source, target))
     return list(outputs.values())
 
@@ -528,9 +528,9 @@ def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.
     return Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), owners)
 
 
-def _describe_difference(made: torch.Tensor, held: torch.Tensor) -> str | None:
-    if (made.dtype, made.shape, made.device) != (held.dtype, held.shape, held.device):
-        return f"as {made.dtype} {tuple(made.shape)}, and the model has {held.dtype} {tuple(held.shape)}"
-    if not torch.equal(_bits_of(made), _bits_of(held)):
+def _describe_difference(reloaded: torch.Tensor, live: torch.Tensor) -> str | None:
+    if (reloaded.dtype, reloaded.shape, reloaded.device) != (live.dtype, live.shape, live.device):
+        return f"as {reloaded.dtype} {tuple(reloaded.shape)}, and the model has {live.dtype} {tuple(live.shape)}"
+    if not torch.equal(_bits_of(reloaded), _bits_of(live)):
         return "with other bits than the model has"
     return None

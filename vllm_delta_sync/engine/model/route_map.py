@@ -151,8 +151,8 @@ class RouteMap:
 
 def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
     """Fingerprint of a tensor's ``source`` elements, at ``target`` of (numel,) signed integers in host memory."""
-    held = (target.offset, target.strides)
-    return fingerprint_strided(name, _bits(flat), source.sizes, held, (source.offset, source.strides))
+    live_layout = (target.offset, target.strides)
+    return fingerprint_strided(name, _bits(flat), source.sizes, live_layout, (source.offset, source.strides))
 
 
 def fingerprint_via_copy(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:

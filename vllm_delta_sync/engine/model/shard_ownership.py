@@ -84,14 +84,14 @@ def prove_ownership(table: TensorTable, regions: Sequence[Sequence[Sequence[Regi
     holders: list[list[tuple[int, ...]]] = []
     for tensor, spec in enumerate(table):
         found: dict[Region, list[int]] = {}
-        for rank, of_rank in enumerate(regions):
-            for region in of_rank[tensor]:
+        for rank, rank_regions in enumerate(regions):
+            for region in rank_regions[tensor]:
                 ranks = found.setdefault(region, [])
                 if rank not in ranks[-1:]:
                     ranks.append(rank)
         order = {region: slot for slot, region in enumerate(found)}
-        for rank, of_rank in enumerate(regions):
-            slots[rank].append([order[region] for region in of_rank[tensor]])
+        for rank, rank_regions in enumerate(regions):
+            slots[rank].append([order[region] for region in rank_regions[tensor]])
         holders.append([tuple(ranks) for ranks in found.values()])
         if found:
             _prove_whole(spec.name, tuple(found), spec.numel)
