@@ -447,7 +447,7 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Module(), torch.nn.Linear(2, 2, device="meta")])
 def test_host_memory_asks_no_accelerator(model: torch.nn.Module) -> None:
-    memory = WeightMemory.of(model)
+    memory = WeightMemory.for_model(model)
     with memory.background_thread(), memory.reading(), memory.exclusive(), memory.committing():
         memory.synchronize()
     assert not memory.asleep

@@ -19,13 +19,13 @@ def postpone_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    pending: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(*came[0])
-        elif came:
+        if pending and callable(before):
+            before(*pending[0])
+        elif pending:
             signal.raise_signal(signal.SIGINT)

@@ -19,7 +19,7 @@ import torch
 
 from vllm_delta_sync.errors import EngineError
 
-REPLACED = ("apply", "process_weights_after_loading")
+REPLACED_METHODS = ("apply", "process_weights_after_loading")
 APPLY_PARAMETERS = (
     "self",
     "output",
@@ -112,7 +112,7 @@ def _experts_class() -> Any:
 
 def _check_experts(base: Any) -> None:
     """Refuse classes that do not use or do not fit the two replaced methods."""
-    for name in REPLACED:
+    for name in REPLACED_METHODS:
         if name not in vars(base):
             raise _unexpected(f"CPUUnquantizedExperts has no {name}")
     found = tuple(inspect.signature(base.apply).parameters)
@@ -121,7 +121,7 @@ def _check_experts(base: Any) -> None:
     for cls in _backend_classes():
         if not issubclass(cls, base):
             raise _unexpected(f"{cls.__name__} computes unquantized experts on the CPU and is no CPUUnquantizedExperts")
-        for name in REPLACED:
+        for name in REPLACED_METHODS:
             if cls is not base and getattr(cls, name) is not getattr(base, name):
                 raise _unexpected(f"{cls.__name__} overrides {name}")
 
@@ -138,11 +138,13 @@ def _backend_classes() -> list[type]:
 def _check_layer(experts: Any, layer: Any) -> None:
     """Refuse a layer for which the plain computation would be wrong; changes nothing."""
     config = experts.moe_config
-    inner, hidden, act = config.intermediate_size_per_partition, config.hidden_dim, config.activation.value
+    inner, hidden, activation_name = config.intermediate_size_per_partition, config.hidden_dim, config.activation.value
     w13, w2 = layer.w13_weight, layer.w2_weight
     count = w13.shape[0]
-    if act != "swigluoai" and not (act in ACTIVATIONS and hasattr(torch.ops._C, ACTIVATIONS[act])):
-        raise _unexpected(f"its experts use activation {act!r}, for which it has no plain operator")
+    if activation_name != "swigluoai" and not (
+        activation_name in ACTIVATIONS and hasattr(torch.ops._C, ACTIVATIONS[activation_name])
+    ):
+        raise _unexpected(f"its experts use activation {activation_name!r}, for which it has no plain operator")
     if tuple(w13.shape) != (count, 2 * inner, hidden) or tuple(w2.shape) != (count, hidden, inner):
         raise _unexpected(
             f"w13_weight and w2_weight have shapes {tuple(w13.shape)} and {tuple(w2.shape)}, expected "
@@ -199,9 +201,9 @@ def plain_experts(
     experts = w2.shape[0]
     flat = ids.reshape(-1).long()
     if expert_map is not None:
-        here = expert_map.index_select(0, flat).long()
+        local_rows = expert_map.index_select(0, flat).long()
         # Sort experts of other ranks after those of this rank.
-        flat = torch.where(here < 0, experts, here)
+        flat = torch.where(local_rows < 0, experts, local_rows)
     order = flat.argsort(stable=True)
     groups = _groups(torch.bincount(flat, minlength=experts)[:experts].tolist())
     rows = x.index_select(0, order // chosen)
@@ -215,12 +217,12 @@ def plain_experts(
     _multiply(rows, inner, w2, bias2, groups)
     # Other ranks add what they compute.
     rows[groups[-1][2] if groups else 0 :].zero_()
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel())
+    inverse_order = torch.empty_like(order)
+    inverse_order[order] = torch.arange(order.numel())
     factors = (weights if weighted else torch.ones_like(weights)).float().unsqueeze(1)
     for start in range(0, tokens, SUM_TOKENS):
         stop = min(start + SUM_TOKENS, tokens)
-        piece = rows.index_select(0, place[start * chosen : stop * chosen]).float()
+        piece = rows.index_select(0, inverse_order[start * chosen : stop * chosen]).float()
         summed = torch.bmm(factors[start:stop], piece.view(stop - start, chosen, -1))
         out[start:stop].copy_(summed.squeeze(1))
 

@@ -16,7 +16,7 @@ CALL_TIMEOUT_S = 120.0
 """Bound on one call to a running engine; every call is short, because long work runs in the background."""
 ANSWER_SECONDS = 5.0
 """Extra time for an answer, on top of the time that the engine gives its ranks."""
-PAUSED = ("commit", "revert")
+PAUSED_CALLS = ("commit", "revert")
 """Calls that must not reach a running engine."""
 
 
@@ -49,7 +49,7 @@ class ServerEnginePort:
             EngineError: the engine failed, or the pause had expired and nothing was done.
         """
         answers: list[Answer]
-        if method not in PAUSED:
+        if method not in PAUSED_CALLS:
             answers = self._run(self._engines.call(method, arguments))
             return answers
         try:

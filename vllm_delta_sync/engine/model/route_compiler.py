@@ -44,14 +44,14 @@ def trace_routes(
 
     Args:
         load_time_bits: gives the bits of tensors that the loader computes with; None: such a model is refused.
-        memory: guards the weights; None: ``WeightMemory.of(model)``.
+        memory: guards the weights; None: ``WeightMemory.for_model(model)``.
 
     Raises:
         ModelError: a tensor is computed and ``load_time_bits`` is None, or reloading does not give what the model
             holds; a parameter is covered in part, or the loader fails. The message names the tensor and the reason.
         DeltaSyncError: what ``load_time_bits`` raises.
     """
-    memory = WeightMemory.of(model) if memory is None else memory
+    memory = WeightMemory.for_model(model) if memory is None else memory
     record = load_record_of(model)
     if record is not None and record.opaque_operations:
         raise ModelError(

@@ -78,7 +78,7 @@ class WeightMemory:
         self._gate = threading.RLock()
 
     @classmethod
-    def of(cls, model: Any) -> "WeightMemory":
+    def for_model(cls, model: Any) -> "WeightMemory":
         """The guard of a model's weights; the first tensor of the model decides the device."""
         device = next((tensor.device for _, _, tensor in walk_tensors(model) if is_plain(tensor)), torch.device("cpu"))
         return cls(None if device.type in ("cpu", "meta") else TorchAccelerator(device))

@@ -19,7 +19,7 @@ from vllm_delta_sync.tensors.torch_views import SIGNED
 
 MOST_RECTANGLES = 4096
 """Bounds the work: each rectangle is compared with each tile of its tensor."""
-TOGETHER = 128
+STRIP_COLUMNS = 128
 """Columns copied at a time where the model holds a tensor transposed."""
 
 
@@ -66,7 +66,7 @@ def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
     if copied.dim() > 1:
         closest = min(range(copied.dim()), key=copied.stride)
         if live.stride(closest) > min(live.stride()):
-            for far, near in zip(live.split(TOGETHER, closest), copied.split(TOGETHER, closest), strict=True):
+            for far, near in zip(live.split(STRIP_COLUMNS, closest), copied.split(STRIP_COLUMNS, closest), strict=True):
                 near.copy_(far)
             return
     copied.copy_(live)

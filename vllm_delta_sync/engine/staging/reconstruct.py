@@ -85,14 +85,14 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
             if isinstance(error.__cause__, BaseError):
                 raise
             first, failed = first or error, error
-        lower = _newest_before(run, target, avoid)
-        while lower is not None and lower.quarantine is not None and not quarantined:
-            lower = None if lower.sound is None else run.manifest(lower.sound)
-        if lower is None:
+        earlier = _newest_before(run, target, avoid)
+        while earlier is not None and earlier.quarantine is not None and not quarantined:
+            earlier = None if earlier.sound is None else run.manifest(earlier.sound)
+        if earlier is None:
             raise first
-        run.authentic.descends(head, lower)
-        logger.error("version %d cannot be used, starting with version %d: %s", target.version, lower.version, failed)
-        target = lower
+        run.authentic.descends(head, earlier)
+        logger.error("version %d cannot be used, starting with version %d: %s", target.version, earlier.version, failed)
+        target = earlier
 
 
 def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | None = None) -> ModelState:
@@ -149,8 +149,8 @@ def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | No
     """The newest version before ``target`` that can be reached from a root that is not in ``avoid``."""
     planner = Planner(run, avoid)
     planner.know(target)
-    bottoms = [item.version for item in target.breaks if item.base_version is None]
-    roots = [(version, version_key(version)) for version in (0, *bottoms)]
+    rebased_versions = [item.version for item in target.breaks if item.base_version is None]
+    roots = [(version, version_key(version)) for version in (0, *rebased_versions)]
     roots += [(version, anchor_key(version)) for version in run.anchors()]
     found: Manifest | None = None
     for version, key in sorted(roots, reverse=True):

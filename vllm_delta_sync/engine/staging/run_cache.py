@@ -28,7 +28,7 @@ class RunCache:
         self._keyring = Keyring(trusted)
         self._store = None if store is None else StoreOptions(**store)
         self._cache = cache
-        self._known: dict[tuple[str, str], Run] = {}
+        self._opened: dict[tuple[str, str], Run] = {}
 
     def open(self, url: str, info: str | None = None) -> Run:
         """Open the run at a URL. Args: info: digest of its run.json; None: any.
@@ -48,8 +48,8 @@ class RunCache:
             raise DigestError(f"run.json at {url!r} has SHA-256 {run.info.digest}, this rank's controller read {info}")
         return run
 
-    def at(self, url: str, info: str) -> Run:
+    def open_cached(self, url: str, info: str) -> Run:
         """As ``open``, but opens each run only once."""
-        if (url, info) not in self._known:
-            self._known[url, info] = self.open(url, info)
-        return self._known[url, info]
+        if (url, info) not in self._opened:
+            self._opened[url, info] = self.open(url, info)
+        return self._opened[url, info]

@@ -115,7 +115,7 @@ class RankWorker:
         self.confirmed = True
         self.external_writer: str | None = None
         self.external_writes = 0
-        self.memory = WeightMemory.of(model) if memory is None else memory
+        self.memory = WeightMemory.for_model(model) if memory is None else memory
         self._claimed: Answer | None = None
         self._runs = RunCache()
         self._staged: StagedPatch | None = None
@@ -295,7 +295,7 @@ class RankWorker:
 
     def _open_run(self, where: tuple[str, str] | None) -> Run:
         """The run followed (None), or another run by its URL and the digest of its run.json."""
-        return self._require_routes()[0] if where is None else self._runs.at(*where)
+        return self._require_routes()[0] if where is None else self._runs.open_cached(*where)
 
     def commit(self, version: int) -> Answer:
         """Apply the staged version in place. The engine must be paused.
