@@ -17,8 +17,8 @@ from benchmarks.apply.models import FULL, QUICK, Loader, Shape, digests, write_c
 from benchmarks.apply.proof import measure_proof
 from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.timing import Method, load_average, peak_extra_bytes, time_all
-from vllm_delta_sync.engine.commit.apply import commit
-from vllm_delta_sync.engine.model.patch import StagedPatch, stage
+from vllm_delta_sync.engine.commit.apply import apply_patch
+from vllm_delta_sync.engine.model.patch import StagedPatch, route_changes
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format import kernels
@@ -85,7 +85,7 @@ def measure(subject: Subject, density: float, case: str, turns: tuple[int, int])
     new = make_version(subject.table, subject.folder, density, subject.work / "new")
     expected = digests(subject.loader.load(new.folder))
     gc.collect()
-    patch = stage(1, new.changes, subject.routes, subject.held)
+    patch = route_changes(1, new.changes, subject.routes, subject.held)
     methods = _methods(subject, new, patch)
     extra = {method.name: _check(method, subject, expected) for method in methods}
     time_all(methods, subject.restore, *turns)
@@ -121,16 +121,16 @@ def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Meth
     checkpoint = sum(tensor.nbytes for tensor in new.tensors.values())
 
     def run_stage() -> StagedPatch:
-        return stage(1, new.changes, routes, subject.held)
+        return route_changes(1, new.changes, routes, subject.held)
 
     def run_commit() -> None:
-        if sum(commit(patch, routes).values(), Fingerprint()) != patch.declared:
+        if sum(apply_patch(patch, routes).values(), Fingerprint()) != patch.declared:
             raise SystemExit("the commit did not change the weights as declared")
 
     return [
-        Method("commit", run_commit, ours, whole=lambda: commit(run_stage(), routes)),
+        Method("commit", run_commit, ours, whole=lambda: apply_patch(run_stage(), routes)),
         Method("stage", run_stage, ours, arrives=False),
-        Method("take back", lambda: commit(patch, routes, True), ours, prepare=run_commit, arrives=False),
+        Method("take back", lambda: apply_patch(patch, routes, True), ours, prepare=run_commit, arrives=False),
         Method(PATCHES, lambda: load_checkpoint_weight_patches(model, new.patches), peers),
         Method(
             UNCHECKED,
@@ -145,12 +145,12 @@ def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Meth
 
 
 def _bare_scatter(loop: Callable[..., None], patch: StagedPatch, routes: RouteMap) -> Callable[[], None]:
-    commit(patch, routes)
+    apply_patch(patch, routes)
     steps = []
     for sparse in patch.sparse:
         bits = routes.destinations[sparse.destination].bits
         steps.append((bits, sparse.positions, bits[sparse.positions]))
-    commit(patch, routes, backwards=True)
+    apply_patch(patch, routes, reverse=True)
 
     def run() -> None:
         for bits, positions, values in steps:

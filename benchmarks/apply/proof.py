@@ -86,11 +86,11 @@ def measure_proof(subject: "Subject", turns: tuple[int, int]) -> list[Row]:
 
 
 def _prove(routes: RouteMap) -> list[list[str]]:
-    return [[value.hex() for value in routes.fingerprints(tensor)] for tensor in range(len(routes.table))]
+    return [[value.hex() for value in routes.fingerprint_routes(tensor)] for tensor in range(len(routes.table))]
 
 
 def _rescan(routes: RouteMap) -> list[tuple[int, list[Fingerprint]]]:
-    return list(routes.measured(range(len(routes.table))))
+    return list(routes.measure(range(len(routes.table))))
 
 
 def _read(routes: RouteMap) -> None:
@@ -116,5 +116,5 @@ def _check(tensors: dict[str, torch.Tensor], found: dict[str, tuple[nn.Module, R
                     for line, start in zip(rest, starts, strict=True)
                 )
                 expected -= sum(parts, Fingerprint())
-            if sum(routes.fingerprints(tensor), Fingerprint()) != expected:
+            if sum(routes.fingerprint_routes(tensor), Fingerprint()) != expected:
                 raise SystemExit(f"{spec.name}: what is hashed is not what was loaded")

@@ -20,7 +20,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.entrypoints import load_format
 from vllm_delta_sync.engine.entrypoints.load_format import DeltaSyncLoader
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
-from vllm_delta_sync.engine.staging.reconstruct import drain, newest, rebuild
+from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
 from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, SettingsError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.anchor_file import write_anchor
@@ -65,7 +65,7 @@ def reference_run(url: str, base: Path) -> RunWriter:
 
 def assert_version(url: str, version: int, folder: str = "/nowhere") -> None:
     run = open_run(url)
-    manifest, state = rebuild(run, newest(run), folder)
+    manifest, state = rebuild(run, newest_good_manifest(run), folder)
     assert manifest == run.manifest(version)
     for tensor, spec in enumerate(run.table):
         assert np.array_equal(state.bits[tensor], versions()[version][tensor])
@@ -95,7 +95,7 @@ def test_nothing_to_load_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> 
         _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).run
     RunWriter(open_bucket(url), table())
     with pytest.raises(NotFoundError, match=r"has no version to load: .*; start its publisher first"):
-        newest(open_run(url))
+        newest_good_manifest(open_run(url))
 
 
 def without_manifests(path: Path) -> None:
@@ -124,7 +124,7 @@ def test_damage_leaves_the_version_before(
     if version is None:
         run = open_run(str(path))
         with pytest.raises(DigestError, match=words):
-            rebuild(run, newest(run), "/nowhere")
+            rebuild(run, newest_good_manifest(run), "/nowhere")
     else:
         assert_version(str(path), version)
         assert words in caplog.text
@@ -152,19 +152,19 @@ def test_the_base_where_the_run_says_or_in_the_model_folder(url: str, tmp_path: 
     run = open_run(url)
     other = checkpoint(tmp_path / "other", versions()[1])
     with pytest.raises(FingerprintError, match=r"other' is not the one that the run started from"):
-        rebuild(run, newest(run), str(other))
+        rebuild(run, newest_good_manifest(run), str(other))
     base.rename(tmp_path / "model")
     assert_version(url, 1, str(tmp_path / "model"))
     with pytest.raises(NotFoundError, match=r"base'.*'org/name' holds no safetensors; put the original checkpoint's"):
-        rebuild(run, newest(run), "org/name")
+        rebuild(run, newest_good_manifest(run), "org/name")
 
 
 def test_drain_gives_memory_back_as_it_goes(path: Path) -> None:
     run = open_run(str(path))
-    _, state = rebuild(run, newest(run), "/nowhere")
+    _, state = rebuild(run, newest_good_manifest(run), "/nowhere")
     first = weakref.ref(state.bits[0])
     seen = 0
-    for tensor, (name, value) in enumerate(drain(run, state)):
+    for tensor, (name, value) in enumerate(drain_tensors(run, state)):
         assert name == run.table[tensor].name
         assert tuple(value.shape) == run.table[tensor].shape
         assert np.array_equal(bits_of(value), versions()[HEAD][tensor])

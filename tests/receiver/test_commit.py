@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_delta_sync.engine.commit.apply import apply_torch, commit
-from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, stage
+from vllm_delta_sync.engine.commit.apply import apply_patch, apply_torch
+from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, route_changes
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
 from vllm_delta_sync.format.dtypes import DTYPES
@@ -29,7 +29,7 @@ def staged_whole(old: np.ndarray, new: np.ndarray, routes: RouteMap) -> StagedPa
     """A version that replaces the one tensor."""
     held = fingerprint_tensor("weight", old)
     changes = Changes([], [Full(0, new)], {0: fingerprint_tensor("weight", new) - held})
-    return stage(1, changes, routes, [held])
+    return route_changes(1, changes, routes, [held])
 
 
 @st.composite
@@ -56,13 +56,13 @@ def test_torch_path_equals_compiled_path_and_both_go_back(case: tuple[str, np.nd
     other = replace(patch, data=patch.data.copy())
     staged = StagedPatch(1, [patch], Fingerprint(), [], [Fingerprint()])
     routes = RouteMap(table, [compiled], [[]])
-    measured = commit(staged, routes)
+    measured = apply_patch(staged, routes)
     assert measured == {3: apply_torch(other, plain, False)}
     assert torch.equal(compiled.flat, plain.flat)
     if not patch.relative:
         assert np.array_equal(compiled.bits[patch.positions], new)
         assert np.array_equal(patch.data, bits[patch.positions])
-    back = commit(staged, routes, backwards=True)
+    back = apply_patch(staged, routes, reverse=True)
     assert back == {3: apply_torch(other, plain, True)} == {3: Fingerprint() - measured[3]}
     assert np.array_equal(compiled.bits, bits)
     assert np.array_equal(plain.bits, bits)
@@ -95,7 +95,7 @@ def test_failure_midway_leaves_every_bit_as_it_was() -> None:
     ]
     routes = RouteMap(TensorTable([]), [good, bad], [])
     with pytest.raises(Failing):
-        commit(StagedPatch(1, sparse, Fingerprint(), [], []), routes)
+        apply_patch(StagedPatch(1, sparse, Fingerprint(), [], []), routes)
     assert np.array_equal(good.flat.numpy().view(element.uint), bits)
 
 
@@ -135,11 +135,11 @@ def test_dense_patch_through_a_transpose_and_back() -> None:
     table = TensorTable([TensorSpec("weight", "BF16", (4, 6))])
     routes = RouteMap(table, [destination], [[route]])
     staged = staged_whole(bits, new, routes)
-    commit(staged, routes)
+    apply_patch(staged, routes)
     assert np.array_equal(destination.bits.reshape(6, 4), new.reshape(4, 6).T)
-    commit(staged, routes, backwards=True)
+    apply_patch(staged, routes, reverse=True)
     assert not destination.bits.any()
-    commit(staged, routes)
+    apply_patch(staged, routes)
     assert np.array_equal(destination.bits.reshape(6, 4), new.reshape(4, 6).T)
 
 
@@ -169,10 +169,10 @@ def test_exchange_takes_little_memory_whatever_the_shape(
     routes = RouteMap(TensorTable([TensorSpec("weight", "BF16", shape)]), [destination], [[route]])
     new = np.arange(1, numel + 1, dtype=element.uint)
     staged = staged_whole(np.zeros(numel, element.uint), new, routes)
-    commit(staged, routes)
+    apply_patch(staged, routes)
     bits = whole.flat.numpy().view(element.uint)
     assert np.array_equal(bits[::2], new)
     assert not bits[1::2].any()
     assert 0 < CountingTensor.largest <= 16
-    commit(staged, routes, backwards=True)
+    apply_patch(staged, routes, reverse=True)
     assert not bits.any()

@@ -22,11 +22,11 @@ from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
-from vllm_delta_sync.engine.commit.interrupts import postponed
+from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import REPAIRS
-from vllm_delta_sync.engine.worker.background import Background
+from vllm_delta_sync.engine.worker.rank_worker import Background
 from vllm_delta_sync.errors import (
     BusyError,
     DeltaSyncError,
@@ -293,7 +293,7 @@ def test_a_lost_pause_before_the_commit_of_a_repair_leaves_something_to_settle_o
     """Even where the commit before was never confirmed: what is held is no version, and the watchdog must know that."""
     port = hooked(world)
     world.follow_each(1)
-    port.before = failing("trim", times=2)
+    port.before = failing("confirm", times=2)
     world.train(2)
     world.receiver.advance()
     assert not any(rank.confirmed for rank in port.ranks)
@@ -323,7 +323,7 @@ def test_a_lost_pause_before_the_commit_of_a_repair_leaves_something_to_settle_o
 def test_commit_whose_trim_fails_is_confirmed_at_the_next_look(world: World) -> None:
     port = hooked(world)
     seen = world.follow_each(1)
-    port.before = failing("trim")
+    port.before = failing("confirm")
     world.train(2)
     world.receiver.advance()
     assert world.receiver.served_version == 2
@@ -344,7 +344,7 @@ def test_no_version_follows_one_that_is_not_confirmed(world: World) -> None:
     world.follow(stage_bytes=0)
     world.receiver.advance()
     world.train(2, 3)
-    port.before = failing("trim", times=2)
+    port.before = failing("confirm", times=2)
     with pytest.raises(EngineError, match="version 2 is served, but could not be confirmed"):
         world.receiver.advance()
     status = world.receiver.status()
@@ -382,7 +382,7 @@ def test_pause_that_expires_while_a_failed_one_is_ended(world: World, went_back:
 def test_rollback_whose_trim_fails_is_held(world: World) -> None:
     port = hooked(world)
     seen = world.follow_each(3)
-    port.before = failing("trim")
+    port.before = failing("confirm")
     world.receiver.rollback(2)
     expect_serves(world, 2, seen[2], "held")
     status = world.receiver.status()
@@ -412,7 +412,7 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
     world.receiver.rollback(1)
     assert is_settled(port.call("describe", {}), 1)
     port.before = nothing
-    assert port.log[-4:] == ["label 1", "resume", "resume", "trim"]
+    assert port.log[-4:] == ["label 1", "resume", "resume", "confirm"]
     expect_serves(world, 1, seen[1], "held")
 
 
@@ -565,7 +565,7 @@ def test_interrupt_while_an_interrupted_commit_is_taken_back(moved: World, monke
 def test_failure_right_after_the_scatter(moved: World, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are written and the call fails all the same: the rank must know what it holds, and go back."""
     before = moved.bits()
-    real, left = commits.commit, [1]
+    real, left = commits.apply_patch, [1]
 
     def fails_once(*arguments: Any) -> Any:
         measured = real(*arguments)
@@ -574,7 +574,7 @@ def test_failure_right_after_the_scatter(moved: World, method: str, monkeypatch:
             raise RuntimeError("failed after the scatter")
         return measured
 
-    monkeypatch.setattr(commits, "commit", fails_once)
+    monkeypatch.setattr(commits, "apply_patch", fails_once)
     with pytest.raises(EngineError, match="failed after the scatter"):
         moved.receiver.advance() if method == "advance" else moved.receiver.rollback(0)
     expect_before(moved, before)
@@ -611,10 +611,10 @@ def test_postponed_interrupts_come_once_at_the_end() -> None:
     reached = []
 
     def interrupted() -> None:
-        with postponed():
+        with postpone_interrupts():
             interrupt()
             reached.append("inside")
-            with postponed():
+            with postpone_interrupts():
                 interrupt()
             interrupt()
             reached.append("still inside")
@@ -629,7 +629,7 @@ def test_other_threads_are_left_alone() -> None:
     seen: list[Any] = []
 
     def look() -> None:
-        with postponed():
+        with postpone_interrupts():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
@@ -647,11 +647,11 @@ def test_a_result_crosses_to_the_controller_once(tmp_path: Path) -> None:
     port, seen = world.port, []
     call, slow = port.call, port.ranks[1]
     let_go = threading.Event()
-    prove = slow.prove
+    identify = slow.identify
 
     def late(**arguments: Any) -> Any:
         assert let_go.wait(60)
-        return prove(**arguments)
+        return identify(**arguments)
 
     def counting(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         answers = call(method, arguments)
@@ -660,7 +660,7 @@ def test_a_result_crosses_to_the_controller_once(tmp_path: Path) -> None:
             let_go.set()
         return answers
 
-    slow.prove = late  # type: ignore[method-assign, assignment]
+    slow.identify = late  # type: ignore[method-assign, assignment]
     port.call = counting  # type: ignore[method-assign]
     world.receiver.advance()
     polls = [answers for method, answers in seen if method == "poll"]

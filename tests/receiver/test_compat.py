@@ -193,7 +193,7 @@ def touches_of(table: str) -> Iterator[Touch]:
             found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?( only)?(?: since ([\d.]+))?", entry)
             assert found is not None, entry
             owner, _, last = found[1].rpartition(".")
-            for name in write_hooks.WRITERS if last == "WRITERS" else [last]:
+            for name in write_hooks.WRITE_METHODS if last == "WRITERS" else [last]:
                 where = f"{owner}.{name}" if owner else name
                 takes = tuple(found[2].split(", ")) if found[2] else ()
                 yield Touch(ours, module, where, BREAKS.get(breaks, breaks), takes, bool(found[3]), found[4] or "0")
@@ -355,7 +355,7 @@ def test_queues_sleep_between_two_looks_on_the_cpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
     monkeypatch.setattr(utils.os, "sched_yield", lambda: calls.append("yielded"))
     utils.sched_yield()
-    patches.sleep_between_looks()
+    patches.sleep_between_polls()
     utils.sched_yield()
     assert calls == ["yielded"] * (1 if current_platform.is_cpu() else 2)
 

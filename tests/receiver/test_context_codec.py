@@ -23,7 +23,7 @@ from vllm_delta_sync.codec.delta_object import DeltaContext, encode
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.staging import read_steps as reading
-from vllm_delta_sync.engine.staging.live_base import MOST_RECTANGLES, LiveBaseReader, held_rectangles, moved
+from vllm_delta_sync.engine.staging.live_base import MOST_RECTANGLES, LiveBaseReader, covered_rectangles, with_changes
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps
 from vllm_delta_sync.errors import (
     DeltaSyncError,
@@ -43,14 +43,14 @@ from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
 def trained(bits: list[Bits], random: np.random.Generator) -> list[Bits]:
     """A copy in which small weights moved far more often than large ones, as in training: there are classes to code."""
-    moved = []
+    with_changes = []
     for old in bits:
         magnitude = old & ~old.dtype.type(1 << (8 * old.itemsize - 1))
         chosen = random.random(old.size) < np.where(magnitude < np.median(magnitude), 0.3, 0.01)
         new = old.copy()
         new[chosen] += random.integers(1, 4, int(chosen.sum())).astype(old.dtype)
-        moved.append(new)
-    return moved
+        with_changes.append(new)
+    return with_changes
 
 
 class Trained(Chain):
@@ -185,8 +185,8 @@ def test_what_was_staged_before_the_weights_moved_is_not_committed(
     server.port.before = note
     with pytest.raises(EngineError):
         server.receiver.advance(2)
-    original = reading.reader
-    monkeypatch.setattr(reading, "reader", slow)
+    original = reading.object_reader
+    monkeypatch.setattr(reading, "object_reader", slow)
     rank.start(**staging)
     assert asked.wait(60)
     rank.revert(0)
@@ -410,7 +410,7 @@ def test_rectangles_are_what_a_view_covers(data: st.DataObject) -> None:
         view = view.movedim(0, -1)
     region, _ = coalesce(view.shape, (int(view.storage_offset()), view.stride()), (0, view.contiguous().stride()))
     spec = TensorSpec("a", "U8", shape)
-    count = covered(spec, BaseTensor(np.empty(0, np.uint8), held_rectangles(spec, [region])))
+    count = covered(spec, BaseTensor(np.empty(0, np.uint8), covered_rectangles(spec, [region])))
     expected = np.zeros(spec.numel, np.int64)
     expected[view.reshape(-1).numpy()] = 1
     assert np.array_equal(count.reshape(-1), expected)
@@ -418,17 +418,17 @@ def test_rectangles_are_what_a_view_covers(data: st.DataObject) -> None:
 
 def test_runs_that_begin_in_the_middle_of_a_row() -> None:
     spec = TensorSpec("a", "U8", (5, 10))
-    assert held_rectangles(spec, [Region(7, (36,), (1,))]) == ((0, 1, 7, 10), (1, 4, 0, 10), (4, 5, 0, 3))
-    assert held_rectangles(spec, [Region(8, (3, 4), (10, 1))]) == ((0, 3, 8, 10), (1, 4, 0, 2))
+    assert covered_rectangles(spec, [Region(7, (36,), (1,))]) == ((0, 1, 7, 10), (1, 4, 0, 10), (4, 5, 0, 3))
+    assert covered_rectangles(spec, [Region(8, (3, 4), (10, 1))]) == ((0, 3, 8, 10), (1, 4, 0, 2))
 
 
 def test_what_is_scattered_is_refused_by_name() -> None:
     spec = TensorSpec("mixed.weight", "U8", (3, 4 * MOST_RECTANGLES))
     every_second = Region(0, (3, 2 * MOST_RECTANGLES), (4 * MOST_RECTANGLES, 2))
     with pytest.raises(UnsupportedError, match=r"mixed\.weight.*publish with codec='packed'"):
-        held_rectangles(spec, [every_second])
+        covered_rectangles(spec, [every_second])
     other = Region(1, every_second.sizes, every_second.strides)
-    assert held_rectangles(spec, [every_second, other]) is None
+    assert covered_rectangles(spec, [every_second, other]) is None
 
 
 def test_steps_before_are_laid_over_a_copy() -> None:
@@ -442,7 +442,7 @@ def test_steps_before_are_laid_over_a_copy() -> None:
         changes_between(TABLE, states[3], states[4]),
     ]
     held = BaseTensor(states[0][0].copy(), ((0, 1, 0, 1),))
-    after = moved(lambda tensor: held if tensor == 0 else BaseTensor(states[0][tensor].copy()), parts)
+    after = with_changes(lambda tensor: held if tensor == 0 else BaseTensor(states[0][tensor].copy()), parts)
     for tensor, spec in enumerate(TABLE):
         assert np.array_equal(after(tensor).bits, states[4][tensor]), spec.name
     assert after(0).held == held.held

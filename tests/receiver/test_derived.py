@@ -21,7 +21,7 @@ from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model import load_record
 from vllm_delta_sync.engine.model.load_record import Process
-from vllm_delta_sync.engine.model.model_replica import walk
+from vllm_delta_sync.engine.model.model_replica import walk_tensors
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
@@ -75,7 +75,7 @@ def load(tensors: dict[str, torch.Tensor], ranks: int = 1) -> list[Any]:
     models = [Worked(rank, ranks) for rank in range(ranks)]
     for model in models:
         model.load_weights((name, tensor.bfloat16()) for name, tensor in tensors.items())
-        load_record.watched(model, finish)
+        load_record.record_load(model, finish)
     return models
 
 
@@ -117,7 +117,7 @@ class WorkedWorld(World):
 
 def every(model: nn.Module) -> torch.Tensor:
     """All bytes of all tensors that hang on a model, in order of their places."""
-    found = {(path, name): tensor for path, name, tensor in walk(model)}
+    found = {(path, name): tensor for path, name, tensor in walk_tensors(model)}
     assert ("latent", "absorbed") in found
     return torch.cat([found[at].detach().reshape(-1).contiguous().view(torch.uint8) for at in sorted(found)])
 
@@ -129,7 +129,7 @@ def serve(world: WorkedWorld, process: Process = finish, prepare: Prepare = lamb
         model: Any = world.loads(0, 1)
         model.load_weights((name, tensor.bfloat16()) for name, tensor in world.tensors.items())
         prepare(model)
-        world.record = load_record.watched(model, process, is_runtime_state)
+        world.record = load_record.record_load(model, process, is_runtime_state)
         return [model]
 
     world.fresh = fresh  # type: ignore[method-assign]
@@ -269,7 +269,7 @@ def test_a_step_that_talks_to_other_ranks_is_refused(tmp_path: Path, all_reduce:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         serve(world, summed)
-        assert "talk to other ranks" in world.expect_fails("model").message
+        assert "communicate with other ranks" in world.expect_fails("model").message
     finally:
         torch.distributed.destroy_process_group()
 
@@ -368,7 +368,7 @@ def test_copies_made_while_loading_are_in_host_memory(tmp_path: Path) -> None:
     # As vLLM leaves what it does not serve of a multimodal model.
     model.tower = nn.Linear(2, 2, device="meta")
     with Copies() as copies:
-        record = load_record.watched(model, lambda model, paths: None)
+        record = load_record.record_load(model, lambda model, paths: None)
     assert ("tower", "weight") not in record.initial
     assert record.initial
     assert {tensor.device.type for tensor in record.initial.values()} == {"cpu"}
@@ -473,14 +473,14 @@ def step(tensors: dict[str, torch.Tensor], seed: int) -> None:
 def made_of(tensors: dict[str, torch.Tensor], process: Process) -> BlockQuantized:
     model = BlockQuantized()
     model.load_weights(tensors.items())
-    load_record.watched(model, process)
+    load_record.record_load(model, process)
     return model
 
 
 def every_tensor(model: nn.Module) -> dict[str, bytes]:
     return {
         f"{path}.{name}": bytes(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        for path, name, tensor in walk(model)
+        for path, name, tensor in walk_tensors(model)
     }
 
 
@@ -510,4 +510,4 @@ def test_fp8_as_the_checkpoint_has_it_takes_no_shadow(tmp_path: Path) -> None:
     with Publisher(list(tensors.items()), bucket=str(tmp_path / "run")) as publisher:
         publisher.flush()
     table = open_run(str(tmp_path / "run")).table
-    assert trace_routes(made_of(tensors, as_loaded), table).derived is None
+    assert trace_routes(made_of(tensors, as_loaded), table).reload_units is None

@@ -48,7 +48,7 @@ def test_follows_every_version(tmp_path: Path, codec: str, ranks: int) -> None:
         world.expect_exact()
         assert world.receiver.verify()["verdict"]
     assert world.port.log.count("pause") == world.port.log.count("resume") == 4
-    assert world.port.log[-5:] == ["pause", "commit", "label 4", "resume", "trim"]
+    assert world.port.log[-5:] == ["pause", "commit", "label 4", "resume", "confirm"]
     assert [rank["rank"] for rank in world.receiver.status()["ranks"]] == list(range(ranks))
 
 

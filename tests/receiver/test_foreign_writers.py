@@ -44,36 +44,36 @@ def expect_found(world: World) -> None:
     assert world.port.log[-1] == "label None"
 
 
-@pytest.mark.parametrize("moment", ["scan", "poll", "trust"])
+@pytest.mark.parametrize("moment", ["scan", "poll", "clear_external_write"])
 def test_touch_while_the_one_before_is_checked(tmp_path: Path, moment: str) -> None:
     """Trust is given for touches that were known before the look; who comes later is looked at again."""
     world = World(tmp_path)
     port = hooked(world)
     world.follow(rescan_bytes=0)
     world.follow_each(1)
-    port.ranks[0].touch("start_weight_update")
+    port.ranks[0].note_external_write("start_weight_update")
     seen: list[str] = []
 
     def interfere(method: str, arguments: dict[str, Any]) -> None:
         name = arguments["operation"] if method == "start" else method
         if name == moment and not seen:
             seen.append(name)
-            if moment == "trust":
+            if moment == "clear_external_write":
                 # Every tensor was looked at by now.
                 world.model.norm.data.view(torch.int16)[0] ^= 1
-            port.ranks[0].touch("update_weights")
+            port.ranks[0].note_external_write("update_weights")
 
     port.before = interfere
     world.receiver.check()
     port.before = nothing
     assert seen == [moment]
-    assert [rank.touched for rank in port.ranks] == ["update_weights"]
+    assert [rank.external_writer for rank in port.ranks] == ["update_weights"]
     world.train(2)
-    if moment == "trust":
+    if moment == "clear_external_write":
         expect_found(world)
     else:
         world.receiver.advance()
-        assert port.ranks[0].touched is None
+        assert port.ranks[0].external_writer is None
         world.expect_exact()
 
 
@@ -81,15 +81,15 @@ def test_touch_while_weights_are_proven(tmp_path: Path, monkeypatch: pytest.Monk
     """Tensors are hashed one after another: what is written behind the hashing must not count as proven."""
     world = World(tmp_path)
     world.follow(rescan_bytes=0)
-    warm_up = commits.warm_up
+    warm_up = commits.compile_kernels
 
     def after_hashing(elements: Any) -> None:
         world.model.norm.data.view(torch.int16)[0] ^= 1
-        world.port.ranks[0].touch("update_weights")
-        monkeypatch.setattr(commits, "warm_up", warm_up)
+        world.port.ranks[0].note_external_write("update_weights")
+        monkeypatch.setattr(commits, "compile_kernels", warm_up)
         warm_up(elements)
 
-    monkeypatch.setattr(commits, "warm_up", after_hashing)
+    monkeypatch.setattr(commits, "compile_kernels", after_hashing)
     world.receiver.advance()
     world.train(1)
     expect_found(world)
@@ -98,7 +98,7 @@ def test_touch_while_weights_are_proven(tmp_path: Path, monkeypatch: pytest.Monk
 def test_touched_weights_are_checked_before_a_rollback(world: World) -> None:
     world.follow_each(2)
     world.models[-1].norm.data.view(torch.int16)[0] ^= 1
-    world.port.ranks[-1].touch("update_weights")
+    world.port.ranks[-1].note_external_write("update_weights")
     before = world.bits()
     pauses = world.port.log.count("pause")
     with pytest.raises(FingerprintError, match=r"changed from outside \(update_weights\)"):
@@ -111,9 +111,9 @@ def test_touched_weights_are_checked_before_a_rollback(world: World) -> None:
 
 def test_touch_that_changed_nothing_does_not_stop_a_rollback(world: World) -> None:
     seen = world.follow_each(2)
-    world.port.ranks[-1].touch("reload_weights")
+    world.port.ranks[-1].note_external_write("reload_weights")
     world.receiver.rollback(1)
-    assert all(rank.touched is None for rank in world.port.ranks)
+    assert all(rank.external_writer is None for rank in world.port.ranks)
     world.expect_bits(seen[1])
 
 
@@ -123,7 +123,7 @@ def test_held_server_is_looked_after(world: World) -> None:
     world.receiver.check()
     assert world.receiver.status()["state"] == "held"
     world.models[0].norm.data.mul_(2.0)
-    world.port.ranks[0].touch("update_weights")
+    world.port.ranks[0].note_external_write("update_weights")
     with pytest.raises(FingerprintError):
         world.receiver.check()
     assert (world.receiver.status()["served"], world.receiver.status()["state"]) == (None, "refused")
@@ -147,9 +147,9 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
     world.receiver.hold()
     for rank in world.port.ranks:
         rank.memory.asleep = False
-        rank.touch("wake_up")
+        rank.note_external_write("wake_up")
     world.receiver.check()
-    assert all(rank.touched is None for rank in world.port.ranks)
+    assert all(rank.external_writer is None for rank in world.port.ranks)
     world.receiver.release()
     world.receiver.advance()
     world.expect_exact()
@@ -158,11 +158,11 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
 def test_whoever_touched_the_weights_is_checked(world: World) -> None:
     world.follow_each(1)
     for rank in world.port.ranks:
-        rank.touch("update_weights")
+        rank.note_external_write("update_weights")
     world.train_and_follow(2)
-    assert all(rank.touched is None for rank in world.port.ranks)
+    assert all(rank.external_writer is None for rank in world.port.ranks)
     world.models[0].norm.data.view(torch.int16)[0] ^= 1
-    world.port.ranks[0].touch("update_weights")
+    world.port.ranks[0].note_external_write("update_weights")
     expect_found(world)
 
 
@@ -173,7 +173,7 @@ def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> Non
 
     def touch(method: str, arguments: dict[str, Any]) -> None:
         if method == "pause":
-            port.ranks[-1].touch("update_weights")
+            port.ranks[-1].note_external_write("update_weights")
 
     port.after = touch
     world.expect_fails("engine")
@@ -330,7 +330,7 @@ def test_what_is_committed_is_confirmed_once_all_ranks_have_it(tmp_path: Path, m
     world.train(1)
     monkeypatch.setattr(UndoLog, "confirm", noted)
     world.receiver.advance()
-    assert during == ["trim", "trim"]
+    assert during == ["confirm", "confirm"]
 
 
 class Worker:
@@ -366,7 +366,7 @@ class SlowRead:
 
     def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.let_go = threading.Event(), threading.Event()
-        original = engine_routes.fingerprint_held
+        original = engine_routes.fingerprint_in_place
 
         def slow(*arguments: Any) -> Fingerprint:
             worker.reading = True
@@ -376,15 +376,15 @@ class SlowRead:
             worker.reading = False
             return found
 
-        monkeypatch.setattr(engine_routes, "fingerprint_held", slow)
+        monkeypatch.setattr(engine_routes, "fingerprint_in_place", slow)
 
 
 def wait_until_moving(thread: threading.Thread) -> None:
-    """Return once a thread is on its way into ``WeightMemory.moving``, and waits there if it has to."""
+    """Return once a thread is on its way into ``WeightMemory.exclusive``, and waits there if it has to."""
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline:
         frame = sys._current_frames().get(thread.ident or 0)
-        if frame is not None and frame.f_code is inspect.unwrap(WeightMemory.moving).__code__:
+        if frame is not None and frame.f_code is inspect.unwrap(WeightMemory.exclusive).__code__:
             return
         time.sleep(0.001)
     raise AssertionError("the thread does not wait for the weights")
@@ -397,7 +397,7 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     world = World(tmp_path)
     world.receiver.advance()
     rank, worker = world.port.ranks[0], Worker(world.model)
-    write_hooks.watch(worker, world.model, rank)
+    write_hooks.watch_writes(worker, world.model, rank)
     slow = SlowRead(worker, monkeypatch)
     rank.start("scan", {"tensors": list(range(len(world.tensors)))})
     assert slow.begun.wait(WAIT)
@@ -421,9 +421,9 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
             rank.scan([0])
         worker.wake_up()
         assert not rank.describe()["asleep"]
-    assert rank.describe()["touched"] in ("wake_up", "reload_weights")
+    assert rank.describe()["external_writer"] in ("wake_up", "reload_weights")
     world.receiver.check()
-    assert rank.describe()["touched"] is None
+    assert rank.describe()["external_writer"] is None
     assert world.receiver.verify()["verdict"]
 
 
@@ -432,14 +432,14 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.follow_each(1)
     rank, worker = world.port.ranks[0], Worker(world.model)
-    write_hooks.watch(worker, world.model, rank)
+    write_hooks.watch_writes(worker, world.model, rank)
     worker.sleep()
     assert rank.routes is not None
-    for read in (lambda: rank.routes.fingerprints(0), lambda: list(rank.routes.measured([0, 1]))):  # type: ignore[union-attr]
+    for read in (lambda: rank.routes.fingerprint_routes(0), lambda: list(rank.routes.measure([0, 1]))):  # type: ignore[union-attr]
         with pytest.raises(BusyError, match="asleep"):
             read()
     with pytest.raises(BusyError, match="asleep"):
-        rank.prove(world.url)
+        rank.identify(world.url)
     worker.wake_up()
     world.receiver.check()
     assert world.receiver.verify()["verdict"]
@@ -447,7 +447,7 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Module(), torch.nn.Linear(2, 2, device="meta")])
 def test_host_memory_asks_no_accelerator(model: torch.nn.Module) -> None:
-    memory = WeightMemory.of(model)
-    with memory.background(), memory.reading(), memory.moving(), memory.committing():
+    memory = WeightMemory.for_model(model)
+    with memory.background_thread(), memory.reading(), memory.exclusive(), memory.committing():
         memory.synchronize()
     assert not memory.asleep

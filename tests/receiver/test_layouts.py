@@ -80,9 +80,9 @@ class Core:
             "delta_sync_pause": self.guard.pause,
             "delta_sync_resume": self.guard.resume,
             "delta_sync_renew": self.guard.renew,
-            "delta_sync_ask": self.guard.ask,
-            "delta_sync_paused_call": self.guard.call,
-            "delta_sync_paused_label": self.guard.label,
+            "delta_sync_call_ranks": self.guard.call_ranks,
+            "delta_sync_paused_call": self.guard.call_paused,
+            "delta_sync_paused_label": self.guard.label_paused,
             "set_weight_version": self.set_weight_version,
         }
         return calls[name](*args)
@@ -162,9 +162,9 @@ def test_every_rank_of_every_engine_follows(site: Site) -> None:
 def test_touch_of_one_engine_is_looked_into(site: Site) -> None:
     """Each engine's ranks are told of their own touches, not of those of the first."""
     site.receiver.advance()
-    site.cores[1].port.ranks[1].touch("somebody")
+    site.cores[1].port.ranks[1].note_external_write("somebody")
     site.receiver.check()
-    assert [rank.touched for core in site.cores for rank in core.port.ranks] == [None] * ENGINES * RANKS
+    assert [rank.external_writer for core in site.cores for rank in core.port.ranks] == [None] * ENGINES * RANKS
     site.world.train(1)
     site.receiver.advance()
     site.expect(1)
@@ -192,10 +192,10 @@ def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
 
 def expire(core: Core) -> None:
     """As if the pause had lasted too long: the watchdog settles the engine, which goes on."""
-    lease = core.guard._lease
+    lease = core.guard._active
     assert lease is not None
     lease.deadline = 0.0
-    core.guard.check()
+    core.guard.check_deadline()
 
 
 def fail(core: Core) -> None:

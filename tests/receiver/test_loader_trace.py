@@ -14,7 +14,7 @@ from tests.support.modules import FusedModel, checkpoint_tensors
 from vllm_delta_sync.engine.model import route_map as engine_routes
 from vllm_delta_sync.engine.model.model_replica import READABLE_ELEMENTS, MetaLeaf, replicate
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
-from vllm_delta_sync.engine.model.route_map import fingerprint_copied
+from vllm_delta_sync.engine.model.route_map import fingerprint_via_copy
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -52,7 +52,7 @@ def test_routes_gather_what_was_loaded() -> None:
     routes = trace_routes(model, specs)
     assert routes.unloaded == []
     for position, spec in enumerate(specs):
-        assert routes.fingerprints(position) == [fingerprint_tensor(spec.name, bits_of(tensors[spec.name]))]
+        assert routes.fingerprint_routes(position) == [fingerprint_tensor(spec.name, bits_of(tensors[spec.name]))]
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old), "tracing must not write"
 
@@ -74,9 +74,9 @@ def test_copies_of_weights_are_hashed_as_the_weights(monkeypatch: pytest.MonkeyP
         routes = trace_routes(model, table(*shapes))
         for tensor, of_tensor in enumerate(routes.routes):
             name = routes.table[tensor].name
-            for route, held in zip(of_tensor, routes.fingerprints(tensor), strict=True):
+            for route, held in zip(of_tensor, routes.fingerprint_routes(tensor), strict=True):
                 flat = routes.destinations[route.destination].flat
-                assert fingerprint_copied(name, flat, route.source, route.target) == held
+                assert fingerprint_via_copy(name, flat, route.source, route.target) == held
 
 
 def _transposed(model: Toy, name: str, tensor: torch.Tensor) -> None:

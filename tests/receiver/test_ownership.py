@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_delta_sync.engine.model.regions import Region, coalesce, find_overlap, pieces
-from vllm_delta_sync.engine.model.shard_ownership import assign, region_from_plain, region_to_plain
+from vllm_delta_sync.engine.model.regions import Region, coalesce, find_overlap, split_regions
+from vllm_delta_sync.engine.model.shard_ownership import prove_ownership, region_from_plain, region_to_plain
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -89,7 +89,7 @@ def test_overlap_is_found_without_memory_for_what_lies_between() -> None:
 @given(injective_regions(), st.integers(1, 20))
 def test_pieces_are_the_region_in_order(region: Region, limit: int) -> None:
     second = Region(5, region.sizes, tuple(3 * stride for stride in region.strides))
-    cut = list(pieces(region, second, limit))
+    cut = list(split_regions(region, second, limit))
     assert all(one.numel == other.numel <= limit for one, other in cut)
     assert [index for one, _ in cut for index in all_indices(one)] == all_indices(region)
     assert [index for _, other in cut for index in all_indices(other)] == all_indices(second)
@@ -152,7 +152,7 @@ def measure(region: Region, bits: np.ndarray) -> Fingerprint:
 @given(cuts(), st.integers(0, 2**32 - 1))
 def test_sum_over_ranks_is_the_whole_tensor(held: list[list[Region]], seed: int) -> None:
     bits = np.random.default_rng(seed).integers(0, 1 << 16, ROWS * COLUMNS, dtype=np.uint16)
-    ownership = assign(TABLE, [[regions, []] for regions in held])
+    ownership = prove_ownership(TABLE, [[regions, []] for regions in held])
     assert (ownership.is_loaded(0), ownership.is_loaded(1)) == (True, False)
     whole = fingerprint_tensor("a", bits)
     measured = [[measure(region, bits) for region in regions] for regions in held]
@@ -169,7 +169,7 @@ def test_sum_over_ranks_is_the_whole_tensor(held: list[list[Region]], seed: int)
 @given(cuts(), st.data())
 def test_copies_that_differ_are_noticed(held: list[list[Region]], data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from([rank for rank, regions in enumerate(held) if regions]))
-    ownership = assign(TABLE, [[regions, []] for regions in held])
+    ownership = prove_ownership(TABLE, [[regions, []] for regions in held])
     position = data.draw(st.integers(0, len(held[rank]) - 1))
     copied = sum(held[rank][position] in regions for regions in held) > 1
     zero = np.zeros(ROWS * COLUMNS, np.uint16)
@@ -190,7 +190,7 @@ def test_copies_that_differ_are_noticed(held: list[list[Region]], data: st.DataO
 )
 def test_parts_that_are_not_the_whole_are_refused(held: list[list[Region]], reason: str) -> None:
     with pytest.raises(ModelError, match=reason) as caught:
-        assign(TABLE, [[regions, []] for regions in held])
+        prove_ownership(TABLE, [[regions, []] for regions in held])
     assert "'a'" in caught.value.message
 
 

@@ -18,7 +18,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext, encode
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.lineage import across, line
-from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild
+from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, EngineError, FormatError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
@@ -38,13 +38,13 @@ def spoil(how: str) -> Callable[[Chain], None]:
 
     def change(chain: Chain) -> None:
         chain.beside_it(6)
-        newest = chain.beside_it(9)
+        newest_good_manifest = chain.beside_it(9)
         if how == "document":
             chain.spoil_anchor(9)
         elif how == "object":
-            chain.damage(newest)
+            chain.damage(newest_good_manifest)
         else:
-            other = newest.model_copy(update={"manifest": "0" * 64})
+            other = newest_good_manifest.model_copy(update={"manifest": "0" * 64})
             (chain.folder / side.anchor_key(9)).write_bytes(other.to_bytes())
         chain.lose(3, 4, 5)
 
@@ -412,7 +412,7 @@ def test_head_is_reached_wherever_anything_leads_there(tmp_path: Path, seed: int
     assert shown == sorted(shown)
     assert all(version > start for version in shown)
     run = open_run(chain.url)
-    manifest, state = rebuild(run, newest(run), "/nowhere")
+    manifest, state = rebuild(run, newest_good_manifest(run), "/nowhere")
     assert manifest.version == story.head or not story.leads_there()
     for found, right in zip(state.bits, chain.bits[manifest.version], strict=True):
         assert np.array_equal(found, right)
@@ -518,7 +518,7 @@ def test_failures_on_the_way_across_lose_nothing(source: Chain) -> None:
     server = Server(source, source.bits[0], port=HookedPort)
     server.receiver.advance(8)
     server.follow(branch)
-    faults: list[tuple[str, Hook]] = [("before", failing(method)) for method in ("start", "commit", "adopt")]
+    faults: list[tuple[str, Hook]] = [("before", failing(method)) for method in ("start", "commit", "set_version")]
     for when, fault in [*faults, ("after", failing("commit"))]:
         setattr(server.port, when, fault)
         with pytest.raises(EngineError):
@@ -558,7 +558,7 @@ def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) ->
     branch = source.branch("branch", 6, seed=1)
     branch.grow(3)
     run = open_run(branch.url)
-    manifest, state = rebuild(run, newest(run), "/nowhere")
+    manifest, state = rebuild(run, newest_good_manifest(run), "/nowhere")
     assert manifest.version == 3
     for found, right in zip(state.bits, branch.bits[3], strict=True):
         assert np.array_equal(found, right)

@@ -19,7 +19,7 @@ from vllm_delta_sync.cli import run as run_command
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.api.offline import OfflineSync
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild
+from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, SettingsError
 from vllm_delta_sync.format.manifest import Quarantine, version_key
 from vllm_delta_sync.maintenance.branch import branch
@@ -260,13 +260,13 @@ def test_no_commit_ends_at_a_quarantined_version(seed: int, tmp_path: Path) -> N
 
 def test_cold_start_loads_the_newest_sound_version(chain: MarkedChain, told: pytest.LogCaptureFixture) -> None:
     run = open_run(chain.url)
-    assert newest(run).version == 5
+    assert newest_good_manifest(run).version == 5
     assert f"version 6 is quarantined and skipped: {REASON!r}" in told.text
-    assert newest(run, quarantined=True).version == 6
+    assert newest_good_manifest(run, quarantined=True).version == 6
     chain.lose(5)
-    held, _ = rebuild(run, newest(run), "/nowhere")
+    held, _ = rebuild(run, newest_good_manifest(run), "/nowhere")
     assert held.version == 2, "not 3 or 4"
-    assert rebuild(run, newest(run, quarantined=True), "/nowhere", quarantined=True)[0].version == 4
+    assert rebuild(run, newest_good_manifest(run, quarantined=True), "/nowhere", quarantined=True)[0].version == 4
 
 
 def test_cold_start_where_all_is_quarantined(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_cold_start_where_all_is_quarantined(tmp_path: Path) -> None:
     chain.bad = True
     chain.inside(chain.fresh())
     with pytest.raises(NotFoundError, match=r"every version of run .* is quarantined; publish a sound one"):
-        newest(open_run(chain.url))
+        newest_good_manifest(open_run(chain.url))
 
 
 # Commands

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.samples import changes_between
-from vllm_delta_sync.engine.commit.apply import commit
+from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import load_record
-from vllm_delta_sync.engine.model.model_replica import walk, walk_numbers
-from vllm_delta_sync.engine.model.patch import StagedPatch, stage
+from vllm_delta_sync.engine.model.model_replica import walk_numbers, walk_tensors
+from vllm_delta_sync.engine.model.patch import StagedPatch, route_changes
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.errors import ModelError
@@ -176,10 +176,10 @@ def test_loaders_are_followed_exactly_or_refused(case: tuple[list[Layer], str, b
     fresh = Drawn(drawn, DTYPES[dtype], tied, buffers)
     load(fresh, table, second)
     fingerprints = [fingerprint_tensor(spec.name, bits) for spec, bits in zip(table, first, strict=True)]
-    patch = stage(1, changes_between(table, first, second), routes, fingerprints)
-    commit(patch, routes)
+    patch = route_changes(1, changes_between(table, first, second), routes, fingerprints)
+    apply_patch(patch, routes)
     assert same(fresh.bits(), model.bits())
-    commit(patch, routes, backwards=True)
+    apply_patch(patch, routes, reverse=True)
     assert same(held, model.bits())
 
 
@@ -285,7 +285,7 @@ class Finished(nn.Module):
             self.pieces[number].load(part, tensor)
 
     def everything(self) -> dict[str, Any]:
-        found: dict[str, Any] = {f"{path} {name}": _bytes(tensor) for path, name, tensor in walk(self)}
+        found: dict[str, Any] = {f"{path} {name}": _bytes(tensor) for path, name, tensor in walk_tensors(self)}
         return found | {f"{path} {name}": str(value) for path, name, value in walk_numbers(self)}
 
 
@@ -308,7 +308,7 @@ def made(drawn: list[tuple[Layer, str]], dtype: str, both: str, version: "Versio
     table, bits = version.table, version.bits
     model = Finished(drawn, DTYPES[dtype], both)
     model.load_weights((spec.name, tensor_from_bits(one.copy(), spec)) for spec, one in zip(table, bits, strict=True))
-    load_record.watched(model, finish)
+    load_record.record_load(model, finish)
     return model
 
 
@@ -335,9 +335,9 @@ def finished_models(draw: st.DrawFn) -> tuple[list[tuple[Layer, str]], str, str,
 
 
 def staged(routes: RouteMap, old: Version, new: Version) -> StagedPatch:
-    patch = stage(1, changes_between(old.table, old.bits, new.bits), routes, old.fingerprints)
-    if routes.derived is not None:
-        routes.derived.add_to(patch, routes)
+    patch = route_changes(1, changes_between(old.table, old.bits, new.bits), routes, old.fingerprints)
+    if routes.reload_units is not None:
+        routes.reload_units.add_outputs_to(patch, routes)
     return patch
 
 
@@ -368,7 +368,7 @@ def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
         assert "parts." in routes or any(name in routes for name, _ in names)
         event("refused at start")
         return
-    gathered = [routes.fingerprints(tensor)[:1] for tensor in range(len(table))]
+    gathered = [routes.fingerprint_routes(tensor)[:1] for tensor in range(len(table))]
     try:
         patch = staged(routes, first, second)
     except ModelError:
@@ -376,12 +376,12 @@ def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
         event("refused when it changes")
         return
     assert model.everything() == held, "staging writes nothing"
-    commit(patch, routes)
+    apply_patch(patch, routes)
     now = model.everything()
     assert now == right, next(name for name in right if now.get(name) != right[name])
-    event("exact" if routes.derived is None else "exact, loaded again")
-    if routes.derived is not None:
-        assert routes.derived.held(routes.derived.tensors, routes) == set(routes.derived.tensors)
-    commit(patch, routes, backwards=True)
+    event("exact" if routes.reload_units is None else "exact, loaded again")
+    if routes.reload_units is not None:
+        assert routes.reload_units.up_to_date(routes.reload_units.tensors, routes) == set(routes.reload_units.tensors)
+    apply_patch(patch, routes, reverse=True)
     assert model.everything() == held
-    assert [routes.fingerprints(tensor)[:1] for tensor in range(len(table))] == gathered
+    assert [routes.fingerprint_routes(tensor)[:1] for tensor in range(len(table))] == gathered

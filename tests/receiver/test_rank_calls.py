@@ -42,7 +42,7 @@ def rank() -> Rank:
 
 def read(rank: Rank, seconds: float | None) -> Any:
     deadline = None if seconds is None else time.monotonic() + seconds
-    return rank_rpc._read_own(rank.queue, 0, NUMBER, deadline)
+    return rank_rpc._read_answer(rank.queue, 0, NUMBER, deadline)
 
 
 def test_what_was_left_of_earlier_calls_is_dropped(rank: Rank) -> None:
@@ -70,5 +70,5 @@ def test_an_executor_of_another_kind_is_not_read_on(monkeypatch: pytest.MonkeyPa
     answers = [{"call": NUMBER}, {"call": NUMBER - 1}]
     executor = SimpleNamespace(collective_rpc=lambda *_, **__: answers)
     monkeypatch.setattr(rank_rpc, "next_number", lambda: NUMBER)
-    with pytest.raises(EngineError, match="rank 1 answers another call than it was asked"):
-        rank_rpc.ask(executor, "describe", {}, None)
+    with pytest.raises(EngineError, match="rank 1 answered another call"):
+        rank_rpc.call_ranks(executor, "describe", {}, None)

@@ -42,7 +42,7 @@ def test_any_version_of_the_log_can_be_gone_back_to(world: World) -> None:
         world.receiver.rollback(version)
         assert world.port.log.count("pause") == pauses + 1
         assert world.receiver.served_version == version
-        assert world.port.log[-3:] == [f"label {version}", "resume", "trim"]
+        assert world.port.log[-3:] == [f"label {version}", "resume", "confirm"]
         world.expect_bits(seen[version])
         assert world.receiver.verify()["verdict"]
     assert world.receiver.status()["undo"] == []
@@ -184,9 +184,9 @@ def test_memory_of_the_log_is_a_running_total(monkeypatch: pytest.MonkeyPatch) -
         push(log, version, 3)
         assert log.nbytes == version * 3 * FINGERPRINT_BYTES
     for _ in range(40):
-        log.walk(backwards=True)
+        log.record_step(reverse=True)
     for _ in range(10):
-        log.walk(backwards=False)
+        log.record_step(reverse=False)
     assert log.nbytes == 100 * 3 * FINGERPRINT_BYTES
     log.trim(50 * 3 * FINGERPRINT_BYTES)
     assert (len(log.versions), log.nbytes) == (50, 50 * 3 * FINGERPRINT_BYTES)

@@ -58,7 +58,7 @@ def test_object_that_is_missing_is_not_asked_for_at_full_pace(site: Site, tmp_pa
     site.world.model.norm.data[:] = 0
     (anchor,) = (tmp_path / "run" / "objects").iterdir()
     hidden = anchor.rename(tmp_path / "hidden")
-    attempts = Attempts("prove", 5)
+    attempts = Attempts("identify", 5)
     site.port.before = attempts.hook
     service = site.serve()
     service.start()
@@ -122,7 +122,7 @@ def test_request_does_not_wait_for_a_whole_catch_up(
     came = threading.Event()
 
     def ask(method: str, arguments: dict[str, Any]) -> None:
-        if method == "trim" and not asked:
+        if method == "confirm" and not asked:
             asked.append(service.request(action, argument))
             came.set()
 
@@ -165,7 +165,7 @@ def test_server_that_follows_nothing_still_looks_for_other_writers(site: Site, p
     site.port.on_label = lambda version: refused.set() if version is None else None
     service.start()
     world.model.norm.data.mul_(2.0)
-    site.port.ranks[0].touch("update_weights")
+    site.port.ranks[0].note_external_write("update_weights")
     assert refused.wait(WAIT)
     if policy == "manual":
         wait_until(lambda: receiver.status()["state"] == "refused")
@@ -236,7 +236,7 @@ def test_weights_that_are_no_version_are_compared_once(site: Site) -> None:
     compared = threading.Event()
 
     def count(method: str, arguments: dict[str, object]) -> None:
-        if method == "start" and arguments["operation"] == "prove":
+        if method == "start" and arguments["operation"] == "identify":
             proofs.append(method)
             compared.set()
 

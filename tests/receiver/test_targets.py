@@ -360,7 +360,7 @@ def test_the_target_in_force_that_fails_is_no_success(long: Chain, named: str) -
     server.serves(8 if named == "head" else 6)
 
 
-@pytest.mark.parametrize(("at", "times"), [("start", 1), ("start", 3), ("adopt", 1), ("commit", 3)])
+@pytest.mark.parametrize(("at", "times"), [("start", 1), ("start", 3), ("set_version", 1), ("commit", 3)])
 def test_failure_on_the_way_to_another_run_leaves_the_old_one(long: Chain, at: str, times: int) -> None:
     other = long.branch("other", 4, seed=1)
     other.grow(3)

@@ -278,9 +278,9 @@ class Worker:
 @pytest.mark.parametrize(("backend", "told"), [(weight_transfer.BACKEND, 0), ("nccl", 2)])
 def test_calls_of_our_own_backend_are_nobody_elses_writing(backend: str, told: int) -> None:
     said: list[str] = []
-    watched = SimpleNamespace(memory=WeightMemory(), touch=said.append)
+    watched = SimpleNamespace(memory=WeightMemory(), note_external_write=said.append)
     worker = Worker(backend)
-    write_hooks.watch(worker, SimpleNamespace(), watched)
+    write_hooks.watch_writes(worker, SimpleNamespace(), watched)
     with pytest.raises(Reached):
         worker.update_weights({})
     assert said == ["update_weights"] * told
@@ -312,7 +312,7 @@ class Waiting:
     def __init__(self) -> None:
         self.cancelled = threading.Event()
 
-    async def pause(self, mode: str, clear_cache: bool, lease_s: float) -> None:
+    async def pause(self, mode: str, clear_cache: bool, limit_s: float) -> None:
         try:
             await asyncio.sleep(WAIT)
         finally:
@@ -327,7 +327,14 @@ def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture
     try:
         port = object.__new__(ServerEnginePort)
         engines = Waiting()
-        values = {"_engines": engines, "_loop": loop, "_mode": "wait", "_clear": True, "_seconds": 9, "_patience": 0.05}
+        values = {
+            "_engines": engines,
+            "_loop": loop,
+            "_pause_mode": "wait",
+            "_reset_prefix_cache": True,
+            "_pause_seconds": 9,
+            "_drain_seconds": 0.05,
+        }
         vars(port).update(values)
         with pytest.raises(DrainError, match=r"did not finish within wait_seconds = 0\.05"):
             port.pause()

@@ -114,7 +114,7 @@ class ModulePort:
         self.ended: list[str] = []
 
     def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if method not in ("start", "poll", "outcome", "adopt", "describe"):
+        if method not in ("start", "poll", "outcome", "set_version", "describe"):
             self.log.append(method)
         return [self.call_rank(rank, method, arguments) for rank in self.ranks]
 

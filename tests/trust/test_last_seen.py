@@ -12,7 +12,7 @@ from tests.support.trusted import Trusted, keyring_at
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning import trusted_head as module
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.staging.reconstruct import newest
+from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
 from vllm_delta_sync.errors import ExpiredError, ForkError, NotFoundError, ReplayError, SettingsError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import KeyEntry, KeyValidity
@@ -230,7 +230,7 @@ def test_cold_start_honours_the_mark_and_leaves_it(tmp_path: Path) -> None:
 
     def cold(settings: Settings = settings) -> int:
         run = open_run(settings.bucket, settings.keyring())
-        return newest(run, witness=TrustedHead(settings, run.keyring, writes=False)).version
+        return newest_good_manifest(run, trusted_head=TrustedHead(settings, run.keyring, writes=False)).version
 
     world.chain.grow(1)
     assert cold() == 4

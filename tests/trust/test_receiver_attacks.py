@@ -16,7 +16,7 @@ from tests.support.trusted import Trusted, keyring_at
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.staging.reconstruct import newest
+from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
 from vllm_delta_sync.errors import FormatError, NotFoundError, ReplayError, SignatureError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
@@ -217,7 +217,7 @@ def test_faster_neighbour_is_no_replay(tmp_path: Path, rotated: bool) -> None:
     settings = Settings(bucket=world.chain.url, **world.settings)
     cold = open_run(world.chain.url, settings.keyring())
     overtake(cold)
-    assert newest(cold, witness=TrustedHead(settings, settings.keyring(), writes=False)).version == 4
+    assert newest_good_manifest(cold, trusted_head=TrustedHead(settings, settings.keyring(), writes=False)).version == 4
 
 
 def test_fault_that_is_over_does_not_refuse_what_was_loaded(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_run_swapped_between_controller_and_rank(tmp_path: Path, swapped: str) -
     other = Chain(tmp_path, "other", seed=1, keyring=world.trainer)
     if swapped == keys.TABLE_KEY:
         (other.folder / keys.TABLE_KEY).write_bytes(b"[]")
-    with swapped_for_ranks(world, "prove", swapped, (other.folder / swapped).read_bytes()):
+    with swapped_for_ranks(world, "identify", swapped, (other.folder / swapped).read_bytes()):
         world.refused("digest", "format")
     assert world.receiver.status()["state"] != "refused"
     world.serves(3)

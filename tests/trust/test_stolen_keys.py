@@ -13,7 +13,7 @@ from trainer_side.signing_policy import check_end
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.staging.reconstruct import newest
+from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
 from vllm_delta_sync.errors import DeltaSyncError, SignatureError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -198,7 +198,7 @@ def test_revoked_root_does_not_take_it_back(tmp_path: Path, how: str) -> None:
         TrustedHead(settings, settings.keyring(), writes=False),
     )
     with pytest.raises(SignatureError, match="revoked before"):
-        newest(cold, witness=witness)
+        newest_good_manifest(cold, trusted_head=witness)
     world.put(true.folder)
     world.chain.manifests.pop()
     world.chain.bits.pop()

@@ -1,4 +1,4 @@
-"""The vLLM side: everything that touches vLLM lives in this package, and nowhere else.
+"""The vLLM side: all code that uses vLLM is in this package.
 
 Launch vLLM with ``--worker-extension-cls vllm_delta_sync.engine.WorkerExtension`` (``delta-sync serve`` does it all),
 or pass ``worker_extension_cls=WORKER_EXTENSION`` to ``vllm.LLM`` and call ``attach(llm, bucket=URL)``, or to the
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
 LOAD_FORMAT = "delta_sync"
-"""Name of ``loader.DeltaSyncLoader``: ``--load-format delta_sync`` loads the weights from the bucket."""
+"""Name of ``DeltaSyncLoader``: ``--load-format delta_sync`` loads the weights from the bucket."""
 
 __all__ = ["WORKER_EXTENSION", "AsyncSync", "OfflineSync", "WorkerExtension", "attach", "attach_async"]
 
 
 def __getattr__(name: str) -> object:
     if name == "WorkerExtension":
-        # vLLM resolves the name in each worker before it builds the worker, which is the one moment to settle how
-        # the CPU keeps its weights: models are loaded right after.
+        # vLLM resolves the name in each worker before it builds the worker and loads the model: the one moment to
+        # decide how the CPU keeps its weights.
         from vllm_delta_sync.engine.compat import cpu_experts, features, load_hook, patches
         from vllm_delta_sync.engine.worker.extension import WorkerExtension, watch_for_controller
 

@@ -1,4 +1,4 @@
-"""``logger``: where the engine logs, secrets redacted. A child of vLLM's logger, the only one with a handler."""
+"""``logger`` redacts secrets. It is a child of vLLM's logger, which is the only logger with a handler."""
 
 from vllm_delta_sync.redaction import guarded_logger
 

@@ -92,7 +92,7 @@ def _warm_up() -> None:
     from vllm_delta_sync.format.dtypes import DTYPES
 
     elements = {DTYPES[name] for name in ("BF16", "F32")}
-    commits.warm_up(elements)
+    commits.compile_kernels(elements)
     folding.warm_up(elements)
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))

@@ -50,7 +50,7 @@ class WrongError(Exception):
 
 
 class _Port(ModulePort):
-    """Keeps what ``prove`` answered, which the receiver's status has in part only."""
+    """Keeps what ``identify`` answered, which the receiver's status has in part only."""
 
     def __init__(self, model: Any, folder: Path) -> None:
         super().__init__()

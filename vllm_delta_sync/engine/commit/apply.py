@@ -1,6 +1,7 @@
-"""Commit: gather old bits, add, scatter and hash in one pass over what changed; or the same backwards.
+"""``apply_patch`` commits a patch: gather old bits, add, scatter and hash, in one pass over the changed elements.
 
-On the CPU a compiled loop does it; on other devices the same arithmetic runs as torch operations.
+With ``reverse`` it takes the patch back. On the CPU a compiled loop does this; on other devices the same arithmetic
+runs as torch operations.
 """
 
 from collections.abc import Callable
@@ -18,79 +19,79 @@ from vllm_delta_sync.tensors.bits import order_masks
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 HASH_ELEMENTS = 1 << 22
-"""Elements per step of the torch path, and of an exchange: bounds scratch memory."""
+"""Elements per step of the torch path and of an exchange: bounds scratch memory."""
 
-Measured = dict[int, Fingerprint]
+GroupChanges = dict[int, Fingerprint]
 
 
-def commit(patch: StagedPatch, routes: RouteMap, backwards: bool = False) -> Measured:
+def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> GroupChanges:
     """Apply a patch in place, or take it back, on the calling thread's current stream.
 
-    The engine is paused, and this is the worker's main thread. When it returns the device is done. Whatever stops it,
-    an interrupt included, ``patch.applied`` says how things stand: all of it or nothing, unless WeightsLostError is
-    raised.
+    The engine must be paused, and the caller is the worker's main thread. The device has finished on return. After any
+    exception, an interrupt included, ``patch.applied`` tells whether the patch is applied: it is applied whole or not
+    at all, unless the exception is WeightsLostError.
 
     Returns:
         per group of ranks, the change of fingerprint over ``patch.sparse``; also in ``patch.measured``.
 
     Raises:
-        WeightsLostError: it failed midway, and going back failed too.
+        WeightsLostError: it failed midway, and undoing it failed too.
     """
-    measured: Measured = {}
+    measured: GroupChanges = {}
     done: list[SparsePatch | DensePatch] = []
     steps: list[SparsePatch | DensePatch] = [*patch.sparse, *patch.dense]
     with routes.memory.committing():
         try:
-            for step in reversed(steps) if backwards else steps:
+            for step in reversed(steps) if reverse else steps:
                 if isinstance(step, DensePatch):
                     _exchange_tensor(step, routes)
                 else:
-                    change = apply_sparse(step, routes.destinations[step.destination], backwards)
+                    change = apply_sparse(step, routes.destinations[step.destination], reverse)
                     measured[step.group] = measured.get(step.group, Fingerprint()) + change
                 done.append(step)
-            # A device reports what went wrong no earlier.
+            # A device reports errors only when it is synchronized.
             routes.memory.synchronize()
-            patch.measured, patch.applied = measured, not backwards
-        except BaseException as error:  # an interrupt too must not leave half a version
-            _take_back(done, routes, patch.version, backwards, error)
-            patch.applied = backwards
+            patch.measured, patch.applied = measured, not reverse
+        except BaseException as error:  # an interrupt, too, must not leave half a version
+            _undo(done, routes, patch.version, reverse, error)
+            patch.applied = reverse
             raise
     return measured
 
 
-def _take_back(
-    done: list[SparsePatch | DensePatch], routes: RouteMap, version: int, backwards: bool, cause: BaseException
+def _undo(
+    done: list[SparsePatch | DensePatch], routes: RouteMap, version: int, reverse: bool, cause: BaseException
 ) -> None:
     try:
         for step in reversed(done):
             if isinstance(step, DensePatch):
                 _exchange_tensor(step, routes)
             else:
-                apply_sparse(step, routes.destinations[step.destination], not backwards)
+                apply_sparse(step, routes.destinations[step.destination], not reverse)
         routes.memory.synchronize()
-    except BaseException as error:  # whatever stops it, an interrupt too, the weights are then unknown
+    except BaseException as error:  # after any failure here, an interrupt included, the weights are unknown
         raise WeightsLostError(
             f"taking back version {version} failed midway ({type(error).__name__}: {error}) after {cause}; start the "
             "server again"
         ) from error
 
 
-def apply_sparse(sparse: SparsePatch, destination: Destination, backwards: bool) -> Fingerprint:
-    """Apply one sparse patch, or take it back; the change of fingerprint. All of it or nothing."""
+def apply_sparse(sparse: SparsePatch, destination: Destination, reverse: bool) -> Fingerprint:
+    """Apply one sparse patch, or take it back, whole or not at all. Returns the change of fingerprint."""
     if destination.flat.device.type != "cpu":
-        return apply_torch(sparse, destination, backwards)
+        return apply_torch(sparse, destination, reverse)
     if sparse.relative:
         masks = order_masks(sparse.element)
         change = kernels.commit_relative(
-            destination.bits, sparse.positions, sparse.data, sparse.premix, *masks, backwards
+            destination.bits, sparse.positions, sparse.data, sparse.premix, *masks, reverse
         )
     else:
         change = kernels.exchange(destination.bits, sparse.positions, sparse.data, sparse.premix)
     return Fingerprint(int(change[0]), int(change[1]))
 
 
-def warm_up(elements: set[DType]) -> None:
-    """Compile the loops for these element types now, so that no commit pays for it while the engine is paused."""
+def compile_kernels(elements: set[DType]) -> None:
+    """Compile the loops for these element types now, so that no commit compiles while the engine is paused."""
     for element in elements:
         for index in (np.int32, np.int64):
             bits, nowhere, words = np.empty(0, element.uint), np.empty(0, index), np.empty(0, np.uint64)
@@ -101,17 +102,17 @@ def warm_up(elements: set[DType]) -> None:
 def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
     done: list[Callable[[], None]] = []
     try:
-        for route, buffer in dense.parts:
+        for route, buffer in dense.exchanges:
             view = region_view(routes.destinations[route.destination].flat, route.target)
             _exchange_rows(view, buffer, done)
-    except BaseException:  # an interrupt too must not leave half a tensor
-        for again in reversed(done):
-            again()
+    except BaseException:  # an interrupt, too, must not leave half a tensor
+        for undo in reversed(done):
+            undo()
         raise
 
 
 def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable[[], None]]) -> None:
-    """Exchange what a view and a buffer of its shape hold, some rows at a time."""
+    """Exchange the contents of a view and a buffer of the same shape, some rows at a time."""
     if view.dim() == 0:
         view, buffer = view.view(1), buffer.view(1)
     if view.dim() > 1 and view[0].numel() > HASH_ELEMENTS:
@@ -120,37 +121,37 @@ def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable
         return
     rows = max(1, HASH_ELEMENTS * view.shape[0] // max(1, view.numel()))
     for start in range(0, view.shape[0], rows):
-        there, here = view[start : start + rows], buffer[start : start + rows]
+        live, staged = view[start : start + rows], buffer[start : start + rows]
 
-        def swap(there: torch.Tensor = there, here: torch.Tensor = here) -> None:
-            old = there.to(here.device, copy=True)
+        def swap(live: torch.Tensor = live, staged: torch.Tensor = staged) -> None:
+            old = live.to(staged.device, copy=True)
             try:
-                there.copy_(here)
-                here.copy_(old)
-            except BaseException:  # an interrupt too must not lose the old bits
-                there.copy_(old)
+                live.copy_(staged)
+                staged.copy_(old)
+            except BaseException:  # an interrupt, too, must not lose the old bits
+                live.copy_(old)
                 raise
 
         swap()
         done.append(swap)
 
 
-def apply_torch(sparse: SparsePatch, destination: Destination, backwards: bool) -> Fingerprint:
+def apply_torch(sparse: SparsePatch, destination: Destination, reverse: bool) -> Fingerprint:
     """``apply_sparse`` with torch operations, on any device."""
     total = Fingerprint()
     done = 0
     try:
         for start in range(0, sparse.positions.size, HASH_ELEMENTS):
-            total += _apply_piece(sparse, destination, start, backwards)
+            total += _apply_piece(sparse, destination, start, reverse)
             done = start + HASH_ELEMENTS
-    except BaseException:  # an interrupt too must not leave half a patch
+    except BaseException:  # an interrupt, too, must not leave half a patch
         for start in reversed(range(0, done, HASH_ELEMENTS)):
-            _apply_piece(sparse, destination, start, not backwards)
+            _apply_piece(sparse, destination, start, not reverse)
         raise
     return total
 
 
-def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, backwards: bool) -> Fingerprint:
+def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, reverse: bool) -> Fingerprint:
     piece = slice(start, start + HASH_ELEMENTS)
     if sparse.uploaded is None:
         where, data, premix = to_device(sparse, piece, destination.flat.device)
@@ -158,8 +159,8 @@ def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, back
         where, data, premix = (tensor[piece] for tensor in sparse.uploaded)
     where = where.long()
     before = destination.flat[where]
-    after = _add(before, -data if backwards else data, sparse) if sparse.relative else data
-    # Everything that allocates comes before the write: running out of memory leaves the piece untouched.
+    after = _add(before, -data if reverse else data, sparse) if sparse.relative else data
+    # All allocations come before the write: running out of memory leaves the piece untouched.
     change = _hash_change(premix, before, after)
     kept = None if sparse.relative else before.cpu().numpy()
     destination.flat[where] = after
@@ -171,8 +172,8 @@ def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, back
 
 
 def _add(bits: torch.Tensor, distances: torch.Tensor, sparse: SparsePatch) -> torch.Tensor:
-    # In two's complement the monotone key of a float is x for x >= 0 and min − x − 1 … written as x ^ max for x < 0;
-    # signed addition then wraps modulo 2^width by itself.
+    # In two's complement the monotone key of a float is x for x >= 0, and x ^ max (which equals min − x − 1) for x < 0;
+    # signed addition then wraps modulo 2^width.
     if not sparse.element.is_float:
         return bits + distances
     largest = torch.iinfo(SIGNED[sparse.element.itemsize]).max

@@ -1,7 +1,7 @@
-"""Let Ctrl-C wait while weights are written.
+"""``postpone_interrupts`` delays Ctrl-C while weights are written.
 
 Cause: Python raises KeyboardInterrupt between any two instructions, so also after a compiled loop has written weights
-and before that is noted. Only an engine in the caller's own process is concerned: workers end on signals anyway.
+and before that is recorded. This concerns only an engine in the caller's process: workers end on signals anyway.
 """
 
 import signal
@@ -12,20 +12,20 @@ from types import FrameType
 
 
 @contextmanager
-def postponed() -> Iterator[None]:
-    """Interrupts that come inside are raised at its end. Outside the main thread, which they never reach: nothing."""
+def postpone_interrupts() -> Iterator[None]:
+    """Raise interrupts that arrive inside at the end of the block. Does nothing outside the main thread."""
     before = signal.getsignal(signal.SIGINT)
-    # None: somebody who is not Python handles it, and could not be put back.
+    # None: the handler was not installed from Python, and could not be restored.
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    pending: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(*came[0])
-        elif came:
+        if pending and callable(before):
+            before(*pending[0])
+        elif pending:
             signal.raise_signal(signal.SIGINT)

@@ -1,8 +1,8 @@
-"""One move of all ranks, forward or back: pause, move everywhere or nowhere, resume.
+"""``Transaction`` moves all ranks from one version to another: pause, move everywhere or nowhere, resume.
 
-Whatever goes wrong, one of three things is true afterwards: every rank holds the new version and generation goes on;
-every rank holds what it held before, under its old label, and generation goes on; or nobody can tell, and the engine
-must be ended and started again (WeightsLostError).
+Whatever fails, it ends in one of three states: every rank has the new version and generation continues; every rank has
+the old version, under its old label, and generation continues; or the weights are unknown, and the engine must be
+restarted (WeightsLostError).
 """
 
 import time
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
-from vllm_delta_sync.engine.commit.interrupts import postponed
+from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.errors import (
     BusyError,
     DeltaSyncError,
@@ -27,33 +27,33 @@ WAIT_S = 0.2
 
 
 class EnginePort(Protocol):
-    """What the receiver needs of an engine. Methods raise EngineError when the engine fails or does not answer."""
+    """The engine, as the receiver uses it. Methods raise EngineError when the engine fails or does not answer."""
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
-        """WorkerExtension.delta_sync_call on every rank, answers in the order of ranks."""
+        """Call WorkerExtension.delta_sync_call on every rank; answers in the order of ranks."""
 
     def pause(self) -> None:
         """Stop generation between two steps, for at most as long as a commit may take."""
 
     def resume(self) -> bool:
-        """Let generation go on; harmless if it does. True if it had gone on by itself, the pause having expired."""
+        """Continue generation; harmless if it runs. True if the pause had expired and the engine resumed itself."""
 
     def label(self, version: int | None) -> None:
-        """Name the weights that produce outputs from now on; None: they are no known version."""
+        """Set the version label of outputs from now on; None: the weights are no known version."""
 
     def label_paused(self, version: int | None) -> None:
-        """``label``, only while our pause lasts. Raises EngineError if it expired: the weights may be others again."""
+        """``label``, only during our pause. Raises EngineError if the pause expired: the weights may have changed."""
 
     def end(self, reason: str) -> None:
-        """End the engine, which cannot tell its weights, so that whoever watches it starts it again."""
+        """End the engine, whose weights are unknown, so that its supervisor restarts it."""
 
 
 class LabelKeepingPort:
-    """An ``EnginePort`` that remembers a label which could not be set, until it is set or another one is."""
+    """An ``EnginePort`` that remembers a label that could not be set, until that label or another one is set."""
 
     def __init__(self, port: EnginePort) -> None:
         self._port = port
-        self._due: list[int | None] = []
+        self._pending_label: list[int | None] = []
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
         """See EnginePort."""
@@ -73,18 +73,18 @@ class LabelKeepingPort:
 
     def label(self, version: int | None) -> None:
         """See EnginePort."""
-        self._due = [version]
+        self._pending_label = [version]
         self._port.label(version)
-        self._due = []
+        self._pending_label = []
 
     def label_paused(self, version: int | None) -> None:
         """See EnginePort."""
         self._port.label_paused(version)
-        self._due = []
+        self._pending_label = []
 
-    def set_due_label(self) -> None:
-        """Set the label that could not be set before, if there is one. Raises EngineError: it still cannot."""
-        for version in self._due:
+    def set_pending_label(self) -> None:
+        """Retry the label that could not be set before, if there is one. Raises EngineError: it still fails."""
+        for version in self._pending_label:
             self.label(version)
 
 
@@ -93,62 +93,62 @@ class FingerprintMismatchError(FingerprintError):
 
 
 class PauseExpiredError(EngineError):
-    """The pause of a commit lasted too long; the engine took the commit back and went on."""
+    """A pause expired before its controller ended it; the engine took the commit back and resumed."""
 
     kind = "pause_expired"
 
 
 class DrainError(BusyError):
-    """With ``pause_mode`` wait: requests in flight took longer than ``wait_seconds``; generation goes on as before."""
+    """With ``pause_mode`` wait: requests in flight took longer than ``wait_seconds``; generation continues."""
 
     kind = "drain"
 
 
 class Transaction:
-    """Moves every rank from ``held`` to ``target`` (None: no version).
+    """Moves every rank from version ``current`` to ``target`` (None: no version).
 
     Args:
         method: ``commit``: the target is staged on every rank. ``revert``: every rank's undo log reaches it.
-        matches: whether what the ranks measured is what the target declares.
-        label: what outputs are labelled with afterwards, if not with the target.
-        paused: called once the engine stands still.
+        matches: whether the ranks' measurements are what the target declares.
+        label: the label of outputs afterwards, if it is not the target.
+        on_paused: called once the engine is paused.
     """
 
     def __init__(
         self,
         port: EnginePort,
         target: int | None,
-        held: int | None,
+        current: int | None,
         *,
         method: Literal["commit", "revert"] = "commit",
         matches: Callable[[list[Answer]], bool] = lambda answers: True,
         label: int | Literal["target"] | None = "target",
-        paused: Callable[[], None] = lambda: None,
+        on_paused: Callable[[], None] = lambda: None,
     ) -> None:
         self._port = port
         self._target = target
-        self._held = held
+        self._current = current
         self._method = method
         self._matches = matches
         self._label = target if label == "target" else label
-        self._paused = paused
-        self._clock: list[float] = []
+        self._on_paused = on_paused
+        self._times: list[float] = []
 
     def commit(self) -> None:
-        """Pause and move; the engine is still paused on return, and runs again if this raises.
+        """Pause and move. The engine is still paused on return, and runs again if this raises.
 
         Raises:
-            Mismatch: the weights were not what the version was made against.
-            WeightsLostError: nobody can tell what the ranks hold.
-            DeltaSyncError: what failed; the weights are those of before.
+            FingerprintMismatchError: the weights were not those that the version was made against.
+            WeightsLostError: the weights of the ranks are unknown.
+            DeltaSyncError: the commit failed; the weights are the old ones.
         """
-        self._tick()
+        self._mark_time()
         try:
             self._port.pause()
-            self._tick()
-            self._paused()
+            self._mark_time()
+            self._on_paused()
             answers = self._port.call(self._method, {"version": self._target})
-            self._tick()
+            self._mark_time()
             for answer in answers:
                 raise_if_error(answer)
             if not self._matches(answers):
@@ -156,43 +156,43 @@ class Transaction:
                     f"version {self._target} did not change the weights as declared, so it was taken back"
                 )
             self._port.label_paused(self._label)
-        except BaseException as error:  # an interrupt too must not leave the engine paused, nor a second one
-            with postponed():
-                moved = self._settle(error)
-            if not moved or not isinstance(error, Exception):
+        except BaseException as error:  # an interrupt, even a second one, must not leave the engine paused
+            with postpone_interrupts():
+                reached_target = self._converge(error)
+            if not reached_target or not isinstance(error, Exception):
                 raise
-            # What was cut short has no time of its own.
-            self._clock += [time.monotonic()] * (3 - len(self._clock))
+            # Phases that were cut short count as 0 ms.
+            self._times += [time.monotonic()] * (3 - len(self._times))
 
     def resume(self) -> dict[str, float]:
-        """Let generation go on; returns the timings in ms.
+        """Continue generation; returns the timings in ms.
 
         Raises:
-            PauseExpiredError: the engine went on by itself, with the version of before.
-            WeightsLostError: the engine does not resume, or went on with something else.
+            PauseExpiredError: the engine resumed itself, with the old version.
+            WeightsLostError: the engine does not resume, or resumed with other weights.
         """
         if self._resume("generation does not resume"):
-            # The engine's own watchdog may have been faster. It takes back what was not confirmed yet.
-            held = self._describe_surely()
-            if _all_hold(held, self._held):
+            # The engine's watchdog may have come first. It takes back what was not confirmed yet.
+            ranks = self._describe_with_retries()
+            if _all_at(ranks, self._current):
                 raise PauseExpiredError(
                     f"the pause for version {self._target} expired before its controller ended it; the engine took it "
-                    f"back and serves version {self._held}"
+                    f"back and serves version {self._current}"
                 )
-            if not _all_hold(held, self._target):
-                raise self._lost(f"the pause expired, and {brief(held)}")
-        self._tick()
-        spans = [1e3 * (end - start) for start, end in pairwise(self._clock)]
+            if not _all_at(ranks, self._target):
+                raise self._lost(f"the pause expired, and {describe_ranks(ranks)}")
+        self._mark_time()
+        spans = [1e3 * (end - start) for start, end in pairwise(self._times)]
         return {"wait": spans[0], "commit": spans[1], "resume": spans[2], "pause": sum(spans)}
 
-    def _tick(self) -> None:
-        self._clock.append(time.monotonic())
+    def _mark_time(self) -> None:
+        self._times.append(time.monotonic())
 
     def _describe(self) -> list[Answer]:
         return self._port.call("describe", {})
 
-    def _describe_surely(self) -> list[Answer]:
-        """What ranks hold, asked again if there is no answer. Raises WeightsLostError."""
+    def _describe_with_retries(self) -> list[Answer]:
+        """Ask the ranks what they hold, repeatedly if they do not answer. Raises WeightsLostError."""
         reason = ""
         for attempt in range(TRIES):
             try:
@@ -202,49 +202,49 @@ class Transaction:
                 time.sleep(WAIT_S * attempt)
         raise self._lost(reason)
 
-    def _settle(self, error: BaseException) -> bool:
-        """Bring every rank, the label and generation back to what they were.
+    def _converge(self, error: BaseException) -> bool:
+        """Bring every rank, the label and generation back to the old version.
 
         Returns:
-            True if all ranks went back all the same: then the target is what is held.
+            True if all ranks reached the target of a revert nevertheless, which is kept then.
         """
         if isinstance(error, WeightsLostError):
             raise self._lost(error.message) from error
         reason = str(error)
         for _ in range(2):
             try:
-                self._put_back()
+                self._restore()
                 if self._resume(reason):
-                    held = self._describe_surely()
-                    if not _all_hold(held, self._held):
-                        raise WeightsLostError(f"the pause expired, and {brief(held)}")
+                    ranks = self._describe_with_retries()
+                    if not _all_at(ranks, self._current):
+                        raise WeightsLostError(f"the pause expired, and {describe_ranks(ranks)}")
                 return False
-            except WeightsLostError as second:
-                raise self._lost(f"{error}; then {second.message}") from error
-            except DeltaSyncError as second:
-                reason = f"{reason}; then {second.message}"
-            # Versions behind are proven ones; what a commit leads to is not, before it was found to match.
-            if self._method == "revert" and _all_hold(self._describe_surely(), self._target):
+            except WeightsLostError as later:
+                raise self._lost(f"{error}; then {later.message}") from error
+            except DeltaSyncError as later:
+                reason = f"{reason}; then {later.message}"
+            # The target of a revert was served before, so its weights are proven; the target of a commit is not.
+            if self._method == "revert" and _all_at(self._describe_with_retries(), self._target):
                 self._port.label(self._label)
                 self._resume(reason)
                 return True
         raise self._lost(reason) from error
 
-    def _put_back(self) -> None:
-        held = self._describe()
-        if any(answer.get("version") != self._held for answer in held):
-            for answer in self._port.call("revert", {"version": self._held}):
+    def _restore(self) -> None:
+        ranks = self._describe()
+        if any(answer.get("version") != self._current for answer in ranks):
+            for answer in self._port.call("revert", {"version": self._current}):
                 raise_if_error(answer)
-            held = self._describe()
-        if not _all_hold(held, self._held):
-            raise WeightsLostError(brief(held))
-        self._port.label(self._held)
+            ranks = self._describe()
+        if not _all_at(ranks, self._current):
+            raise WeightsLostError(describe_ranks(ranks))
+        self._port.label(self._current)
 
     def _resume(self, reason: str) -> bool:
-        """True if the engine may have gone on by itself."""
+        """Resume generation. True if the engine may have resumed itself before."""
         for attempt in range(TRIES):
             try:
-                # What an attempt that failed did, nobody knows.
+                # A failed attempt may have resumed the engine.
                 return self._port.resume() or attempt > 0
             except DeltaSyncError as error:
                 reason = f"{reason}; {error.message}"
@@ -258,48 +258,48 @@ class Transaction:
         )
 
 
-def _all_hold(held: list[Answer], version: int | None) -> bool:
-    return all(answer.get("intact") is True and answer.get("version") == version for answer in held)
+def _all_at(ranks: list[Answer], version: int | None) -> bool:
+    return all(answer.get("intact") is True and answer.get("version") == version for answer in ranks)
 
 
-def brief(held: list[Answer]) -> str:
-    """What ranks hold, for messages."""
+def describe_ranks(ranks: list[Answer]) -> str:
+    """The version of each rank, for messages."""
     return ", ".join(
         f"rank {rank} holds version {answer.get('version')}{'' if answer.get('intact') else ' or cannot tell'}"
-        for rank, answer in enumerate(held)
+        for rank, answer in enumerate(ranks)
     )
 
 
 def raise_if_error(answer: Answer) -> None:
-    """Raise the error that a rank answered with, as its own class."""
+    """Raise the error in a rank's answer, as an instance of its own class."""
     if "error" in answer:
         kind, message = answer["error"]["kind"], answer["error"]["message"]
         error = error_kinds().get(kind, EngineError)(message)
-        blame(error, answer["error"].get("step"))
+        set_failed_step(error, answer["error"].get("step"))
         raise error
 
 
 def error_answer(error: DeltaSyncError) -> Answer:
-    """An error as plain data, for the way from a worker to the controller."""
-    return {"error": {"kind": error.kind, "message": error.message, "step": blamed(error)}}
+    """An error as plain data, to send it from a worker to the controller."""
+    return {"error": {"kind": error.kind, "message": error.message, "step": failed_step(error)}}
 
 
-def blame(error: DeltaSyncError, step: int | None) -> None:
-    """Note which step of those staged together an error is about."""
+def set_failed_step(error: DeltaSyncError, step: int | None) -> None:
+    """Attach to an error the index of the step, among those staged together, that caused it."""
     vars(error)["step"] = step
 
 
-def blamed(error: DeltaSyncError) -> int | None:
-    """Which step of those staged together an error is about, if that is known."""
+def failed_step(error: DeltaSyncError) -> int | None:
+    """The index of the step that caused an error, if known."""
     step: int | None = vars(error).get("step")
     return step
 
 
-def as_ours(error: Exception) -> DeltaSyncError:
-    """An error of torch or Python as one of ours."""
-    # torch's error for devices derives from RuntimeError, and is named so in every release.
-    # On the CPU it is a plain RuntimeError.
-    full = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    if full or isinstance(error, MemoryError):
-        return MemoryLimitError(f"this rank is out of memory ({error}); free some, the weights are as they were")
+def wrap_error(error: Exception) -> DeltaSyncError:
+    """Wrap an error of torch or Python in a DeltaSyncError."""
+    # torch's out-of-memory error for devices derives from RuntimeError and has this name in every release; on the CPU
+    # it is a plain RuntimeError.
+    out_of_memory = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    if out_of_memory or isinstance(error, MemoryError):
+        return MemoryLimitError(f"this rank is out of memory ({error}); free some, the weights are unchanged")
     return EngineError(f"unexpected {type(error).__name__}: {error}")

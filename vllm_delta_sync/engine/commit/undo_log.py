@@ -4,57 +4,57 @@ from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
-from vllm_delta_sync.engine.commit.apply import Measured
+from vllm_delta_sync.engine.commit.apply import GroupChanges
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 
 FINGERPRINT_BYTES = 200
-"""What a fingerprint takes in Python, with its two integers and its place in a list."""
+"""Python memory of one fingerprint: two integers and a list entry."""
 ENTRIES = 256
 """Most commits in the log, however small they are."""
 
 
 @dataclass
 class UndoEntry:
-    """A patch that was committed, what its commit measured, and what was held before."""
+    """A patch that was committed, what its commit measured, and the version and fingerprints before it."""
 
     patch: StagedPatch
-    measured: Measured
+    measured: GroupChanges
     fingerprints: list[Fingerprint]
     version: int | None
 
     @cached_property
     def nbytes(self) -> int:
-        """Memory, in bytes; at most, where the fingerprints of tensors that did not change are shared."""
+        """Memory, in bytes. An upper bound: fingerprints of unchanged tensors may be shared."""
         # A patch keeps its size when it is taken back and applied again.
         return self.patch.nbytes + FINGERPRINT_BYTES * len(self.fingerprints)
 
-    def expected(self, backwards: bool) -> Measured:
-        """What applying the patch again, or taking it back, must measure."""
-        if not backwards:
+    def expected(self, reverse: bool) -> GroupChanges:
+        """The measurement that applying the patch again, or taking it back, must give."""
+        if not reverse:
             return self.measured
         return {group: Fingerprint() - value for group, value in self.measured.items()}
 
 
 @dataclass
-class Path:
+class UndoPath:
     """Commits to take back, newest first, or to apply again, oldest first."""
 
     steps: list[UndoEntry]
-    backwards: bool
+    reverse: bool
 
 
 class UndoLog:
-    """Commits that can be taken back, and those that were and can be applied again.
+    """Commits that can be taken back, and commits that were taken back and can be applied again.
 
     Attributes:
-        moves: how often weights were moved: commits, and steps back or forward again.
-        nbytes: host memory held, in bytes.
+        writes: how often weights were written: commits, and steps back or forward again.
+        nbytes: host memory used, in bytes.
     """
 
     def __init__(self) -> None:
-        self.moves = 0
+        self.writes = 0
         self.nbytes = 0
         self._applied: deque[UndoEntry] = deque()
         self._undone: list[UndoEntry] = []
@@ -62,48 +62,48 @@ class UndoLog:
 
     @property
     def versions(self) -> list[int | None]:
-        """Versions that can be gone back to, newest first; None stands for weights that were no version."""
-        return [applied.version for applied in reversed(self._applied)]
+        """Versions that the log can return to, newest first; None stands for weights that were no version."""
+        return [entry.version for entry in reversed(self._applied)]
 
-    def push(self, applied: UndoEntry) -> None:
-        """Add the newest commit. What was taken back before belongs to another history then."""
+    def push(self, entry: UndoEntry) -> None:
+        """Add the newest commit. Forgets commits that were taken back: they belong to another history now."""
         self._forget_undone()
-        self._applied.append(applied)
-        self._unconfirmed.append(applied)
-        self.nbytes += applied.nbytes
-        self.moves += 1
+        self._applied.append(entry)
+        self._unconfirmed.append(entry)
+        self.nbytes += entry.nbytes
+        self.writes += 1
 
-    def path(self, version: int | None, held: int | None) -> Path:
-        """How to get from ``held`` to ``version``.
+    def path(self, version: int | None, current: int | None) -> UndoPath:
+        """The commits that lead from ``current`` to ``version``.
 
         Raises:
-            EngineError: the log does not reach there.
+            EngineError: the log does not reach that version.
         """
-        ahead = [applied.patch.version for applied in reversed(self._undone)]
-        if version in ahead:
-            return Path(list(reversed(self._undone))[: ahead.index(version) + 1], backwards=False)
+        redo_versions = [entry.patch.version for entry in reversed(self._undone)]
+        if version in redo_versions:
+            return UndoPath(list(reversed(self._undone))[: redo_versions.index(version) + 1], reverse=False)
         if version in self.versions:
-            return Path(list(reversed(self._applied))[: self.versions.index(version) + 1], backwards=True)
+            return UndoPath(list(reversed(self._applied))[: self.versions.index(version) + 1], reverse=True)
         known = ", ".join(str(known) for known in self.versions if known is not None)
         raise EngineError(
-            f"version {version} is not in this rank's undo log, which holds {known or 'none'}; version {held} is kept. "
-            "Versions that were folded into one commit, or fell out of undo_bytes, cannot be gone back to"
+            f"version {version} is not in this rank's undo log, which holds {known or 'none'}; version {current} is "
+            "kept. The log cannot return to versions that were merged into one commit or that exceeded undo_bytes"
         )
 
-    def walk(self, backwards: bool) -> UndoEntry:
-        """Note that the newest commit was taken back, or the one taken back last was applied again; which it is."""
-        if backwards:
-            moved = self._applied.pop()
-            self._undone.append(moved)
+    def record_step(self, reverse: bool) -> UndoEntry:
+        """Record that the newest commit was taken back, or the last one taken back was applied again. Returns it."""
+        if reverse:
+            entry = self._applied.pop()
+            self._undone.append(entry)
         else:
-            moved = self._undone.pop()
-            self._applied.append(moved)
-        self.moves += 1
-        return moved
+            entry = self._undone.pop()
+            self._applied.append(entry)
+        self.writes += 1
+        return entry
 
     def trim(self, limit: int) -> None:
-        """Forget the oldest commits until at most ``limit`` bytes are held, and all before weights that were no
-        version."""
+        """Forget the oldest commits until at most ``limit`` bytes are used, and all entries whose earlier weights were
+        no version."""
         self._forget_undone()
         while self._applied and (
             self.nbytes > limit or len(self._applied) > ENTRIES or self._applied[0].version is None
@@ -111,10 +111,10 @@ class UndoLog:
             self.nbytes -= self._applied.popleft().nbytes
 
     def confirm(self) -> None:
-        """No commit is reverted within its own pause any more: drop the copies of patches on a device. Host memory has
-        the same."""
-        for applied in self._unconfirmed:
-            for sparse in applied.patch.sparse:
+        """Drop the device copies of patches, which only a revert within the same pause needs. Host memory keeps the
+        patches."""
+        for entry in self._unconfirmed:
+            for sparse in entry.patch.sparse:
                 sparse.uploaded = None
         self._unconfirmed.clear()
 
@@ -126,5 +126,5 @@ class UndoLog:
         self.nbytes = 0
 
     def _forget_undone(self) -> None:
-        self.nbytes -= sum(applied.nbytes for applied in self._undone)
+        self.nbytes -= sum(entry.nbytes for entry in self._undone)
         self._undone.clear()

@@ -1,4 +1,4 @@
-"""Every place that patches vLLM or reads its internals, each with cause, symptom, and when it can go.
+"""All code that patches vLLM or reads its internals, each place with cause, symptom, and when to remove it.
 
-May import ``engine.model``. Begin with ``patches``; its table lists the touch points that live elsewhere.
+May import ``engine.model``. Begin with ``patches``; its table lists the places in other packages.
 """

@@ -1,14 +1,14 @@
-"""Make the experts of CPU mixture-of-experts layers compute from their plain weights.
+"""``keep_plain_cpu_experts`` makes CPU mixture-of-experts layers compute from their plain weights.
 
 Cause: after loading, vLLM's unquantized CPU experts pad ``w13_weight`` and ``w2_weight`` and replace them by copies in
-the tile order of one kernel; patching would need a repack of every expert at each commit. Symptom: checkpoint
-elements lie where no loader would put them, so that the model is refused when routes are proven. Remove when: vLLM
-has a CPU experts class that reads unpacked weights (0.33 has none: ``fused_experts_cpu`` takes them, but packs all
-experts again in every step).
+the tile order of one kernel; patching would need a repack of every expert at each commit. Symptom: checkpoint elements
+lie where no loader would put them, so that the model is refused when routes are proven. Remove when: vLLM has a CPU
+experts class that reads unpacked weights (0.33 has none: ``fused_experts_cpu`` takes them, but packs all experts again
+in every step).
 
-The computation is vLLM's own in torch operators: sort the routed rows by expert, one matrix product per expert that
-was chosen, vLLM's activation, one more product, the weighted sum in float32. It is registered as an opaque operator,
-as graph capture cannot follow loops over data.
+The computation is vLLM's own in torch operators: sort the routed rows by expert, one matrix product per chosen expert,
+vLLM's activation, another product, and the weighted sum in float32. It is registered as an opaque operator, because
+graph capture cannot follow loops over data.
 """
 
 import inspect
@@ -19,7 +19,7 @@ import torch
 
 from vllm_delta_sync.errors import EngineError
 
-REPLACED = ("apply", "process_weights_after_loading")
+REPLACED_METHODS = ("apply", "process_weights_after_loading")
 APPLY_PARAMETERS = (
     "self",
     "output",
@@ -39,7 +39,7 @@ APPLY_PARAMETERS = (
     "apply_router_weight_on_input",
 )
 ACTIVATIONS = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
-"""vLLM's compiled operator of each gated activation that its CPU experts support, but for swigluoai, which has none."""
+"""vLLM's compiled operator of each gated activation of its CPU experts, except swigluoai, which has none."""
 SUM_TOKENS = 256
 """Tokens whose expert outputs are summed at a time: bounds the float32 scratch memory of a long prefill."""
 
@@ -53,7 +53,7 @@ _library: "torch.library.Library | None" = None
 
 
 def keep_plain_cpu_experts() -> None:
-    """Make CPU experts that vLLM loads from now on compute from ``w13_weight`` and ``w2_weight`` as they were loaded.
+    """Make CPU experts that vLLM loads from now on compute from ``w13_weight`` and ``w2_weight`` as loaded.
 
     Writes to these parameters take effect at the next step. Does nothing on other platforms, to quantized experts,
     or when called again.
@@ -111,8 +111,8 @@ def _experts_class() -> Any:
 
 
 def _check_experts(base: Any) -> None:
-    """Refuse classes that the two replaced methods would not reach, or would not fit."""
-    for name in REPLACED:
+    """Refuse classes that do not use or do not fit the two replaced methods."""
+    for name in REPLACED_METHODS:
         if name not in vars(base):
             raise _unexpected(f"CPUUnquantizedExperts has no {name}")
     found = tuple(inspect.signature(base.apply).parameters)
@@ -121,7 +121,7 @@ def _check_experts(base: Any) -> None:
     for cls in _backend_classes():
         if not issubclass(cls, base):
             raise _unexpected(f"{cls.__name__} computes unquantized experts on the CPU and is no CPUUnquantizedExperts")
-        for name in REPLACED:
+        for name in REPLACED_METHODS:
             if cls is not base and getattr(cls, name) is not getattr(base, name):
                 raise _unexpected(f"{cls.__name__} overrides {name}")
 
@@ -138,11 +138,13 @@ def _backend_classes() -> list[type]:
 def _check_layer(experts: Any, layer: Any) -> None:
     """Refuse a layer for which the plain computation would be wrong; changes nothing."""
     config = experts.moe_config
-    inner, hidden, act = config.intermediate_size_per_partition, config.hidden_dim, config.activation.value
+    inner, hidden, activation_name = config.intermediate_size_per_partition, config.hidden_dim, config.activation.value
     w13, w2 = layer.w13_weight, layer.w2_weight
     count = w13.shape[0]
-    if act != "swigluoai" and not (act in ACTIVATIONS and hasattr(torch.ops._C, ACTIVATIONS[act])):
-        raise _unexpected(f"its experts use activation {act!r}, for which it has no plain operator")
+    if activation_name != "swigluoai" and not (
+        activation_name in ACTIVATIONS and hasattr(torch.ops._C, ACTIVATIONS[activation_name])
+    ):
+        raise _unexpected(f"its experts use activation {activation_name!r}, for which it has no plain operator")
     if tuple(w13.shape) != (count, 2 * inner, hidden) or tuple(w2.shape) != (count, hidden, inner):
         raise _unexpected(
             f"w13_weight and w2_weight have shapes {tuple(w13.shape)} and {tuple(w2.shape)}, expected "
@@ -180,7 +182,7 @@ def plain_experts(
     activation: str,
     weighted: bool,
 ) -> None:
-    """Write the weighted sum of each token's experts, of those that are here, into ``out``.
+    """Write the weighted sum of each token's experts, over the experts on this rank, into ``out``.
 
     Args:
         out: (tokens, hidden), the dtype of ``x``.
@@ -199,9 +201,9 @@ def plain_experts(
     experts = w2.shape[0]
     flat = ids.reshape(-1).long()
     if expert_map is not None:
-        here = expert_map.index_select(0, flat).long()
-        # Last, after all that are here.
-        flat = torch.where(here < 0, experts, here)
+        local_rows = expert_map.index_select(0, flat).long()
+        # Sort experts of other ranks after those of this rank.
+        flat = torch.where(local_rows < 0, experts, local_rows)
     order = flat.argsort(stable=True)
     groups = _groups(torch.bincount(flat, minlength=experts)[:experts].tolist())
     rows = x.index_select(0, order // chosen)
@@ -213,14 +215,14 @@ def plain_experts(
     else:
         getattr(torch.ops._C, ACTIVATIONS[activation])(inner, gate_up)
     _multiply(rows, inner, w2, bias2, groups)
-    # What other ranks compute comes with their sums.
+    # Other ranks add what they compute.
     rows[groups[-1][2] if groups else 0 :].zero_()
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel())
+    inverse_order = torch.empty_like(order)
+    inverse_order[order] = torch.arange(order.numel())
     factors = (weights if weighted else torch.ones_like(weights)).float().unsqueeze(1)
     for start in range(0, tokens, SUM_TOKENS):
         stop = min(start + SUM_TOKENS, tokens)
-        piece = rows.index_select(0, place[start * chosen : stop * chosen]).float()
+        piece = rows.index_select(0, inverse_order[start * chosen : stop * chosen]).float()
         summed = torch.bmm(factors[start:stop], piece.view(stop - start, chosen, -1))
         out[start:stop].copy_(summed.squeeze(1))
 
@@ -237,7 +239,7 @@ def _groups(counts: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _swigluoai(out: torch.Tensor, gate_up: torch.Tensor) -> None:
-    """As vLLM's ``SwigluOAIAndMul`` in float32, with its fixed alpha and limit."""
+    """vLLM's ``SwigluOAIAndMul`` in float32, with its fixed alpha and limit."""
     gate = gate_up[:, ::2].float().clamp(max=7.0)
     up = gate_up[:, 1::2].float().clamp(-7.0, 7.0)
     out.copy_((up + 1) * gate * torch.sigmoid(1.702 * gate))

@@ -1,7 +1,7 @@
-"""Which of vLLM's options are followed, and which are refused at start-up. docs/features.md has the whole table.
+"""``check_features`` refuses vLLM options at start-up that the receiver does not support; docs/features.md lists them.
 
-Options that change how ranks hold weights are in ``layout``. Refused here is what would leave weights that no fresh
-start from the same version would have, or write weights that are not this engine's own.
+``layout_checks`` handles options that change how ranks hold weights. An option is refused here if it would leave
+weights that a fresh start from the same version would not have, or if patches would reach weights of other engines.
 """
 
 from collections.abc import Mapping
@@ -13,21 +13,21 @@ from vllm_delta_sync.errors import EngineError
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that draft from text."""
 OWN_WEIGHTS = "draft_model"
-"""The one whose drafts come from a whole model of its own; others draft with layers of the served checkpoint, or with
-heads that were trained for it."""
+"""The method whose drafts come from a separate model; others draft with layers of the served checkpoint, or with heads
+that were trained for it."""
 RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
 FLAGS_WITHOUT_PLUGINS = ("--grpc",)
 """Flags of ``vllm serve`` that start a server which loads no endpoint plugins."""
 
 
 def check_features(vllm_config: Any) -> None:
-    """Refuse options that are not followed.
+    """Refuse unsupported options.
 
     Args:
         vllm_config: of the engine, as its client has it.
 
     Raises:
-        EngineError: names the flag, its value and what to do instead.
+        EngineError: names the flag, its value and the remedy.
     """
     _check_load_format(vllm_config.load_config.load_format)
     _check_offloading(vllm_config.offload_config)
@@ -50,7 +50,7 @@ def _check_load_format(load_format: Any) -> None:
 
 
 def _check_offloading(offload: Any) -> None:
-    """Weights that are elsewhere between two layers have no address to patch."""
+    """Refuse offloading: offloaded weights have no fixed address to patch."""
     for flag, size in (
         ("--cpu-offload-gb", offload.uva.cpu_offload_gb),
         ("--offload-group-size", offload.prefetch.offload_group_size),
@@ -68,14 +68,14 @@ def _check_speculation(speculative: Any, served: str) -> None:
         return
     if method != OWN_WEIGHTS:
         raise EngineError(
-            f"--speculative-config has method {method!r}: its draft weights go with the served checkpoint and would "
-            f"stay behind it; use {', '.join(WITHOUT_WEIGHTS)} or {OWN_WEIGHTS}, or leave it out"
+            f"--speculative-config has method {method!r}: its draft weights belong to the served checkpoint and would "
+            f"go stale; use {', '.join(WITHOUT_WEIGHTS)} or {OWN_WEIGHTS}, or leave it out"
         )
     draft = speculative.draft_model_config.model
     if _same_folder(draft, served):
         raise EngineError(
-            f"--speculative-config has model {draft!r}, which is the served one: the draft's copy would stay behind; "
-            "use another model, or leave it out"
+            f"--speculative-config has model {draft!r}, which is the served one: the draft's copy would go stale; use "
+            "another model, or leave it out"
         )
 
 
@@ -84,13 +84,13 @@ def _same_folder(first: str, second: str) -> bool:
 
 
 def check_front_end(environment: Mapping[str, str]) -> None:
-    """Refuse vLLM's Rust API server, which loads no plugins: nobody would follow the run.
+    """Refuse vLLM's Rust API server, which loads no plugins, so that nothing would follow the run.
 
-    Cause: vLLM takes it instead of its own server where ``VLLM_USE_RUST_FRONTEND`` is 1. Symptom: a server without
-    /delta_sync, which serves version 0 for ever. Remove when: it has endpoint plugins.
+    Cause: vLLM uses it instead of its own server where ``VLLM_USE_RUST_FRONTEND`` is 1. Symptom: a server without
+    /delta_sync, which serves version 0 forever. Remove when: it has endpoint plugins.
 
     Raises:
-        EngineError: names the variable, its value and what to do instead.
+        EngineError: names the variable, its value and the remedy.
     """
     value = environment.get(RUST_FRONT_END, "0").strip()
     if value not in ("", "0"):

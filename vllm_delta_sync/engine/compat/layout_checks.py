@@ -1,9 +1,9 @@
-"""Which layouts of a model over ranks and engines are followed, and which are refused at start-up.
+"""``check_layout`` refuses layouts of a model over ranks and engines, at start-up, that cannot be kept consistent.
 
-How weights are cut over tensor, pipeline and expert parallel ranks, and copied over data parallel engines, is not
-known here: every rank traces its own loader, and ``ownership`` proves that together they hold every tensor. What that
-proof rests on is checked here: that every rank can be asked, that all can be paused together, and that nothing but us
-moves their weights.
+How weights are cut over tensor, pipeline and expert parallel ranks, and copied over data parallel engines, plays no
+part here: every rank traces its own loader, and ``shard_ownership`` proves that together they hold every tensor. This
+module checks what that proof assumes: every rank can be called, all can be paused together, and nothing else moves
+their weights.
 """
 
 from typing import Any
@@ -12,25 +12,25 @@ from vllm_delta_sync.errors import EngineError
 
 
 def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] | None = None) -> None:
-    """Refuse what cannot be kept consistent.
+    """Refuse layouts that cannot be kept consistent.
 
     Args:
         vllm_config: of the engine, as its client has it.
-        offline: whether an ``LLM`` object is followed and not a server.
-        missing: what our guard needs of vLLM's engine core and does not find; see ``engine.core.hooks``.
+        offline: whether the engine is an ``LLM`` object and not a server.
+        missing: what ``core.hooks.missing_names`` found missing in vLLM's engine core.
 
     Raises:
-        EngineError: names the flag, its value and what to do instead.
+        EngineError: names the flag, its value and the remedy.
     """
     parallel = vllm_config.parallel_config
     engines = parallel.data_parallel_size
     if parallel.enable_eplb:
         raise EngineError(
-            "--enable-eplb is on: it moves experts between ranks while they serve, so that nobody knows where a "
-            "weight is; turn it off"
+            "--enable-eplb is on: it moves experts between ranks while they serve, so that their addresses change; "
+            "turn it off"
         )
     if parallel.enable_elastic_ep:
-        raise EngineError("--enable-elastic-ep is on: ranks that come and go hold no version; turn it off")
+        raise EngineError("--enable-elastic-ep is on: ranks that are added later hold no version; turn it off")
     if engines == 1:
         return
     if offline:
@@ -63,7 +63,7 @@ def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] 
 def cannot_exchange_tokens() -> bool:
     """Whether vLLM runs on the CPU and cannot pass tokens between data parallel engines there. Imports vLLM.
 
-    Cause: its CPU communicator says that it dispatches to experts on other ranks, and lacks the gathering it takes.
+    Cause: its CPU communicator claims to dispatch to experts on other ranks, and lacks the gathering for it.
     Symptom: NotImplementedError in the first forward pass. Remove when: it has that.
     """
     from vllm.platforms import current_platform
@@ -77,10 +77,10 @@ def cannot_exchange_tokens() -> bool:
 
 
 def reached_engines(client: Any) -> list[bytes]:
-    """The engine cores that a server's client reaches, by identity, in the order of data parallel ranks."""
+    """Identities of the engine cores that a server's client reaches, in the order of data parallel ranks."""
     return list(client.engine_core.core_engines)
 
 
 def ranks_per_engine(client: Any) -> int:
-    """How many workers each engine has; the answer of one call to an engine has so many parts."""
+    """Number of workers of each engine, which is the number of answers to a call to one engine."""
     return int(client.vllm_config.parallel_config.world_size)

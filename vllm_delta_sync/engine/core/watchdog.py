@@ -1,4 +1,4 @@
-"""The lease on a pause, and the watchdog that settles the engine when it has run out, in the engine core's process."""
+"""``PauseWatchdog`` gives pauses a deadline; if it passes, the watchdog brings the ranks to one version and resumes."""
 
 import multiprocessing
 import os
@@ -9,29 +9,29 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_delta_sync.engine.commit.transaction import Answer
 from vllm_delta_sync.engine.compat.patches import NO_VERSION
 from vllm_delta_sync.engine.core import rank_rpc
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import WeightsLostError
 
-Answer = dict[str, Any]
 RANK_CALL_SECONDS = 60.0
-"""Bound on each question to the ranks while a lost pause is settled."""
+"""Bound on each call to the ranks while the watchdog ends a lost pause."""
 STUCK_SECONDS = 60.0
-"""How long after the end of a lease the engine's loop may be busy elsewhere before it counts as hung."""
+"""How long the engine's loop may be busy after a deadline before it counts as hung."""
 
 
 @dataclass
-class PauseDeadline:
-    """One pause of ours.
+class TimedPause:
+    """One pause that we requested.
 
     Attributes:
         deadline: by time.monotonic().
         before: the scheduler's pause state before it.
-        waiting: idle callbacks of others' pauses that were not complete when ours began.
-        deferred: what others asked for since.
-        pending: the pause itself, until the loop is idle; None if it was at once.
-        failure: why the ranks can be asked nothing any more.
+        waiting: idle callbacks of other callers' pauses that were incomplete when ours began.
+        deferred: calls of other callers to make after it.
+        pending: completes when the loop is idle; None if it was idle at once.
+        failure: why the ranks can no longer be called.
     """
 
     deadline: float
@@ -45,22 +45,22 @@ class PauseDeadline:
 
 
 class PauseWatchdog:
-    """The watchdog of one EngineCoreProc. Every method runs on its loop's thread, ``_watch`` apart."""
+    """The watchdog of one EngineCoreProc. All methods run on the thread of its loop, except ``_watch`` and ``end``."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._lease: PauseDeadline | None = None
+        self._active: TimedPause | None = None
         self._outcome: Answer | None = None
 
-    def pause(self, mode: str, clear_cache: bool, lease_s: float) -> "Future[Any] | None":
-        """Pause as ``pause_scheduler`` does, for ``lease_s`` seconds at most; again while a lease is on: renew it.
+    def pause(self, mode: str, clear_cache: bool, limit_s: float) -> "Future[Any] | None":
+        """Pause as ``pause_scheduler`` does, for at most ``limit_s`` seconds. During a pause of ours: renew it.
 
         Raises:
-            RuntimeError: the engine sleeps, so that its weights are not in place.
+            RuntimeError: the engine sleeps, so its weights are not in memory.
         """
-        if self._lease is not None:
-            self.renew(lease_s)
-            return self._lease.pending
+        if self._active is not None:
+            self.renew(limit_s)
+            return self._active.pending
         engine = self._engine
         if engine.model_executor.is_sleeping:
             raise RuntimeError("the engine sleeps and holds no weights to patch; wake it up first")
@@ -68,70 +68,72 @@ class PauseWatchdog:
         keeps = before.name == "PAUSED_ALL"
         waiting = list(engine._idle_state_callbacks)
         engine._idle_state_callbacks.clear()
-        lease = PauseDeadline(time.monotonic() + lease_s, before, waiting)
+        paused = TimedPause(time.monotonic() + limit_s, before, waiting)
         self._outcome = None
         try:
-            # Requests that somebody else holds back must not run on because our mode would let them.
-            lease.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
-        except BaseException:  # whatever stops it, an interrupt too, others' pauses must be as they were
-            self._restore(lease)
+            # If another caller holds requests back, our mode must not let them run.
+            paused.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
+        except BaseException:  # after any failure, an interrupt included, restore other callers' pauses
+            self._restore(paused)
             raise
         if keeps:
             engine.scheduler.set_pause_state(before)
-        if lease.pending is not None:
-            lease.callback = engine._idle_state_callbacks[-1]
-        self._lease = lease
-        threading.Thread(target=self._watch, args=(lease,), name="delta-sync-lease", daemon=True).start()
-        return lease.pending
+        if paused.pending is not None:
+            paused.callback = engine._idle_state_callbacks[-1]
+        self._active = paused
+        threading.Thread(target=self._watch, args=(paused,), name="delta-sync-watchdog", daemon=True).start()
+        return paused.pending
 
-    def renew(self, lease_s: float) -> Answer:
-        """Let the lease end ``lease_s`` seconds from now, if that is later. {"expired": whether none is on}."""
-        if self._lease is None:
+    def renew(self, limit_s: float) -> Answer:
+        """Move the deadline to ``limit_s`` seconds from now if that is later. {"expired": whether no pause is on}."""
+        if self._active is None:
             return {"expired": True}
-        self._lease.deadline = max(self._lease.deadline, time.monotonic() + lease_s)
+        self._active.deadline = max(self._active.deadline, time.monotonic() + limit_s)
         return {"expired": False}
 
-    def call(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
-        """``delta_sync_call`` on every rank, only while a lease is on: {"expired", "answers": one per rank}."""
-        if self._lease is None or time.monotonic() >= self._lease.deadline:
+    def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
+        """``delta_sync_call`` on every rank, only before the deadline: {"expired", "answers": one per rank}."""
+        if self._active is None or time.monotonic() >= self._active.deadline:
             return {"expired": True, "answers": []}
         try:
-            return {"expired": False, "answers": self.ask(method, arguments, timeout_s)}
-        except Exception as error:  # a rank that is late would be heard as the answer to the next question
-            self._lease.failure = f"{method} has no outcome: {type(error).__name__}: {error}"
+            return {"expired": False, "answers": self.call_ranks(method, arguments, timeout_s)}
+        except Exception as error:  # a rank's late answer would be taken for the answer to the next call
+            self._active.failure = f"{method} has no outcome: {type(error).__name__}: {error}"
             raise
 
-    def label(self, label: str) -> Answer:
-        """Set vLLM's weight version, only while a lease is on: {"expired"}."""
-        if self._lease is None:
+    def label_paused(self, label: str) -> Answer:
+        """Set vLLM's weight version, only during a pause of ours: {"expired"}."""
+        if self._active is None:
             return {"expired": True}
         self._engine.set_weight_version(label)
         return {"expired": False}
 
     def resume(self) -> Answer:
-        """End the lease; harmless if none is on.
+        """End our pause; harmless if there is none.
 
         Returns:
-            {"expired": whether it had run out, "outcome": None, or what the watchdog found and did about that:
-            {"found": versions by rank, "action": "kept" or "reverted", "version": held now}}.
+            {"expired": whether the watchdog ended it first, "outcome": None, or what the watchdog found and did:
+            {"found": versions by rank, "action": "kept" or "reverted", "version": the version now}}.
         """
-        if self._lease is not None:
+        if self._active is not None:
             self._release()
             return {"expired": False, "outcome": None}
         outcome, self._outcome = self._outcome, None
         return {"expired": outcome is not None, "outcome": outcome}
 
-    def check(self) -> None:
-        """Settle the engine if the lease has run out."""
-        lease = self._lease
-        if lease is None or time.monotonic() < lease.deadline:
+    def check_deadline(self) -> None:
+        """End the pause if its deadline has passed, and bring the ranks to one version."""
+        paused = self._active
+        if paused is None or time.monotonic() < paused.deadline:
             return
-        logger.warning("the lease on a pause ran out: its controller is lost or hangs; settling what the ranks hold")
+        logger.warning(
+            "a pause passed its deadline: its controller is lost or hangs; checking the version of each rank"
+        )
         try:
-            outcome = self._settle(lease.failure)
+            outcome = self._converge(paused.failure)
             self._release()
-        except Exception as error:  # noqa: BLE001  whatever it was, nobody can tell what is held
-            self.end(f"a pause was lost and could not be settled: {error}")
+        except Exception as error:  # noqa: BLE001  after any error here the weights are unknown
+            self.end(f"a pause was lost, and its ranks could not be brought to one version: {error}")
             return
         self._outcome = outcome
         logger.warning(
@@ -142,7 +144,7 @@ class PauseWatchdog:
         )
 
     def end_with_parent(self) -> None:
-        """Start to wait for the death of the process that started this one, and then end.
+        """Start a thread that ends this process when its parent process dies.
 
         Cause: an engine core does not notice that its API server was killed. Symptom: it keeps its memory, and the
         server cannot be started again beside it. Remove when: vLLM does this.
@@ -152,31 +154,31 @@ class PauseWatchdog:
         def wait() -> None:
             if parent is not None:
                 parent.join()
-                self.end("the process that started it is gone", tell=False)
+                self.end("its parent process is gone", notify_clients=False)
 
         threading.Thread(target=wait, name="delta-sync-parent", daemon=True).start()
 
-    def end(self, reason: str, tell: bool = True) -> None:
-        """End this process and its workers, at once and from any thread, so that a supervisor starts them again."""
+    def end(self, reason: str, notify_clients: bool = True) -> None:
+        """End this process and its workers at once, so that a supervisor restarts them. Callable from any thread."""
         logger.critical("ending the engine: %s", reason)
         try:
-            if tell:
+            if notify_clients:
                 self._engine._send_engine_dead()
         finally:
             for child in multiprocessing.active_children():
                 child.kill()
             os._exit(1)
 
-    def defer(self, call: Callable[[], Any]) -> "Future[Any] | None":
-        """Do somebody else's call when our lease is over; None if none is on and the call should just be made."""
-        if self._lease is None:
+    def defer(self, call_paused: Callable[[], Any]) -> "Future[Any] | None":
+        """Make another caller's call after our pause; None if there is no pause and the caller should make the call."""
+        if self._active is None:
             return None
         future: Future[Any] = Future()
 
         def run() -> None:
             try:
-                result = call()
-            except Exception as error:  # noqa: BLE001  handed to whoever asked, through the future
+                result = call_paused()
+            except Exception as error:  # noqa: BLE001  the future passes it to the caller
                 future.set_exception(error)
                 return
             if isinstance(result, Future):
@@ -184,75 +186,75 @@ class PauseWatchdog:
             else:
                 future.set_result(result)
 
-        self._lease.deferred.append(run)
+        self._active.deferred.append(run)
         return future
 
-    def ask(self, method: str, arguments: Answer, timeout_s: float | None = None) -> list[Answer]:
+    def call_ranks(self, method: str, arguments: Answer, timeout_s: float | None = None) -> list[Answer]:
         """``delta_sync_call`` on every rank, paused or not."""
-        return rank_rpc.ask(self._engine.model_executor, method, arguments, timeout_s)
+        return rank_rpc.call_ranks(self._engine.model_executor, method, arguments, timeout_s)
 
-    def _settle(self, failure: str | None) -> Answer:
+    def _converge(self, failure: str | None) -> Answer:
         """Bring all ranks to one complete version and label it. Raises WeightsLostError, or what the engine raises."""
         if failure is not None:
             raise WeightsLostError(failure)
-        found = self.ask("describe", {}, RANK_CALL_SECONDS)
+        found = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
         version = common_version(found)
-        together = is_settled(found, version)
-        if not together:
-            self.ask("revert", {"version": version}, RANK_CALL_SECONDS)
-            held = self.ask("describe", {}, RANK_CALL_SECONDS)
-            if not is_settled(held, version):
-                raise WeightsLostError(f"ranks were to go back to version {version} and hold {held}")
+        was_settled = is_settled(found, version)
+        if not was_settled:
+            self.call_ranks("revert", {"version": version}, RANK_CALL_SECONDS)
+            current = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
+            if not is_settled(current, version):
+                raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
         self._engine.set_weight_version(NO_VERSION if version is None else str(version))
         return {
             "found": [answer["version"] for answer in found],
-            "action": "kept" if together else "reverted",
+            "action": "kept" if was_settled else "reverted",
             "version": version,
         }
 
     def _release(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is None:
+        paused, self._active = self._active, None
+        if paused is None:
             return
-        lease.ended.set()
-        if lease.pending is not None and not lease.pending.done():
-            if lease.callback in self._engine._idle_state_callbacks:
-                self._engine._idle_state_callbacks.remove(lease.callback)
-            lease.pending.set_exception(RuntimeError("the pause was ended before it was complete"))
-        self._restore(lease)
-        for run in lease.deferred:
+        paused.ended.set()
+        if paused.pending is not None and not paused.pending.done():
+            if paused.callback in self._engine._idle_state_callbacks:
+                self._engine._idle_state_callbacks.remove(paused.callback)
+            paused.pending.set_exception(RuntimeError("the pause was ended before it was complete"))
+        self._restore(paused)
+        for run in paused.deferred:
             run()
 
-    def _restore(self, lease: PauseDeadline) -> None:
-        """The scheduler as somebody else had it before the lease."""
+    def _restore(self, paused: TimedPause) -> None:
+        """Restore the scheduler's state from before our pause."""
         # Engines that run in step stop once all of them are asked to, and do not resume before they have stopped.
         stopping = getattr(self._engine, "pending_pause", False)
         if stopping:
             self._engine.pending_pause = False
-        if lease.before.name == "UNPAUSED" and not stopping:
+        if paused.before.name == "UNPAUSED" and not stopping:
             self._engine.resume_scheduler()
         else:
-            self._engine.scheduler.set_pause_state(lease.before)
-        self._engine._idle_state_callbacks.extend(lease.waiting)
+            self._engine.scheduler.set_pause_state(paused.before)
+        self._engine._idle_state_callbacks.extend(paused.waiting)
 
-    def _watch(self, lease: PauseDeadline) -> None:
-        """A thread per lease: wake the loop when it runs out, and end a loop that does not wake up."""
+    def _watch(self, paused: TimedPause) -> None:
+        """Runs in one thread per pause: wakes the loop at the deadline, and ends a loop that does not react."""
         from vllm.v1.engine import EngineCoreRequestType
 
         while True:
-            if lease.ended.wait(max(0.0, lease.deadline - time.monotonic())):
+            if paused.ended.wait(max(0.0, paused.deadline - time.monotonic())):
                 return
-            if time.monotonic() < lease.deadline:
+            if time.monotonic() < paused.deadline:
                 continue
             self._engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-            if lease.ended.wait(STUCK_SECONDS):
+            if paused.ended.wait(STUCK_SECONDS):
                 return
-            if time.monotonic() >= lease.deadline + STUCK_SECONDS:
-                self.end(f"a pause was lost, and the engine did not turn to it within {STUCK_SECONDS:.0f} s")
+            if time.monotonic() >= paused.deadline + STUCK_SECONDS:
+                self.end(f"a pause was lost, and the engine did not react within {STUCK_SECONDS:.0f} s")
 
 
 def is_settled(answers: list[Answer], version: int | None) -> bool:
-    """Whether every rank's ``describe`` says that it holds that version, whole and as declared."""
+    """Whether every rank's ``describe`` reports that version, intact and confirmed."""
     return all(
         answer.get("intact") is True and answer.get("confirmed", True) and answer["version"] == version
         for answer in answers
@@ -260,27 +262,27 @@ def is_settled(answers: list[Answer], version: int | None) -> bool:
 
 
 def common_version(answers: list[Answer]) -> int | None:
-    """The version on which every rank can agree: the one all hold, else the newest that each holds or can go back to.
+    """The version that every rank can have: the one that all have, else the newest that each has or can revert to.
 
     Args:
-        answers: ``describe`` of every rank; a rank with ``confirmed`` False has no use for the version it holds: nobody
-            has yet found it right on all ranks.
+        answers: ``describe`` of every rank. An unconfirmed version (``confirmed`` False) does not count, because the
+            controller has not found it right on all ranks.
 
     Raises:
-        WeightsLostError: a rank cannot tell what it holds, or there is no such version.
+        WeightsLostError: a rank's weights are unknown, or there is no such version.
     """
     reachable: set[int | None] | None = None
     for rank, answer in enumerate(answers):
         if "error" in answer or answer.get("intact") is not True:
-            raise WeightsLostError(f"rank {rank} cannot tell what it holds: {answer}")
+            raise WeightsLostError(f"the weights of rank {rank} are unknown: {answer}")
         own = {answer["version"]} if answer.get("confirmed", True) else set()
         own |= set(answer.get("undo", []))
         reachable = own if reachable is None else reachable & own
     if not reachable:
-        raise WeightsLostError(f"there is no version that every rank holds or can go back to: {answers}")
+        raise WeightsLostError(f"there is no version that every rank has or can revert to: {answers}")
     if answers[0]["version"] in reachable and len({answer["version"] for answer in answers}) == 1:
-        held: int | None = answers[0]["version"]
-        return held
+        current: int | None = answers[0]["version"]
+        return current
     return max(reachable, key=lambda version: -1 if version is None else version)
 
 

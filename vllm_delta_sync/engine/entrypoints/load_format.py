@@ -15,7 +15,7 @@ from vllm_delta_sync.engine import LOAD_FORMAT
 from vllm_delta_sync.engine.follow.standing_orders import chosen_by, peek
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.staging.reconstruct import drain, newest, rebuild
+from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -119,7 +119,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """Rebuild the version, give every tensor to the model's ``load_weights``, and leave a ``LoadedVersion`` on it.
 
         Raises:
-            DeltaSyncError: see ``newest`` and ``rebuild``.
+            DeltaSyncError: see ``newest_good_manifest`` and ``rebuild``.
             TensorMismatchError: the run's tensors leave some of the model's parameters unset.
             EngineError, ChainError: ranks cannot agree on a version.
         """
@@ -129,7 +129,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         if from_rank_0(held.version) != held.version:
             raise EngineError(f"this rank could rebuild version {held.version} and rank 0 another one; start again")
         fingerprints = tuple(value.hex() for value in state.fingerprints)
-        names = model.load_weights(drain(run, state))
+        names = model.load_weights(drain_tensors(run, state))
         if names is not None and model_config.quantization is None:
             self._check_all_set(model, set(names))
         model.delta_sync_loaded = LoadedVersion(held.run, run.bucket.url, held.version, held.digest, fingerprints)
@@ -161,13 +161,13 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """What is to be served: what a standing order holds, what the target names, else the newest.
 
         Raises:
-            DeltaSyncError: as ``open_run`` and ``newest``.
+            DeltaSyncError: as ``open_run`` and ``newest_good_manifest``.
         """
         settings = load_settings()
         order = peek(settings)
         settings = settings if order is None else chosen_by(settings, order)
         run = self.run if order is None or order.bucket is None else self._open(settings, settings.bucket)
-        head = newest(run, self._serves_any, TrustedHead(settings, run.keyring, writes=False))
+        head = newest_good_manifest(run, self._serves_any, TrustedHead(settings, run.keyring, writes=False))
         holds = order is not None and order.holding and order.run == run.info.run
         version = order.version if order is not None and holds else None
         if version is None and settings.target == HEAD:

@@ -22,7 +22,7 @@ def register() -> None:
     admin_token.hide()
     patches.initialize_amx()
     patches.hide_numba_from_kernel_scan()
-    patches.sleep_between_looks()
+    patches.sleep_between_polls()
     load_format.register()
     weight_transfer.register()
     hooks.install()

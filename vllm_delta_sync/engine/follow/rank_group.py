@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_delta_sync.engine.commit.transaction import Answer, EnginePort, raise_if_error
 from vllm_delta_sync.engine.core.rank_rpc import PerRank
-from vllm_delta_sync.engine.model.shard_ownership import Ownership, assign, region_from_plain
+from vllm_delta_sync.engine.model.shard_ownership import Ownership, prove_ownership, region_from_plain
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -75,8 +75,8 @@ class RankGroup:
         Raises:
             ModelError: a tensor cannot be routed, or is held in part.
         """
-        answers = self.operate("prove", arguments)
-        ownership = assign(
+        answers = self.operate("identify", arguments)
+        ownership = prove_ownership(
             table,
             [[[region_from_plain(region) for region in of] for of in answer["regions"]] for answer in answers],
         )
@@ -102,12 +102,12 @@ class RankGroup:
         groups = PerRank(ownership.groups(rank) for rank in range(len(ownership.slots)))
         arguments: Answer = {"version": version, "fingerprints": hexes, "groups": groups, "loaded": loaded}
         if place is not None:
-            arguments["note"] = {
+            arguments["claimed"] = {
                 "run": place.run.info.run,
                 "url": place.run.bucket.url,
                 "version": place.version,
             }
-        for answer in self._port.call("adopt", arguments):
+        for answer in self._port.call("set_version", arguments):
             raise_if_error(answer)
 
     def stage(self, leg: UpdatePlan, held: int | None, rescan: list[int]) -> tuple[Answer, list[str]]:
@@ -120,7 +120,7 @@ class RankGroup:
             {"ms": slowest rank's timings, "bytes": largest rank's, "elements": written over all ranks, "store": each
             one's use of stores}, and the names of rescanned tensors that are not what they should be.
         """
-        arguments = {"leg": leg.to_plain(), "held": held, "rescan": rescan, "keys": self.keys}
+        arguments = {"plan": leg.to_plain(), "current": held, "rescan": rescan, "keys": self.keys}
         return self._staged("stage", arguments, rescan)
 
     def repair(self, target: Manifest) -> Answer:
@@ -173,13 +173,13 @@ class RankGroup:
         Args:
             touches: per rank, how often somebody else had touched them when they were.
         """
-        for answer in self._port.call("trust", {"touches": PerRank(touches)}):
+        for answer in self._port.call("clear_external_write", {"external_writes": PerRank(touches)}):
             raise_if_error(answer)
 
     def _combined(self, tensor: int, answers: list[Answer]) -> Fingerprint | None:
         ownership = self._proven()
         if not ownership.is_loaded(tensor):
-            return Fingerprint.from_hex(_of(answers[0]["held"], tensor))
+            return Fingerprint.from_hex(_of(answers[0]["expected"], tensor))
         return ownership.combine(tensor, [_parse(_of(answer["measured"], tensor)) for answer in answers])
 
     def _sum(self, tensors: Iterable[int], answers: list[Answer]) -> Fingerprint | None:
@@ -197,7 +197,7 @@ class RankGroup:
             raise EngineError("the ranks have not been asked yet what they hold")
         found = {name for answer in answers for name in answer["dead"]}
         for tensor in tensors:
-            held = {_of(answer["held"], tensor) for answer in answers}
+            held = {_of(answer["expected"], tensor) for answer in answers}
             value = self._combined(tensor, answers)
             if value is None or held != {value.hex()}:
                 found.add(table[tensor].name)
@@ -247,7 +247,7 @@ def _of(mapping: dict[Any, Any], tensor: int) -> Any:
 
 
 def _noted(answers: list[Answer]) -> ClaimedVersion | None:
-    notes = [answer["noted"] for answer in answers]
+    notes = [answer["claimed"] for answer in answers]
     if notes[0] is None or any(note != notes[0] for note in notes):
         return None
     note = notes[0]

@@ -208,7 +208,7 @@ class ReceiverBase:
     def _begin(self) -> None:
         if self.board.state == "lost":
             raise WeightsLostError(STATES["lost"])
-        self.port.set_due_label()
+        self.port.set_pending_label()
         if self._strayed:
             with self._failing():
                 self._come_home()

@@ -154,7 +154,7 @@ class ReceiverService:
         if state == "lost":
             return
         try:
-            receiver.port.set_due_label()
+            receiver.port.set_pending_label()
             if state == "refused" and not receiver.can_repair and not self._replaced():
                 return
             if receiver.can_repair and follows:

@@ -9,7 +9,7 @@ from vllm_delta_sync.engine.commit.transaction import (
     EnginePort,
     FingerprintMismatchError,
     Transaction,
-    brief,
+    describe_ranks,
     raise_if_error,
 )
 from vllm_delta_sync.engine.follow.pause_slot_client import PauseSlotClient
@@ -133,7 +133,7 @@ class WeightUpdater:
             self._board.set(asleep=asleep)
         if asleep:
             raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
-        reasons = sorted({answer["touched"] for answer in ranks if answer["touched"] is not None})
+        reasons = sorted({answer["external_writer"] for answer in ranks if answer["external_writer"] is not None})
         served = self._board.served
         if served is None:
             return
@@ -147,12 +147,12 @@ class WeightUpdater:
             self.distrust(changed)
             raise changed
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
-        self._ranks.trust([answer["touches"] for answer in ranks])
+        self._ranks.trust([answer["external_writes"] for answer in ranks])
 
     def _check_notes(self, ranks: list[Answer], served: Manifest) -> None:
         """What ranks hold is what is served; and the last commit is confirmed, if that call was lost."""
         if any(answer["version"] != served.version or not answer["intact"] for answer in ranks):
-            raise WeightsLostError(f"version {served.version} should be served, but {brief(ranks)}")
+            raise WeightsLostError(f"version {served.version} should be served, but {describe_ranks(ranks)}")
         if not all(answer["confirmed"] for answer in ranks):
             self._trim()
 
@@ -279,7 +279,7 @@ class WeightUpdater:
         """
         self._confirmed = False
         try:
-            answers = self._port.call("trim", {"undo_bytes": self._settings.undo_bytes if self._keeps else 0})
+            answers = self._port.call("confirm", {"undo_bytes": self._settings.undo_bytes if self._keeps else 0})
             for answer in answers:
                 raise_if_error(answer)
         except DeltaSyncError as error:

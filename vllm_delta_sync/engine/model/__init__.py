@@ -1,6 +1,6 @@
-"""How a vLLM model holds the checkpoint: which element of which tensor lies where in a rank's memory.
+"""How a vLLM model holds the checkpoint: where each element of each tensor lies in a rank's memory.
 
-``loader_trace`` watches the model's own loader, ``route_compiler`` makes routes of what it saw, and ``route_map`` holds
-them; what a loader computes is loaded again by ``reload_units``. May import no other package of ``engine``. Begin with
-``route_map``.
+``loader_trace`` records what the model's own loader does, ``route_compiler`` turns that record into routes, and
+``route_map`` holds the routes. ``reload_units`` reloads what a loader computes instead of copying. May import no other
+package of ``engine``. Begin with ``route_map``.
 """

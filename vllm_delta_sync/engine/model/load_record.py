@@ -1,8 +1,8 @@
-"""What a model looked like when its loader had filled it, and which modules were changed after that.
+"""``record_load`` records what an engine does to a model's weights after loading, so that it can be repeated.
 
-Engines rework weights once they are loaded: they pack them for a kernel, quantize them, multiply some in advance.
-``watched`` stands around that step. It keeps a replica without data of the model as its loader knows it, which can be
-loaded again, and says where the step left something else. Knows nothing of vLLM; ``engine.compat`` puts it in place.
+After loading, engines pack weights for a kernel, quantize them or multiply some in advance. ``record_load`` wraps that
+step: it keeps a data-less replica of the model as the loader left it, which can be loaded again, and records which
+modules the step changed. This module does not depend on vLLM; ``compat/load_hook.py`` installs it.
 """
 
 import weakref
@@ -14,17 +14,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_delta_sync.engine.model.loader_trace import OVERWRITES, tensors_in, written_by
-from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate, walk, walk_numbers
+from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate, walk_numbers, walk_tensors
 
-Place = tuple[str, str]
-"""(path of a module, path of a tensor from there)."""
+TensorPath = tuple[str, str]
+"""(path of a module, path of a tensor within the module)."""
 Process = Callable[[Any, "Iterable[str] | None"], None]
-"""(model, paths of modules, None for all): do what is done after loading."""
-NOTHING: frozenset[int] = frozenset()
+"""(model, paths of modules, None for all): run the step after loading."""
+NO_STORAGES: frozenset[int] = frozenset()
 UNKNOWN = -1
-"""In the place of a storage: something within the module may have gone into it."""
+"""Stands for an unknown storage: anything within the module may have been used."""
 INITIAL_ELEMENTS = 4096
-"""Tensors up to this size are kept as they were before the step: scales and the like that no checkpoint fills."""
+"""Tensors up to this size are copied before the step: scales and similar tensors that no checkpoint fills."""
 
 
 @dataclass
@@ -32,39 +32,39 @@ class LoadRecord:
     """How a model was loaded.
 
     Attributes:
-        skeleton: the model as its loader knows it, on the meta device.
-        changed: per module that the step left with other tensors, or numbers, made of what the model had: of which.
-        process: the step, for modules of a replica.
-        initial: small tensors as they were before the step, copied.
-        live: where each tensor of the skeleton's modules is now, for as long as it is.
-        hidden: operations that were given weights and answered with something else than tensors: a kernel's handle to a
-            copy that nobody else can reach.
-        numbers: every number that is no whole one, as it was after the step.
+        skeleton: the model as the loader left it, on the meta device.
+        changed: path of each module in which the step left new tensors or numbers → the tensors they were made of.
+        process: the step after loading, for modules of a replica.
+        initial: copies of small tensors from before the step.
+        live: weak references to where each tensor of the skeleton's modules is now.
+        opaque_operations: operations that took weights and returned something other than tensors, such as a kernel's
+            handle to a copy that nothing else can reach.
+        numbers: every number that is not whole, as it was after the step.
         is_runtime_state: whether a tensor of that name is filled by requests or adapters, never from weights.
     """
 
     skeleton: Any
     process: Process
-    changed: dict[str, set[Place]] = field(default_factory=dict)
-    initial: dict[Place, torch.Tensor] = field(default_factory=dict)
-    live: dict[Place, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
-    hidden: list[str] = field(default_factory=list)
-    numbers: dict[Place, float] = field(default_factory=dict)
+    changed: dict[str, set[TensorPath]] = field(default_factory=dict)
+    initial: dict[TensorPath, torch.Tensor] = field(default_factory=dict)
+    live: dict[TensorPath, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
+    opaque_operations: list[str] = field(default_factory=list)
+    numbers: dict[TensorPath, float] = field(default_factory=dict)
     is_runtime_state: Callable[[str], bool] = lambda name: False
 
-    def appeared(self, model: Any) -> list[str]:
-        """What the model has by now that it did not have after loading, and that may have been computed from weights.
+    def added_since_load(self, model: Any) -> list[str]:
+        """Names of tensors and numbers that appeared after loading and may have been computed from weights.
 
-        Kernels and layers may combine weights, or read scales off them, at their first call. That would go stale
-        without a sign. A tensor that took the place of another one is not meant: where weights went into that, it is
-        not found where it was left.
+        Kernels and layers may combine weights, or read scales from them, at their first call. Such values would go
+        stale unnoticed. Tensors that replaced others are not listed: if they were made of weights, the route compiler
+        finds that the original is no longer in its place.
         """
         known = {
             tensor.untyped_storage()._cdata for tensor in (seen() for seen in self.live.values()) if tensor is not None
         }
         found = [
-            spelled((path, name))
-            for path, name, tensor in walk(model)
+            dotted_path((path, name))
+            for path, name, tensor in walk_tensors(model)
             if (path, name) not in self.live
             and is_plain(tensor)
             and tensor.is_floating_point()
@@ -74,8 +74,8 @@ class LoadRecord:
         ]
         values = set(self.numbers.values())
         found += [
-            f"{spelled(at)} (now {value}, {self.numbers.get(at, 'absent')} after loading)"
-            for at, value in _floats(model).items()
+            f"{dotted_path(at)} (now {value}, {self.numbers.get(at, 'absent')} after loading)"
+            for at, value in _float_attributes(model).items()
             if value not in values and value == value and not value.is_integer()
         ]
         return list(dict.fromkeys(found))
@@ -84,57 +84,59 @@ class LoadRecord:
 _records: "weakref.WeakKeyDictionary[Any, LoadRecord]" = weakref.WeakKeyDictionary()
 
 
-def record_of(model: Any) -> LoadRecord | None:
-    """How a model was loaded, if that was watched."""
+def load_record_of(model: Any) -> LoadRecord | None:
+    """The record of a model's loading; None if ``record_load`` did not run for it."""
     return _records.get(model)
 
 
 class _ProvenanceMode(TorchDispatchMode):
-    """Follows what is made of a model's tensors, and what is written.
+    """Tracks which storages each tensor was made of, and which storages were written.
 
-    Memory that was made without being filled may have been filled by a kernel that is not called as an operator, of
-    whatever: it counts as made of UNKNOWN too.
+    A kernel that is not called as an operator may fill uninitialized memory from anything, so such memory counts as
+    made of UNKNOWN too.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.written: set[int] = set()
-        self.hidden: set[str] = set()
-        storages = (tensor.untyped_storage()._cdata for _, _, tensor in walk(model) if is_plain(tensor))
-        self.made_of = {storage: frozenset((storage,)) for storage in storages}
+        self.opaque_operations: set[str] = set()
+        storages = (tensor.untyped_storage()._cdata for _, _, tensor in walk_tensors(model) if is_plain(tensor))
+        self.derived_from = {storage: frozenset((storage,)) for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs]) if is_plain(tensor)}
         targets = [tensor for tensor in written_by(func, args, kwargs) if is_plain(tensor)]
-        touched = {tensor.untyped_storage()._cdata for tensor in targets}
+        written_storages = {tensor.untyped_storage()._cdata for tensor in targets}
         whole = {tensor.untyped_storage()._cdata for tensor in targets if _is_whole(tensor)}
         found = func(*args, **kwargs)
-        # What fills memory anew does not depend on what was there.
-        sources = given - touched if func in OVERWRITES else given
-        made_of = NOTHING.union(*(self.made_of.get(storage, NOTHING) for storage in sources))
-        # What torch's own operators answer with are values that a module keeps where they can be compared.
-        if made_of and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
-            self.hidden.add(str(func))
-        self.written |= touched
+        # An operation that overwrites its target does not use the target's old content.
+        sources = given - written_storages if func in OVERWRITES else given
+        derived_from = NO_STORAGES.union(*(self.derived_from.get(storage, NO_STORAGES) for storage in sources))
+        # Numbers that torch's own operators return can be compared later; other operators may return handles.
+        if derived_from and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
+            self.opaque_operations.add(str(func))
+        self.written |= written_storages
         fresh = {t.untyped_storage()._cdata for t in tensors_in(found) if is_plain(t)} - given
-        unfilled = frozenset((UNKNOWN,)) if "empty" in func.__name__ else NOTHING
+        unfilled = frozenset((UNKNOWN,)) if "empty" in func.__name__ else NO_STORAGES
         for storage in fresh:
-            # An address may be that of memory that is gone.
-            self.made_of[storage] = made_of | unfilled
-        for storage in touched - fresh:
-            before = NOTHING if func in OVERWRITES and storage in whole else self.made_of.get(storage, NOTHING)
-            self.made_of[storage] = before | made_of
+            # The address may have belonged to memory that was freed.
+            self.derived_from[storage] = derived_from | unfilled
+        for storage in written_storages - fresh:
+            before = (
+                NO_STORAGES if func in OVERWRITES and storage in whole else self.derived_from.get(storage, NO_STORAGES)
+            )
+            self.derived_from[storage] = before | derived_from
         return found
 
 
-def spelled(where: Place) -> str:
-    """A place as one name."""
+def dotted_path(where: TensorPath) -> str:
+    """A tensor path as one name."""
     return ".".join(part for part in where if part)
 
 
 def is_under(path: str, modules: Iterable[str]) -> bool:
-    """Whether a module is one of these, or within one."""
+    """Whether a module is one of ``modules``, or within one."""
     return any(not module or path == module or path.startswith(module + ".") for module in modules)
 
 
@@ -143,63 +145,65 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A tensor before the step; it may be gone after."""
+class _TensorBefore:
+    """A tensor before the step; the step may free it."""
 
     tensor: "weakref.ref[torch.Tensor]"
     storage: int
 
     @property
     def is_kept(self) -> bool:
-        """Whether it still is, and where it was."""
+        """Whether the tensor still exists in the same storage."""
         tensor = self.tensor()
         return tensor is not None and tensor.untyped_storage()._cdata == self.storage
 
 
-def watched(model: Any, process: Process, is_runtime_state: Callable[[str], bool] = lambda name: False) -> LoadRecord:
-    """Run the step that follows loading on a whole model, and note what it does.
+def record_load(
+    model: Any, process: Process, is_runtime_state: Callable[[str], bool] = lambda name: False
+) -> LoadRecord:
+    """Run the step after loading on a whole model, and record what it does.
 
     Args:
         is_runtime_state: see ``LoadRecord``.
     """
-    before: dict[Place, _Seen] = {}
+    before: dict[TensorPath, _TensorBefore] = {}
     record = LoadRecord(replicate(model, MetaLeaf(model)), process, is_runtime_state=is_runtime_state)
-    for path, name, tensor in walk(model):
+    for path, name, tensor in walk_tensors(model):
         if is_plain(tensor):
-            before[path, name] = _Seen(weakref.ref(tensor), tensor.untyped_storage()._cdata)
-            # A part of a model that is not served may have no data.
+            before[path, name] = _TensorBefore(weakref.ref(tensor), tensor.untyped_storage()._cdata)
+            # Parts of a model that are not served may have no data.
             if tensor.numel() <= INITIAL_ELEMENTS and tensor.device.type != "meta":
-                # In host memory: what is allocated now on a device would go with the weights when the engine sleeps.
+                # In host memory: device memory allocated now would be freed with the weights when the engine sleeps.
                 record.initial[path, name] = tensor.detach().to("cpu", copy=True)
-    numbers = _floats(model)
-    follow = _ProvenanceMode(model)
-    with follow:
+    numbers = _float_attributes(model)
+    provenance = _ProvenanceMode(model)
+    with provenance:
         process(model, None)
-    # Another view of memory that is as it was shows whatever is written there.
-    kept = {seen.storage for seen in before.values() if seen.is_kept} - follow.written
-    made_of: dict[str, frozenset[int]] = {}
-    for path, name, tensor in walk(model):
+    # A new view of unchanged memory follows later writes, so it is not a change.
+    kept = {seen.storage for seen in before.values() if seen.is_kept} - provenance.written
+    derived_from: dict[str, frozenset[int]] = {}
+    for path, name, tensor in walk_tensors(model):
         if not is_plain(tensor):
             continue
         record.live[path, name] = weakref.ref(tensor)
         storage = tensor.untyped_storage()._cdata
-        if storage not in kept and follow.made_of.get(storage):
-            made_of[path] = made_of.get(path, NOTHING) | follow.made_of[storage]
-    record.numbers = _floats(model)
+        if storage not in kept and provenance.derived_from.get(storage):
+            derived_from[path] = derived_from.get(path, NO_STORAGES) | provenance.derived_from[storage]
+    record.numbers = _float_attributes(model)
     for (path, name), value in record.numbers.items():
         if numbers.get((path, name)) != value:
-            made_of[path] = made_of.get(path, NOTHING) | {UNKNOWN}
-    for path, storages in made_of.items():
+            derived_from[path] = derived_from.get(path, NO_STORAGES) | {UNKNOWN}
+    for path, storages in derived_from.items():
         record.changed[path] = {
             at
             for at, seen in before.items()
             if seen.storage in storages or (UNKNOWN in storages and is_under(at[0], (path,)))
         }
-    record.hidden = sorted(follow.hidden)
+    record.opaque_operations = sorted(provenance.opaque_operations)
     _records[model] = record
     return record
 
 
-def _floats(model: Any) -> dict[Place, float]:
-    """Whole numbers are sizes and flags; a float may be a scale that was computed from weights."""
+def _float_attributes(model: Any) -> dict[TensorPath, float]:
+    """Float attributes of a model. Whole numbers are sizes and flags; a float may be a scale computed from weights."""
     return {(path, name): value for path, name, value in walk_numbers(model) if isinstance(value, float)}

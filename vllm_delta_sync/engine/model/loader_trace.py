@@ -1,11 +1,11 @@
-"""Watch a model's own loader: which elements of the checkpoint it puts where, and what it computes.
+"""``trace_loader`` records what a model's own loader does: where it copies checkpoint elements, and what it computes.
 
-``load_weights`` runs once on a replica without data, and with data-less (meta) tensors, while every operation is
-seen. Each plain copy is an affine map from flat source indices to destination elements; slices, fused projections,
-transposes and tied weights come out by themselves. Whatever else reaches a parameter (casts, transforms, sums) is
-noted with the checkpoint tensors that went into it: ``route_compiler.py`` says what becomes of it.
+``load_weights`` runs once on a replica without data, with data-less (meta) tensors, while a dispatch mode sees every
+operation. Each plain copy is an affine map from flat source indices to destination elements, which covers slices, fused
+projections, transposes and tied weights. Everything else that writes to a parameter (casts, transforms, sums) is
+recorded with the checkpoint tensors it used; ``route_compiler.py`` decides how to handle it.
 
-Works on any torch module with a ``load_weights(iterable of (name, tensor))`` method; knows nothing of vLLM.
+Works on any torch module with a ``load_weights(iterable of (name, tensor))`` method; does not depend on vLLM.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,20 +15,20 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_delta_sync.engine.model.model_replica import walk
+from vllm_delta_sync.engine.model.model_replica import walk_tensors
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 
 aten = torch.ops.aten
-NOBODY: frozenset[int] = frozenset()
+NO_TENSORS: frozenset[int] = frozenset()
 OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
-"""What was there before plays no part in what is there after."""
+"""Operations after which the old content of the target plays no part."""
 
 
 class LoadableModel(Protocol):
-    """What tracing needs of a model; vLLM's models have it."""
+    """The methods that tracing needs of a model; vLLM's models have them."""
 
     def load_weights(self, weights: Any) -> Any: ...
     def named_modules(self, memo: Any = ..., prefix: str = ..., remove_duplicate: bool = ...) -> Any: ...
@@ -42,7 +42,8 @@ class Target:
     """Memory that a loader may write: one storage of the replica.
 
     Attributes:
-        names: every parameter or buffer that lies in it. numel: of all of it, in elements of ``dtype``.
+        names: every parameter or buffer in the storage.
+        numel: size of the storage, in elements of ``dtype``.
         is_parameter: whether one of them is a parameter.
     """
 
@@ -54,17 +55,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements of a checkpoint tensor, one by one, to elements of a target."""
+    """The loader copies elements of a checkpoint tensor to elements of a target."""
 
     tensor: int
     target: int
     source: Region
-    place: Region
+    target_region: Region
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A target holds something else than elements of the checkpoint. ``tensors`` went into it; ``reason`` says how."""
+    """A target holds something other than checkpoint elements: made of ``tensors``, for the given ``reason``."""
 
     target: int
     tensors: frozenset[int]
@@ -76,9 +77,9 @@ class Trace:
     """What a loader does with the tensors of a run.
 
     Attributes:
-        paddings: (target, region, number of copies before it) of what is set to a constant.
-        kept: per place of a tensor that hangs on the model and is no memory of it, as (path of the module, path from
-            there): the tensors that went into it.
+        paddings: (target, region, number of copies before it) of each region set to a constant.
+        kept: tensors that the loader left on the model outside its targets: (module path, path within the module) →
+            ids of the checkpoint tensors they were made of.
     """
 
     table: TensorTable
@@ -90,7 +91,7 @@ class Trace:
 
 
 class _LoadRecorder(TorchDispatchMode):
-    """Follows checkpoint tensors through all operations; the replica's memory is meta, so nothing is computed."""
+    """Tracks checkpoint tensors through all operations. The replica's memory is meta, so nothing is computed."""
 
     def __init__(self, table: TensorTable, replica: LoadableModel) -> None:
         super().__init__()
@@ -98,9 +99,9 @@ class _LoadRecorder(TorchDispatchMode):
         self.current = "(before the first tensor)"
         self._targets: dict[int, int] = {}
         self._sources: dict[int, int] = {}
-        # Which checkpoint tensors went into a storage that is neither.
-        self._made_of: dict[int, frozenset[int]] = {}
-        # Storages are told apart by address of their implementation, which may be reused once one is freed.
+        # Storage that is neither target nor source → ids of the checkpoint tensors it was made of.
+        self._derived_from: dict[int, frozenset[int]] = {}
+        # Storages are identified by address, which may be reused once one is freed.
         self._alive: list[torch.Tensor] = []
         for name, tensor in replica.named_parameters(remove_duplicate=False):
             self._add_target(name, tensor, True)
@@ -122,7 +123,7 @@ class _LoadRecorder(TorchDispatchMode):
         self.trace.targets.append(Target([name], tensor.dtype, numel, is_parameter))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The run's tensors without data, as a loader would get them."""
+        """Yield the run's tensors without data, as a loader receives them."""
         for position, spec in enumerate(self.trace.table):
             tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
             self._alive.append(tensor)
@@ -132,50 +133,50 @@ class _LoadRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = NOBODY.union(*(self._within(tensor) for tensor in tensors_in([args, kwargs])))
+        tensors = NO_TENSORS.union(*(self._sources_of(tensor) for tensor in tensors_in([args, kwargs])))
         written = list(written_by(func, args, kwargs))
         found = func(*args, **kwargs)
         if tensors:
             for tensor in tensors_in(found):
-                self._note(tensor, tensors)
+                self._add_sources(tensor, tensors)
         for tensor in written:
             self._record(func, tensor, tensors, args)
         return found
 
-    def _within(self, tensor: torch.Tensor) -> frozenset[int]:
+    def _sources_of(self, tensor: torch.Tensor) -> frozenset[int]:
         key = tensor.untyped_storage()._cdata
         source = self._sources.get(key)
-        return self._made_of.get(key, NOBODY) if source is None else frozenset((source,))
+        return self._derived_from.get(key, NO_TENSORS) if source is None else frozenset((source,))
 
-    def _note(self, tensor: torch.Tensor, tensors: frozenset[int]) -> None:
+    def _add_sources(self, tensor: torch.Tensor, tensors: frozenset[int]) -> None:
         key = tensor.untyped_storage()._cdata
         if key not in self._sources:
-            if key not in self._made_of:
+            if key not in self._derived_from:
                 self._alive.append(tensor)
-            self._made_of[key] = self._made_of.get(key, NOBODY) | tensors
+            self._derived_from[key] = self._derived_from.get(key, NO_TENSORS) | tensors
 
     def _record(self, func: Any, tensor: torch.Tensor, tensors: frozenset[int], args: Any) -> None:
-        """A tensor was written."""
+        """Record a write to a tensor."""
         target = self._targets.get(tensor.untyped_storage()._cdata)
         if target is None:
             if tensors:
-                self._note(tensor, tensors)
+                self._add_sources(tensor, tensors)
             return
-        held = self.trace.targets[target]
-        where = f"{held.names[0]} (while loading {self.current})"
+        memory = self.trace.targets[target]
+        where = f"{memory.names[0]} (while loading {self.current})"
         is_copy = func is aten.copy_.default
-        came_from = tensors
+        sources = tensors
         if func in OVERWRITES:
-            came_from = NOBODY.union(*(self._within(source) for source in tensors_in(args[1:])))
-        self._note(tensor, came_from)
-        if not came_from and tensor.dtype == held.dtype:
+            sources = NO_TENSORS.union(*(self._sources_of(source) for source in tensors_in(args[1:])))
+        self._add_sources(tensor, sources)
+        if not sources and tensor.dtype == memory.dtype:
             self.trace.paddings.append((target, _region(tensor), len(self.trace.copies)))
-        elif tensor.dtype != held.dtype:
+        elif tensor.dtype != memory.dtype:
             reason = f"{where} is written through a view of another dtype"
-            self.trace.computed.append(Computed(target, came_from, reason))
+            self.trace.computed.append(Computed(target, sources, reason))
         elif not is_copy:
             reason = f"{where} is written by {func}, which is not a copy"
-            self.trace.computed.append(Computed(target, came_from, reason))
+            self.trace.computed.append(Computed(target, sources, reason))
         else:
             self._record_copy(target, tensor, args[1], where)
 
@@ -200,12 +201,12 @@ class _LoadRecorder(TorchDispatchMode):
                 )
                 self.trace.copies.append(Copy(position, target, first, second))
             return
-        self.trace.computed.append(Computed(target, self._within(source), reason))
+        self.trace.computed.append(Computed(target, self._sources_of(source), reason))
 
-    def note_kept(self, replica: Any) -> None:
-        """What the loader left on the model, besides what it wrote to the model's memory."""
-        for path, name, tensor in walk(replica):
-            tensors = self._within(tensor)
+    def record_kept(self, replica: Any) -> None:
+        """Record tensors that the loader left on the model outside its targets."""
+        for path, name, tensor in walk_tensors(replica):
+            tensors = self._sources_of(tensor)
             if tensors and tensor.untyped_storage()._cdata not in self._targets:
                 self.trace.kept[path, name] = tensors
 
@@ -222,7 +223,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """The tensors that an operation writes to, as its schema says."""
+    """The tensors that an operation writes to, according to its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
@@ -232,21 +233,21 @@ def _region(tensor: torch.Tensor) -> Region:
     return coalesce(tensor.shape, (int(tensor.storage_offset()), tensor.stride()), (0, tensor.stride()))[0]
 
 
-def watch_loader(replica: LoadableModel, table: TensorTable) -> Trace:
-    """Let a replica load the tensors of a run, and see what it does. What the replica is afterwards is of no use.
+def trace_loader(replica: LoadableModel, table: TensorTable) -> Trace:
+    """Let a replica load the tensors of a run, and record what its loader does. The replica is useless afterwards.
 
     Args:
         replica: all memory that the loader may write is on the meta device.
 
     Raises:
-        ModelError: the loader fails, or reads the data of a tensor; the message names tensor and reason.
+        ModelError: the loader fails, or reads the data of a tensor; the message names the tensor and the reason.
     """
     recorder = _LoadRecorder(table, replica)
     try:
         with torch.no_grad(), recorder:
             replica.load_weights(recorder.weights())
-    except Exception as error:  # the loader is foreign code and may raise anything
-        # torch's errors about tensors without data name the meta device, and have no class of their own.
+    except Exception as error:  # the loader is code of the model and may raise anything
+        # torch's errors about tensors without data mention the meta device, and have no class of their own.
         fix = (
             "this loader reads the data of a tensor to decide where others go, which cannot be traced; serve the model "
             "in another layout, such as without --enable-expert-parallel"
@@ -257,5 +258,5 @@ def watch_loader(replica: LoadableModel, table: TensorTable) -> Trace:
             f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}: {error}; "
             f"{fix}"
         ) from error
-    recorder.note_kept(replica)
+    recorder.record_kept(replica)
     return recorder.trace

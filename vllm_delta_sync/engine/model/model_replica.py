@@ -1,9 +1,9 @@
-"""``replicate`` copies a model's structure with other tensors in it, so that its loader can run without touching it.
+"""``replicate`` copies a model's structure with other tensors in it, so that its loader can run without side effects.
 
-A loader may do anything to the module it belongs to: replace parameters, keep what it is given in lists, set
-attributes. So it is watched, and run again later, on a replica. Modules and the plain objects that hang on them are
-copied one by one, and references among them follow. Code, configuration values, handles of libraries, everything of
-vLLM's distributed package, and every object that cleans up after itself (``__del__``) are shared.
+A loader may do anything to its module: replace parameters, collect tensors in lists, set attributes. Tracing and
+reloading therefore run the loader on a replica. ``replicate`` copies modules and the plain objects attached to them one
+by one, and keeps the references among them. It shares code, configuration values, library handles, everything of vLLM's
+distributed package, and every object that cleans up after itself (``__del__``).
 """
 
 import enum
@@ -18,37 +18,37 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Leaf = Callable[[torch.Tensor], torch.Tensor]
-"""What stands for a tensor in the replica; it need not care about classes and attributes."""
+"""Makes the tensor that replaces one in the replica. ``replicate`` sets its class and attributes."""
 Model = TypeVar("Model")
 
 _SHARED = frozenset(
     ("torch", "numpy", "builtins", "_thread", "threading", "logging", "concurrent", "asyncio", "queue", "weakref")
 )
-"""Packages whose objects are handles of something that has no second one. Modules are copied all the same."""
+"""Packages whose objects are handles that cannot be duplicated. Modules of these packages are copied nevertheless."""
 _SHARED_PREFIXES = ("vllm.distributed.",)
 """The same for parts of packages: process groups, communicators and their shared memory exist once."""
 _CONFIGURATION = "vllm.config."
-"""What this package's objects hold is not looked into: no weights, and sizes that change while an engine starts."""
+"""Objects of this package are not searched: they hold no weights, and sizes that change while an engine starts."""
 READABLE_ELEMENTS = 4096
-"""Largest integer tensor that keeps its data in a replica: a map of experts has one element for each of them."""
+"""Largest integer tensor that keeps its data in a replica: a map of experts has one element per expert."""
 _LISTS = (list, tuple, set, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def replicate(model: Model, leaf: Leaf) -> Model:
-    """A copy of a module tree in which each tensor is replaced by ``leaf`` of it, of the same class and attributes."""
+    """Copy a module tree; each tensor becomes ``leaf(tensor)``, with the class and attributes of the original."""
     found: Model = _Copier(leaf).copy(model)
     return found
 
 
 class MetaLeaf:
-    """Makes tensors without data that share memory where the originals do.
+    """Makes tensors without data. They share memory where the originals do.
 
-    Small integer and boolean tensors that are no weights keep their data, in host memory: loaders read them, such as
-    vLLM's map of the experts that a rank holds. They are those that hang on plain objects, and non-persistent buffers.
+    Small integer and boolean tensors that are not weights (non-persistent buffers, and tensors attached to plain
+    objects) keep their data, in host memory, because loaders read them: vLLM's map of the experts of a rank is one.
 
     Args:
-        model: what is replicated with it.
+        model: the model to replicate.
     """
 
     def __init__(self, model: Any) -> None:
@@ -56,23 +56,23 @@ class MetaLeaf:
         self._storages = {
             key: torch.UntypedStorage(storage.nbytes()).copy_(storage) for key, storage in readable.items()
         }
-        # Of each copy, what it was made of.
+        # Storage of each copy → the storage that it was copied from.
         self._kept = {self._storages[key]._cdata: storage for key, storage in readable.items()}
         self._readable = frozenset(readable)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same dtype, shape, strides and offset, on the meta device unless its data is kept."""
+        """A tensor of the same dtype, shape, strides and offset: on the meta device unless its data is kept."""
         known = tensor.untyped_storage()
         if known._cdata not in self._storages:
             self._storages[known._cdata] = torch.UntypedStorage(known.nbytes(), device="meta")
-        return place(tensor, self._storages[known._cdata])
+        return view_in_storage(tensor, self._storages[known._cdata])
 
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the model keeps its data in the replica."""
         return tensor.untyped_storage()._cdata in self._readable
 
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the replica is one whose data was kept, and is what it was."""
+        """Whether a tensor of the replica has kept data that nothing has changed since."""
         storage = tensor.untyped_storage()
         known = self._kept.get(storage._cdata)
         return known is not None and torch.equal(_bytes_of(storage), _bytes_of(known))
@@ -83,10 +83,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _readable(model: Any) -> dict[int, torch.UntypedStorage]:
-    """Those storages of a model whose data a replica keeps, by address."""
+    """The storages of a model whose data a replica keeps, by address."""
     weights: set[int] = set()
     found: dict[int, torch.UntypedStorage] = {}
-    for path, name, tensor in walk(model):
+    for path, name, tensor in walk_tensors(model):
         if not is_plain(tensor) or tensor.device.type == "meta":
             continue
         module, storage = model.get_submodule(path), tensor.untyped_storage()
@@ -100,58 +100,58 @@ def _readable(model: Any) -> dict[int, torch.UntypedStorage]:
     return {key: storage for key, storage in found.items() if key not in weights}
 
 
-def place(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor of the same dtype, shape, strides and offset in another storage, on that one's device."""
-    made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    return made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
+def view_in_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of the same dtype, shape, strides and offset in another storage, on that storage's device."""
+    copied = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is memory with a shape, and no wrapper or promise of one."""
+    """Whether a tensor is ordinary strided memory: not a wrapper subclass, not lazy, not quantized."""
     if is_lazy(tensor) or tensor.layout != torch.strided:
         return False
     return not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
-def walk(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(path of the module, path from there, tensor) of every tensor that hangs on a model: parameters, buffers, plain
-    attributes, and those of the objects that modules keep. A tensor that has several paths comes as often."""
+def walk_tensors(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(module path, path within the module, tensor) of every tensor reachable from a model: parameters, buffers, plain
+    attributes, and tensors inside objects that modules keep. A tensor with several paths is yielded once per path."""
     for path, module, is_first in _modules(model):
         for registered in (module._parameters, module._buffers):
             for name, tensor in registered.items():
                 if isinstance(tensor, torch.Tensor):
                     yield path, name, tensor
         if is_first is not None:
-            for name, found in _hanging(module, is_first):
+            for name, found in _reachable(module, is_first):
                 if isinstance(found, torch.Tensor):
                     yield path, name, found
 
 
 def walk_numbers(model: Any) -> Iterator[tuple[str, str, float]]:
-    """The same of every number that is no tensor."""
+    """(module path, path within the module, number) of every number attached to a model."""
     for path, module, is_first in _modules(model):
         if is_first is not None:
-            for name, found in _hanging(module, is_first):
+            for name, found in _reachable(module, is_first):
                 if isinstance(found, float | int):
                     yield path, name, found
 
 
 def _modules(model: Any) -> Iterator[tuple[str, torch.nn.Module, set[int] | None]]:
-    """(path, module, what was looked into already), or None for that where the module itself was."""
+    """(path, module, ids of the objects searched so far); None instead of the ids where the module was seen before."""
     seen: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         yield path, module, None if id(module) in seen else seen
         seen.add(id(module))
 
 
-def _hanging(module: torch.nn.Module, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
+def _reachable(module: torch.nn.Module, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
     for name, value in list(vars(module).items()):
         if name not in ("_parameters", "_buffers", "_modules"):
-            for inner, found in _inside(value, seen):
+            for inner, found in _find_inside(value, seen):
                 yield name + inner, found
 
 
-def _inside(value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
+def _find_inside(value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | float]]:
     if isinstance(value, torch.Tensor | float | int) and not isinstance(value, enum.Enum):
         yield "", value
         return
@@ -167,7 +167,7 @@ def _inside(value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor | fl
     else:
         parts = ((f".{name}", item) for name, item in list(vars(value).items()))
     for name, item in parts:
-        for inner, found in _inside(item, seen):
+        for inner, found in _find_inside(item, seen):
             yield name + inner, found
 
 
@@ -189,14 +189,14 @@ class _Copier:
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
-        self._made: dict[int, Any] = {}
-        # An address may be used again once what was there is gone.
-        self._alive: list[Any] = []
+        self._copies: dict[int, Any] = {}
+        # Keeps originals alive: a freed object's address may be reused.
+        self._originals: list[Any] = []
 
     def copy(self, value: Any) -> Any:
-        """The copy of a value, or the value itself where it is shared."""
-        if id(value) in self._made:
-            return self._made[id(value)]
+        """The copy of a value, or the value itself if it is shared."""
+        if id(value) in self._copies:
+            return self._copies[id(value)]
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value) if is_plain(value) else value
@@ -214,51 +214,51 @@ class _Copier:
             return self._instance(value)
         return value
 
-    def _keep(self, value: Any, made: Any) -> Any:
-        self._made[id(value)] = made
-        self._alive.append(value)
-        return made
+    def _keep(self, value: Any, copied: Any) -> Any:
+        self._copies[id(value)] = copied
+        self._originals.append(value)
+        return copied
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self._leaf(tensor)
-        if made is not tensor:
-            made.__class__ = tensor.__class__
-        self._keep(tensor, made)
-        if made is not tensor:
-            made.__dict__.update({name: self.copy(item) for name, item in tensor.__dict__.items()})
-        return made
+        copied = self._leaf(tensor)
+        if copied is not tensor:
+            copied.__class__ = tensor.__class__
+        self._keep(tensor, copied)
+        if copied is not tensor:
+            copied.__dict__.update({name: self.copy(item) for name, item in tensor.__dict__.items()})
+        return copied
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, defaultdict):
-            made: Any = defaultdict(value.default_factory)
+            copied: Any = defaultdict(value.default_factory)
         else:
-            made = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
-        self._keep(value, made)
-        if isinstance(made, dict):
-            made.update({key: self.copy(item) for key, item in list(value.items())})
-        elif isinstance(made, set):
-            made.update(self.copy(item) for item in value)
+            copied = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
+        self._keep(value, copied)
+        if isinstance(copied, dict):
+            copied.update({key: self.copy(item) for key, item in list(value.items())})
+        elif isinstance(copied, set):
+            copied.update(self.copy(item) for item in value)
         else:
-            made.extend(self.copy(item) for item in value)
-        return made
+            copied.extend(self.copy(item) for item in value)
+        return copied
 
     def _instance(self, value: Any) -> Any:
         kind = type(value)
         if hasattr(kind, "__del__"):
-            # A module is copied all the same. Its copy owns nothing that it could release.
+            # Modules are copied even so. The copy owns nothing that it could release.
             kind = type(kind.__name__, (kind,), {"__del__": lambda self: None, "__module__": kind.__module__})
         try:
-            made = object.__new__(kind)
+            copied = object.__new__(kind)
         except TypeError:
-            # Made by compiled code: there is no second one.
+            # An instance of a compiled class cannot be copied.
             return self._keep(value, value)
-        self._keep(value, made)
+        self._keep(value, copied)
         slots = [name for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name)]
         for name in slots:
-            object.__setattr__(made, name, self.copy(getattr(value, name)))
+            object.__setattr__(copied, name, self.copy(getattr(value, name)))
         for name, item in list(vars(value).items()):
-            made.__dict__[name] = self.copy(item)
-        return made
+            copied.__dict__[name] = self.copy(item)
+        return copied
 
 
 def _slots(cls: type) -> list[str]:

@@ -1,8 +1,8 @@
-"""Stage: turn decoded changes into per-destination patches that a commit can apply in one pass.
+"""``route_changes`` turns decoded changes into a ``StagedPatch``: per destination, ready to be applied in one pass.
 
-A patch is its own undo log. Distances are subtracted to go back; absolute bits and full tensors are exchanged with
-what they overwrite, in place, so that after a commit the patch holds the old bits. A commit allocates nothing that
-grows with the patch.
+A patch is its own undo log. To revert, distances are subtracted; absolute bits and full tensors are exchanged in place
+with what they overwrite, so that after a commit the patch holds the old bits. A commit allocates nothing that grows
+with the patch.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ Positions = npt.NDArray[np.int32] | Indices
 Piece = tuple[Positions, Bits, Words]
 
 NARROW_ELEMENTS = 1 << 31
-"""Destinations of fewer elements are addressed by int32: half the memory, and half of what a commit reads."""
+"""Destinations of fewer elements use int32 addresses: half the memory, and half of what a commit reads."""
 
 
 @dataclass
@@ -35,12 +35,12 @@ class SparsePatch:
 
     Attributes:
         destination: position in RouteMap.destinations.
-        group: the ranks that hold copies of these elements.
+        group: the group of ranks that hold copies of these elements.
         positions: (n,) int32 or int64 indices into the destination's flat view.
         data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
         premix: (n,) uint64: index half of each element's hash (docs/FORMAT.md), so that a commit hashes bits only.
-        uploaded: positions, data (signed view) and premix (as int64) on the destination's device, if that is not the
-            CPU. Kept until all ranks have confirmed the commit: until then it may be reverted within the same pause.
+        uploaded: positions, data (signed view) and premix (as int64) on the destination's device, unless that is the
+            CPU. Kept until all ranks have confirmed the commit, because it may be reverted within the same pause.
     """
 
     destination: int
@@ -63,12 +63,12 @@ class DensePatch:
     """One tensor in full: per route, the bits to exchange, shaped like the route's region, in host memory."""
 
     tensor: int
-    parts: list[tuple[Route, torch.Tensor]]
+    exchanges: list[tuple[Route, torch.Tensor]]
 
     @property
     def nbytes(self) -> int:
         """Host memory, in bytes."""
-        return sum(buffer.nbytes for _, buffer in self.parts)
+        return sum(buffer.nbytes for _, buffer in self.exchanges)
 
 
 @dataclass
@@ -76,9 +76,10 @@ class StagedPatch:
     """Everything this rank writes for one version.
 
     Attributes:
-        declared: change of fingerprint over ``sparse``, over all ranks, each element once.
-        fingerprints: per tensor id of the run: what it has after the commit, loaded by this rank or not.
-        applied: whether the weights hold it. measured: what the last commit of it measured, per group of ranks.
+        declared: change of fingerprint over ``sparse``, over all ranks, each element counted once.
+        fingerprints: per tensor id of the run: its fingerprint after the commit, whether or not this rank loads it.
+        applied: whether the weights contain the patch.
+        measured: per group of ranks, the change of fingerprint that the last commit measured.
     """
 
     version: int
@@ -96,51 +97,51 @@ class StagedPatch:
 
     @property
     def elements(self) -> int:
-        """How many elements a commit of it writes on this rank."""
-        dense = sum(buffer.numel() for patch in self.dense for _, buffer in patch.parts)
+        """Number of elements that a commit writes on this rank."""
+        dense = sum(buffer.numel() for patch in self.dense for _, buffer in patch.exchanges)
         return sum(patch.positions.size for patch in self.sparse) + dense
 
 
-def stage(version: int, changes: Changes, routes: RouteMap, held: list[Fingerprint]) -> StagedPatch:
-    """Route a version's changes.
+def route_changes(version: int, changes: Changes, routes: RouteMap, before: list[Fingerprint]) -> StagedPatch:
+    """Route the changes of a version.
 
     Args:
-        held: per tensor id of the run, the fingerprint before this version.
+        before: per tensor id of the run, the fingerprint before this version.
 
     Raises:
-        FingerprintError: a tensor sent in full does not come to the fingerprint that its object declares.
-        MemoryError: there is no room for the patch.
+        FingerprintError: a tensor sent in full does not have the fingerprint that its object declares.
+        MemoryError: the patch does not fit into memory.
     """
-    after = list(held)
+    after = list(before)
     for tensor, change in changes.fingerprints.items():
         after[tensor] += change
     for full in changes.full:
         _check_full(full, routes, after, changes)
-    dense = [_stage_dense(full, routes) for full in changes.full if routes.routes[full.id]]
-    sparse = [patch for group in changes.sparse for patch in _stage_sparse(group, routes)]
+    dense = [_route_dense(full, routes) for full in changes.full if routes.routes[full.id]]
+    sparse = [patch for group in changes.sparse for patch in _route_sparse(group, routes)]
     in_full = {full.id for full in changes.full}
-    # From what is declared, not from what is carried: a rank may have dropped the elements that it does not hold.
+    # Use the declared changes, not the decoded ones: a rank may have dropped elements that it does not hold.
     scattered = [
         change for tensor, change in changes.fingerprints.items() if tensor not in in_full and routes.loaded[tensor]
     ]
     declared = sum(scattered, Fingerprint())
-    upload(sparse, routes)
+    upload_patches(sparse, routes)
     return StagedPatch(version, sparse, declared, dense, after)
 
 
-def local_part(changes: Changes, routes: RouteMap, keep: set[int]) -> Changes:
-    """Changes without the scattered elements that this rank does not hold: what it keeps of versions to be folded.
+def keep_local(changes: Changes, routes: RouteMap, keep: set[int]) -> Changes:
+    """Drop the scattered elements that this rank does not hold: used before versions are merged.
 
-    Tensors in full are kept, since they are hashed whole. Fingerprints are those of all ranks.
+    Tensors in full are kept, since they are hashed whole. Fingerprints remain those of all ranks.
 
     Args:
-        keep: tensor ids of which everything is kept: those that an earlier version of the fold sent in full.
+        keep: tensor ids of which everything is kept: those that an earlier version of the merge sent in full.
     """
-    groups = [_local_group(group, routes, keep) for group in changes.sparse]
+    groups = [_keep_local_group(group, routes, keep) for group in changes.sparse]
     return Changes([group for group in groups if group.positions.size], changes.full, changes.fingerprints)
 
 
-def _local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
+def _keep_local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
     kept: list[tuple[int, Indices, Bits]] = []
     for tensor, positions, data in group.tensors():
         found = routes.routes[tensor]
@@ -165,8 +166,8 @@ def _local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
     )
 
 
-def upload(patches: list[SparsePatch], routes: RouteMap) -> None:
-    """Copy patches to their destinations' devices, so that the commit need not. Raises torch.OutOfMemoryError."""
+def upload_patches(patches: list[SparsePatch], routes: RouteMap) -> None:
+    """Copy patches to their destinations' devices ahead of the commit. Raises torch.OutOfMemoryError."""
     for patch in patches:
         device = routes.destinations[patch.destination].flat.device
         if device.type != "cpu":
@@ -186,17 +187,17 @@ def to_device(
 def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], changes: Changes) -> None:
     spec = routes.table[full.id]
     measured = fingerprint_tensor(spec.name, full.bits)
-    # An anchor declares nothing relative; its caller compares with the manifest's absolute fingerprints.
+    # An anchor declares absolute fingerprints only; its caller compares them with the manifest.
     if full.id in changes.fingerprints and after[full.id] != measured:
         raise FingerprintError(
-            f"tensor {spec.name!r} was sent in full but does not lead from the weights held to the declared "
-            "fingerprint: the object was made against other weights"
+            f"tensor {spec.name!r} was sent in full, but its fingerprint does not follow from the current weights: the "
+            "object was made against other weights"
         )
     after[full.id] = measured
 
 
-def _stage_dense(full: Full, routes: RouteMap) -> DensePatch:
-    # torch wants writable memory; what was fetched may be read only.
+def _route_dense(full: Full, routes: RouteMap) -> DensePatch:
+    # torch wants writable memory; downloaded memory may be read-only.
     bits = np.require(full.bits, requirements=["W"])
     flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
     return DensePatch(
@@ -208,7 +209,7 @@ def _stage_dense(full: Full, routes: RouteMap) -> DensePatch:
     )
 
 
-def _stage_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
+def _route_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
     from vllm_delta_sync.format import kernels
 
     names = [routes.table[tensor].name for tensor in group.ids.tolist()]
@@ -227,7 +228,7 @@ def _stage_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
             part = (target, data, words) if inside.all() else (target[inside], data[inside], words[inside])
             if part[0].size:
                 pieces[route.destination, holders].append(part)
-    # Taken out one by one, so that pieces and patches are not all held at once.
+    # Pop the pieces one by one, so that pieces and patches do not all exist at once.
     return [_merge(*key, group, pieces.pop(key)) for key in sorted(pieces)]
 
 

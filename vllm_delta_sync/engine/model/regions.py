@@ -1,4 +1,4 @@
-"""Strided boxes in flat memory: the geometry behind routes. Pure arithmetic, no tensors."""
+"""``Region`` describes a strided box in flat memory: the geometry behind routes. Pure arithmetic, no tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class Region:
 
     @property
     def is_injective(self) -> bool:
-        """True if provably no index occurs twice: each stride steps over all that the smaller ones reach.
+        """True if provably no index occurs twice: each stride is larger than the reach of all smaller ones together.
 
-        A region that is injective in some cleverer way counts as not injective: what cannot be proven is refused.
+        A region whose indices are distinct for another reason counts as not injective; the model is then refused.
         """
         reach = 0
         for stride, size in sorted(zip(self.strides, self.sizes, strict=True)):
@@ -43,7 +43,7 @@ class Region:
     def coordinates(self, indices: Indices) -> tuple[Indices, npt.NDArray[np.bool_]]:
         """Invert: flat indices → ((dimensions, n) coordinates, (n,) whether the index lies in the region).
 
-        Needs ``is_injective``. Coordinates of indices outside are meaningless.
+        Needs ``is_injective``. The coordinates of indices outside the region are meaningless.
         """
         rest = indices - self.offset
         inside = rest >= 0
@@ -65,7 +65,7 @@ class Region:
 def coalesce(
     sizes: Sequence[int], first: tuple[int, Sequence[int]], second: tuple[int, Sequence[int]]
 ) -> tuple[Region, Region]:
-    """Two regions of one shape, (offset, strides) each, with dimensions merged where both are contiguous."""
+    """Two regions of one shape, given as (offset, strides) each; merges dimensions where both are contiguous."""
     merged: list[tuple[int, int, int]] = []
     for size, a, b in zip(sizes, first[1], second[1], strict=True):
         if size == 1:
@@ -81,8 +81,8 @@ def coalesce(
     )
 
 
-def pieces(first: Region, second: Region, limit: int) -> Iterator[tuple[Region, Region]]:
-    """Two regions of one shape, cut alike into pieces of at most ``limit`` elements, in row-major order."""
+def split_regions(first: Region, second: Region, limit: int) -> Iterator[tuple[Region, Region]]:
+    """Cut two regions of one shape at the same places into pieces of at most ``limit`` elements, in row-major order."""
     if first.numel <= limit:
         yield first, second
         return
@@ -99,20 +99,20 @@ def pieces(first: Region, second: Region, limit: int) -> Iterator[tuple[Region, 
             )
             for region in (first, second)
         ]
-        yield from pieces(cut[0], cut[1], limit)
+        yield from split_regions(cut[0], cut[1], limit)
 
 
 def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Positions in ``regions`` (each injective) of two that share an index; None if none do.
+    """Positions in ``regions`` (each injective) of two that share an index; None if no two do.
 
-    Takes no memory that grows with the regions. Only regions whose spans of flat indices meet are compared.
+    Memory use does not grow with the size of the regions. Only regions whose spans of flat indices meet are compared.
     """
     boxes = [_Box(region.offset, _dimensions(region)) for region in regions]
     open_boxes: list[int] = []
     for position in sorted(range(len(boxes)), key=lambda position: boxes[position].first):
         open_boxes = [known for known in open_boxes if boxes[known].last >= boxes[position].first]
         for known in open_boxes:
-            if _share(boxes[known], boxes[position]):
+            if _boxes_intersect(boxes[known], boxes[position]):
                 return min(known, position), max(known, position)
         open_boxes.append(position)
     return None
@@ -138,13 +138,13 @@ def _dimensions(region: Region) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(zip(region.strides, region.sizes, strict=True), reverse=True))
 
 
-def _share(one: _Box, other: _Box) -> bool:
+def _boxes_intersect(one: _Box, other: _Box) -> bool:
     """Whether two injective boxes share an index.
 
-    Rows of an injective box span less than its largest stride. So of two boxes of the same largest stride, row i of one
-    and row j of the other can meet only for the few differences i − j that bring their spans together, and the answer
-    depends on the difference alone. Otherwise the box of the larger stride is taken row by row, where it meets the span
-    of the other.
+    Rows of an injective box span less than its largest stride. If both boxes have the same largest stride, row i of one
+    and row j of the other can meet only for the few differences i − j at which their spans meet, and the answer depends
+    on the difference alone. Otherwise the function compares the other box with those rows of the larger-stride box that
+    meet its span.
     """
     if one.last < other.first or other.last < one.first:
         return False
@@ -161,4 +161,4 @@ def _share(one: _Box, other: _Box) -> bool:
     # Rows whose span [start.first, start.last] + number · stride meets [other.first, other.last].
     least = max(least, -((start.last - other.first) // stride))
     most = min(most, (other.last - start.first) // stride)
-    return any(_share(one.row(number), other) for number in range(least, most + 1))
+    return any(_boxes_intersect(one.row(number), other) for number in range(least, most + 1))

@@ -1,164 +1,421 @@
-"""Weights that a model computes from the checkpoint: loaded again, beside the model, whenever they change.
+"""``ReloadUnits`` keeps weights up to date that a model computes from checkpoint tensors instead of copying them.
 
-Each rank keeps a shadow, in host memory, of just those checkpoint tensors, and patches it like a weight. While a
-version is staged, the model's own loader (and what is done after loading) runs once more on a replica that has memory
-for the touched modules only, from the shadows as they will be. What comes out is exchanged with what the model holds
-when the version is committed, and lies in the patch for the way back. It is shown at the start that this gives, from
-the shadows as they are, what the model holds, bit for bit; otherwise the model is refused.
+Each rank keeps a host copy of just those checkpoint tensors, and patches it like a weight. While a version is staged,
+``LoaderReplay`` runs the model's own loader (and the step after loading) again on a replica that has memory for the
+affected modules only, with the host copies as they will be. The commit exchanges the results with the model's weights;
+the patch then holds the old ones for a rollback. At start-up each unit is proven: reloading the current host copies
+must give the model's weights bit for bit, otherwise the model is refused.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_delta_sync.engine.model.load_record import Place, spelled
-from vllm_delta_sync.engine.model.loader_replay import LoaderReplay, ReloadScope, ReplayedLoad
-from vllm_delta_sync.engine.model.model_replica import is_plain
+from vllm_delta_sync.engine.model.load_record import LoadRecord, TensorPath, dotted_path, is_under
+from vllm_delta_sync.engine.model.loader_trace import written_by
+from vllm_delta_sync.engine.model.model_replica import (
+    MetaLeaf,
+    is_plain,
+    replicate,
+    view_in_storage,
+    walk_numbers,
+    walk_tensors,
+)
 from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits, apply_distances
-from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
+from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES, tensor_from_bits
 
-Shadows = Callable[[list[int]], dict[int, Bits]]
-"""Tensor ids → (numel,) bits of what the model was loaded with, each an array that may be kept."""
+BATCH_BYTES = 1 << 30
+"""Bytes of host copies that are reloaded at once: each batch needs a replica."""
+
+
+@dataclass(frozen=True)
+class ReloadScope:
+    """Tensors that must be reloaded together.
+
+    Attributes:
+        tensors: ids, ascending.
+        tensor_paths: the memory that they are loaded to.
+        modules: paths of the modules among them that the step after loading changes.
+        reason: why these tensors cannot be patched by address.
+    """
+
+    tensors: list[int]
+    tensor_paths: set[TensorPath]
+    modules: set[str]
+    reason: str
+
+
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_C_custom_ar")
+_COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+"""Parts of names of operators that hide a collective, such as ``vllm::all_reduce``: dispatch does not see inside."""
+
+
+def _is_collective(func: Any) -> bool:
+    named = func.namespace not in ("aten", "prim") and any(name in func.__name__ for name in _COLLECTIVE_NAMES)
+    return named or func.namespace in _COLLECTIVE_NAMESPACES
+
+
+class _LiveMemoryGuard(TorchDispatchMode):
+    """Forbids writes to the model's memory, and collectives: generation runs meanwhile and uses the same channels."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._storages = {t.untyped_storage()._cdata for _, _, t in walk_tensors(model) if is_plain(t)}
+        self._dtype = torch.get_default_dtype()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.get_default_dtype() != self._dtype:
+            raise ModelError(
+                f"reloading it would change the default dtype of the whole process to {torch.get_default_dtype()} "
+                "while it generates"
+            )
+        if _is_collective(func):
+            raise ModelError(f"reloading it would communicate with other ranks while they generate, by {func}")
+        for tensor in written_by(func, args, kwargs or {}):
+            if is_plain(tensor) and tensor.untyped_storage()._cdata in self._storages:
+                raise ModelError(f"reloading it beside the model would write to the model itself, by {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class ReplayedLoad:
+    """The result of reloading a scope: tensors, and numbers that changed modules keep beside them."""
+
+    tensors: dict[TensorPath, torch.Tensor]
+    numbers: dict[TensorPath, float]
+
+
+class LoaderReplay:
+    """Reloads parts of a model into separate memory.
+
+    Args:
+        targets: all memory that the loader may write.
+        memory: guards the model's weights.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        skeleton: Any,
+        table: TensorTable,
+        record: LoadRecord | None,
+        targets: frozenset[TensorPath],
+        memory: WeightMemory,
+    ) -> None:
+        self.model, self.record, self._memory = model, record, memory
+        self._skeleton, self._table, self._targets = skeleton, table, targets
+        self.numbers = {(path, name): value for path, name, value in walk_numbers(model)}
+        self.live = live_tensors(model, record)
+        self.owners = find_owners(model)
+        self._device = next((t.device for _, _, t in walk_tensors(model) if is_plain(t)), torch.device("cpu"))
+
+    def load(
+        self, scopes: Sequence[ReloadScope], bits: dict[int, Bits]
+    ) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
+        """Reload each scope from these bits, in batches of at most ``BATCH_BYTES``.
+
+        Raises:
+            ModelError: a scope cannot be reloaded beside the model.
+        """
+        batch: list[ReloadScope] = []
+        size = 0
+        for scope in scopes:
+            size_of_scope = sum(bits[tensor].nbytes for tensor in scope.tensors)
+            if batch and size + size_of_scope > BATCH_BYTES:
+                yield from self._load(batch, bits)
+                batch, size = [], 0
+            batch.append(scope)
+            size += size_of_scope
+        if batch:
+            yield from self._load(batch, bits)
+
+    def _load(self, scopes: list[ReloadScope], bits: dict[int, Bits]) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
+        meta_leaf = MetaLeaf(self._skeleton)
+        # One lock for the whole batch: vLLM's weight loaders change process-wide state, such as how tensors are copied.
+        with self._memory.reading():
+            replica = self._load_replica(_merge_scopes(scopes), bits, meta_leaf)
+        found = [ReplayedLoad({}, {}) for _ in scopes]
+        index = _ScopeIndex(scopes, self._targets)
+        for path, name, tensor in walk_tensors(replica):
+            if not is_plain(tensor) or tensor.device.type == "meta" or meta_leaf.is_unwritten(tensor):
+                continue
+            if tensor.element_size() in SIGNED:
+                for number in index.scopes_holding(path, name):
+                    found[number].tensors[path, name] = tensor
+        for path, name, value in walk_numbers(replica):
+            for number in index.scopes_processing(path):
+                found[number].numbers[path, name] = value
+        yield from zip(scopes, found, strict=True)
+
+    # See ``trace_routes``.
+    @torch.inference_mode(False)
+    def _load_replica(self, scope: ReloadScope, bits: dict[int, Bits], meta_leaf: MetaLeaf) -> Any:
+        """Load a scope into a replica and run the step after loading on it. ``meta_leaf``: that of the skeleton."""
+        weights = ((self._table[i].name, tensor_from_bits(bits[i].copy(), self._table[i])) for i in scope.tensors)
+        name = self._table[scope.tensors[0]].name
+        replica = replicate(self._skeleton, self._leaf(scope, meta_leaf))
+        try:
+            with torch.no_grad(), _LiveMemoryGuard(self.model):
+                replica.load_weights(weights)
+                if scope.modules and self.record is not None:
+                    self.record.process(replica, self._modules_to_process(scope))
+        except ModelError as error:
+            raise ModelError(f"tensor {name!r} is not patched by address ({scope.reason}); {error.message}") from error
+        except Exception as error:  # loader and kernels are code of the model and may raise anything
+            raise ModelError(
+                f"tensor {name!r} is not patched by address ({scope.reason}), and cannot be reloaded beside the "
+                f"model: {type(error).__name__}: {error}"
+            ) from error
+        return replica
+
+    def _modules_to_process(self, scope: ReloadScope) -> list[str]:
+        """Modules of a scope, and the modules within them that hold its memory."""
+        holders = {path for path, _ in scope.tensor_paths}
+        paths = [path for path, _ in self._skeleton.named_modules()]
+        return [p for p in paths if p in scope.modules or (p in holders and is_under(p, scope.modules))]
+
+    def _leaf(self, scope: ReloadScope, meta_leaf: MetaLeaf) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Give memory to a scope's tensors, initialized as before loading where known; ``meta_leaf`` makes the rest."""
+        wanted: dict[int, torch.UntypedStorage] = {}
+        fillings: list[tuple[torch.Tensor, torch.Tensor]] = []
+        index = _ScopeIndex([scope], self._targets)
+        for path, name, tensor in walk_tensors(self._skeleton):
+            if not is_plain(tensor) or meta_leaf.keeps(tensor) or not index.scopes_holding(path, name):
+                continue
+            known = tensor.untyped_storage()
+            if known._cdata not in wanted:
+                zeros = torch.zeros(known.nbytes(), dtype=torch.uint8, device=self._device)
+                wanted[known._cdata] = zeros.untyped_storage()
+            initial = self._initial_value(path, name, tensor, scope)
+            if initial is not None:
+                fillings.append((view_in_storage(tensor, wanted[known._cdata]), initial))
+        for there, initial in fillings:
+            there.copy_(initial)
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            found = wanted.get(tensor.untyped_storage()._cdata)
+            return meta_leaf(tensor) if found is None else view_in_storage(tensor, found)
+
+        return leaf
+
+    def _initial_value(self, path: str, name: str, tensor: torch.Tensor, scope: ReloadScope) -> torch.Tensor | None:
+        """The content of a tensor where no loader writes, if known."""
+        if is_under(path, scope.modules):
+            return None if self.record is None else self.record.initial.get((path, name))
+        live = self.live.get((path, name))
+        same = live is not None and (live.shape, live.dtype) == (tensor.shape, tensor.dtype)
+        return live.detach() if same and live is not None else None
+
+
+class _ScopeIndex:
+    """Finds the scopes that a tensor or module belongs to, by number."""
+
+    def __init__(self, scopes: Sequence[ReloadScope], targets: frozenset[TensorPath]) -> None:
+        self._targets = targets
+        self._of_tensor_path: dict[TensorPath, list[int]] = defaultdict(list)
+        self._of_module: dict[str, list[int]] = defaultdict(list)
+        for number, scope in enumerate(scopes):
+            for at in scope.tensor_paths:
+                self._of_tensor_path[at].append(number)
+            for module in scope.modules:
+                self._of_module[module].append(number)
+
+    def scopes_holding(self, path: str, name: str) -> list[int]:
+        """Scopes that a tensor is memory of, or that may create it."""
+        known = self._of_tensor_path.get((path, name))
+        if known is not None or (path, name) in self._targets:
+            return known or []
+        return self.scopes_processing(path)
+
+    def scopes_processing(self, path: str) -> list[int]:
+        """Scopes that process a module, or a module that contains it."""
+        found = list(self._of_module.get(path, ()))
+        while path:
+            path = path.rpartition(".")[0]
+            found += self._of_module.get(path, ())
+        return sorted(set(found))
+
+
+def _merge_scopes(scopes: list[ReloadScope]) -> ReloadScope:
+    return ReloadScope(
+        sorted(tensor for scope in scopes for tensor in scope.tensors),
+        set().union(*(scope.tensor_paths for scope in scopes)),
+        set().union(*(scope.modules for scope in scopes)),
+        scopes[0].reason,
+    )
+
+
+def live_tensors(model: Any, record: LoadRecord | None) -> dict[TensorPath, torch.Tensor]:
+    """Tensor path at loading → the tensor that is now there; it may have moved to another module."""
+    found = {(path, name): tensor for path, name, tensor in walk_tensors(model)}
+    if record is not None:
+        there = {id(tensor) for tensor in found.values()}
+        for at, reference in record.live.items():
+            tensor = reference()
+            if tensor is not None and id(tensor) in there:
+                found[at] = tensor
+    return found
+
+
+def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
+    """Storage → the (module, attribute) pairs that refer to it."""
+    found: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+    for path, name, tensor in walk_tensors(model):
+        module = model.get_submodule(path)
+        if is_plain(tensor) and getattr(module, name, None) is tensor:
+            found[tensor.untyped_storage()._cdata].append((module, name))
+    return found
+
+
+LoadTimeReader = Callable[[list[int]], dict[int, Bits]]
+"""Tensor ids → (numel,) bits that the model was loaded with, each an array that the caller may keep."""
 NO_TENSOR = -1
-"""In the place of a tensor's id, in patches of what no single tensor leads to."""
+"""Replaces the tensor id in patches of memory that belongs to no single tensor."""
 
 
 @dataclass
 class Output:
-    """Memory of the model that a part leads to.
+    """Memory of the model that a scope writes.
 
     Attributes:
-        places: where it lies, and how its elements lie in what is loaded again, which must be the same at all of them.
-        route: leads to it.
+        tensor_paths: path of each tensor that contains it → how its elements lie in the reloaded tensor. All of them
+            must contain the same bits.
+        route: leads to the memory.
     """
 
-    places: dict[Place, Region]
+    tensor_paths: dict[TensorPath, Region]
     route: Route
 
 
 @dataclass
 class ReloadUnit:
-    """A part whose loading again has been shown to give what the model holds.
+    """A scope that, when reloaded, was proven to give the model's weights.
 
     Attributes:
-        shadows: tensor id → destination of its shadow.
-        numbers: those that loading again gives as the model has them. They cannot be exchanged.
+        inputs: tensor id → destination of its host copy.
+        numbers: numbers that reloading reproduced. A number cannot be exchanged.
     """
 
-    part: ReloadScope
-    shadows: dict[int, int]
+    scope: ReloadScope
+    inputs: dict[int, int]
     outputs: list[Output]
-    numbers: dict[Place, float]
+    numbers: dict[TensorPath, float]
 
 
 @dataclass
 class ReloadUnits:
     """All units of one rank's routes."""
 
-    replayer: LoaderReplay
+    replay: LoaderReplay
     units: list[ReloadUnit]
 
     @classmethod
-    def prove(
+    def build(
         cls,
         routes: RouteMap,
-        replayer: LoaderReplay,
-        parts: Sequence[ReloadScope],
-        shadows: Shadows,
+        replay: LoaderReplay,
+        scopes: Sequence[ReloadScope],
+        load_time_bits: LoadTimeReader,
     ) -> "ReloadUnits":
-        """Make units of parts, with routes to their shadows.
+        """Make a unit of each scope, with routes to its host copies, and prove it.
 
         Raises:
-            ModelError: loading the shadows again does not give what the model holds. Else what ``shadows`` raises.
+            ModelError: reloading does not give the model's weights. DeltaSyncError: see ``load_time_bits``.
         """
         try:
-            bits = shadows(sorted(tensor for part in parts for tensor in part.tensors))
+            bits = load_time_bits(sorted(tensor for scope in scopes for tensor in scope.tensors))
         except ModelError as error:
-            raise ModelError(f"{error.message}. It is not patched by address: {parts[0].reason}") from error
-        found = cls(replayer, [])
-        for part in parts:
-            unit = ReloadUnit(part, {}, [], {})
-            for tensor in part.tensors:
+            raise ModelError(f"{error.message}. It is not patched by address: {scopes[0].reason}") from error
+        found = cls(replay, [])
+        for scope in scopes:
+            unit = ReloadUnit(scope, {}, [], {})
+            for tensor in scope.tensors:
                 spec = routes.table[tensor]
                 flat = torch.from_numpy(bits[tensor].view(f"<i{spec.element.itemsize}"))
-                unit.shadows[tensor] = len(routes.destinations)
-                shadow = flat.view(SIGNED[spec.element.itemsize])
-                routes.destinations.append(Destination(f"shadow of {spec.name}", TORCH_DTYPES[spec.dtype], shadow))
-                whole = _line(spec.numel)
-                routes.routes[tensor] = [Route(unit.shadows[tensor], whole, whole)] if spec.numel else []
+                unit.inputs[tensor] = len(routes.destinations)
+                host_copy = flat.view(SIGNED[spec.element.itemsize])
+                routes.destinations.append(
+                    Destination(f"host copy of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy)
+                )
+                whole = _whole_region(spec.numel)
+                routes.routes[tensor] = [Route(unit.inputs[tensor], whole, whole)] if spec.numel else []
                 routes.loaded[tensor], routes.groups[tensor] = bool(spec.numel), [0] * len(routes.routes[tensor])
             found.units.append(unit)
-        for unit, (_, again) in zip(found.units, replayer.load(parts, bits), strict=True):
-            unit.outputs = _outputs(unit, replayer, routes, again.tensors)
-            held = replayer.numbers
+        for unit, (_, replayed) in zip(found.units, replay.load(scopes, bits), strict=True):
+            unit.outputs = _find_outputs(unit, replay, routes, replayed.tensors)
+            live = replay.numbers
             unit.numbers = {
-                at: value for at, value in again.numbers.items() if at in held and _is_same(held[at], value)
+                at: value for at, value in replayed.numbers.items() if at in live and _same_number(live[at], value)
             }
         return found
 
     @property
     def tensors(self) -> list[int]:
-        """Ids of the tensors that are loaded again."""
-        return sorted(tensor for unit in self.units for tensor in unit.shadows)
+        """Ids of the tensors that are reloaded."""
+        return sorted(tensor for unit in self.units for tensor in unit.inputs)
 
-    def add_to(self, patch: StagedPatch, routes: RouteMap, everything: bool = False) -> None:
-        """Add to a patch what its changes of shadows lead to.
+    def add_outputs_to(self, patch: StagedPatch, routes: RouteMap, everything: bool = False) -> None:
+        """Reload the units whose inputs a patch changes, and add the results to the patch.
 
         Args:
-            everything: also of units whose shadows do not change, where the model holds something else.
+            everything: also check unchanged units, and add what the model holds differently.
 
         Raises:
-            ModelError: what was loaded again does not fit the model any more.
+            ModelError: a reloaded tensor or number no longer fits the model.
         """
         bits: dict[int, Bits] = {}
-        touched: list[ReloadUnit] = []
+        affected: list[ReloadUnit] = []
         changes = _by_destination(patch)
         for unit in self.units:
-            after = {tensor: _after(changes[number], number, routes) for tensor, number in unit.shadows.items()}
+            after = {tensor: _bits_after(changes[number], number, routes) for tensor, number in unit.inputs.items()}
             if everything or any(value is not None for value in after.values()):
-                touched.append(unit)
+                affected.append(unit)
                 for tensor, value in after.items():
-                    bits[tensor] = _shadow(routes, unit.shadows[tensor]) if value is None else value
-        found = self._exchanges(touched, bits, routes)
-        patch.dense += [DensePatch(NO_TENSOR, parts) for parts in found if parts]
+                    bits[tensor] = _input_bits(routes, unit.inputs[tensor]) if value is None else value
+        found = self._exchanges_of(affected, bits, routes)
+        patch.dense += [DensePatch(NO_TENSOR, exchanges) for exchanges in found if exchanges]
 
-    def held(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
-        """Those of some tensors of which the model holds what their shadows lead to."""
+    def up_to_date(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
+        """The given tensors whose units match the model: reloading gives what it holds."""
         wanted = set(tensors)
-        touched = [unit for unit in self.units if wanted & set(unit.shadows)]
-        bits = {tensor: _shadow(routes, number) for unit in touched for tensor, number in unit.shadows.items()}
-        held: set[int] = set()
-        for unit, parts in zip(touched, self._exchanges(touched, bits, routes), strict=True):
-            if not parts:
-                held |= wanted & set(unit.shadows)
-        return held
+        affected = [unit for unit in self.units if wanted & set(unit.inputs)]
+        bits = {tensor: _input_bits(routes, number) for unit in affected for tensor, number in unit.inputs.items()}
+        matching: set[int] = set()
+        for unit, exchanges in zip(affected, self._exchanges_of(affected, bits, routes), strict=True):
+            if not exchanges:
+                matching |= wanted & set(unit.inputs)
+        return matching
 
-    def _exchanges(
+    def _exchanges_of(
         self, units: list[ReloadUnit], bits: dict[int, Bits], routes: RouteMap
     ) -> Iterator[list[tuple[Route, torch.Tensor]]]:
-        """Per unit: where the model holds something else than what these bits lead to, and what to put there."""
-        loaded = self.replayer.load([unit.part for unit in units], bits)
+        """Per unit: where the model differs from what these bits give, and what to put there."""
+        loaded = self.replay.load([unit.scope for unit in units], bits)
         for unit, (_, found) in zip(units, loaded, strict=True):
-            yield _exchanges(unit, found, routes)
+            yield _unit_exchanges(unit, found, routes)
 
     def is_live(self, tensor: int, routes: RouteMap) -> bool:
-        """Whether a tensor's memory is still what the model computes with."""
-        unit = next((unit for unit in self.units if tensor in unit.shadows), None)
+        """Whether the model still computes with a tensor's memory."""
+        unit = next((unit for unit in self.units if tensor in unit.inputs), None)
         return unit is None or all(routes.destinations[output.route.destination].is_live for output in unit.outputs)
 
 
-def _line(numel: int) -> Region:
+def _whole_region(numel: int) -> Region:
     return Region(0, (numel,) if numel != 1 else (), (1,) if numel != 1 else ())
 
 
-def _shadow(routes: RouteMap, number: int) -> Bits:
+def _input_bits(routes: RouteMap, number: int) -> Bits:
     return routes.destinations[number].bits
 
 
@@ -166,21 +423,21 @@ Change = SparsePatch | tuple[Route, torch.Tensor]
 
 
 def _by_destination(patch: StagedPatch) -> dict[int, list[Change]]:
-    """What a patch does to each destination, in its order."""
+    """Destination → what a patch does to it, in order."""
     found: dict[int, list[Change]] = defaultdict(list)
     for sparse in patch.sparse:
         found[sparse.destination].append(sparse)
     for dense in patch.dense:
-        for route, buffer in dense.parts:
+        for route, buffer in dense.exchanges:
             found[route.destination].append((route, buffer))
     return found
 
 
-def _after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
-    """The bits that a shadow will have; None if they stay."""
+def _bits_after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
+    """The bits that a host copy will have; None if they do not change."""
     if not changes:
         return None
-    bits = _shadow(routes, number).copy()
+    bits = _input_bits(routes, number).copy()
     for change in changes:
         if not isinstance(change, SparsePatch):
             signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
@@ -196,82 +453,84 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(SIGNED[tensor.element_size()])
 
 
-def _different(output: Output, found: dict[Place, torch.Tensor], routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
-    """A route and what to exchange through it, in host memory; None if the model holds that."""
-    made = [
-        _bits_of(found[at]).as_strided(lies.sizes, lies.strides, found[at].storage_offset())
-        for at, lies in output.places.items()
+def _output_exchange(
+    output: Output, found: dict[TensorPath, torch.Tensor], routes: RouteMap
+) -> tuple[Route, torch.Tensor] | None:
+    """A route and what to exchange through it, in host memory; None if the model holds that already."""
+    reloaded = [
+        _bits_of(found[at]).as_strided(region.sizes, region.strides, found[at].storage_offset())
+        for at, region in output.tensor_paths.items()
         if at in found
     ]
-    if len(made) != len(output.places) or not all(torch.equal(made[0], other) for other in made[1:]):
-        first = spelled(next(iter(output.places)))
-        raise ModelError(f"{first} came out otherwise than at the start; start the server again")
-    route, shaped = output.route, made[0]
-    held = region_view(routes.destinations[route.destination].flat, route.target)
+    if len(reloaded) != len(output.tensor_paths) or not all(torch.equal(reloaded[0], other) for other in reloaded[1:]):
+        first = dotted_path(next(iter(output.tensor_paths)))
+        raise ModelError(f"reloading {first} gave another result than at start-up; start the server again")
+    route, shaped = output.route, reloaded[0]
+    live = region_view(routes.destinations[route.destination].flat, route.target)
     with routes.memory.reading():
-        if torch.equal(shaped, held):
+        if torch.equal(shaped, live):
             return None
     return route, shaped.to("cpu", copy=True).contiguous()
 
 
-def _is_same(first: float, second: float) -> bool:
+def _same_number(first: float, second: float) -> bool:
     return first == second or (first != first and second != second)
 
 
-def _exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> list[tuple[Route, torch.Tensor]]:
-    """Where the model holds something else than what was loaded again, and what to put there."""
+def _unit_exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> list[tuple[Route, torch.Tensor]]:
+    """Where the model differs from the reloaded tensors, and what to put there."""
     for at, value in unit.numbers.items():
-        if at not in found.numbers or not _is_same(found.numbers[at], value):
+        if at not in found.numbers or not _same_number(found.numbers[at], value):
             raise ModelError(
-                f"{spelled(at)} is {value}, a number that is computed from weights and would become "
+                f"{dotted_path(at)} is {value}, a number that is computed from weights and would become "
                 f"{found.numbers.get(at)}: it cannot be exchanged while the model runs; start the server again"
             )
-    pairs = (_different(output, found.tensors, routes) for output in unit.outputs)
+    pairs = (_output_exchange(output, found.tensors, routes) for output in unit.outputs)
     return [pair for pair in pairs if pair is not None]
 
 
-def _outputs(
-    unit: ReloadUnit, replayer: LoaderReplay, routes: RouteMap, found: dict[Place, torch.Tensor]
+def _find_outputs(
+    unit: ReloadUnit, replay: LoaderReplay, routes: RouteMap, found: dict[TensorPath, torch.Tensor]
 ) -> list[Output]:
-    """Find in the model, bit for bit, what came out of loading a part again from what the model was loaded with."""
-    first = routes.table[unit.part.tensors[0]].name
+    """Find the reloaded tensors in the model and compare them bit for bit."""
+    first = routes.table[unit.scope.tensors[0]].name
     outputs: dict[tuple[int, Region], Output] = {}
     numbers: dict[int, int] = {}
-    for where, made in found.items():
-        held = replayer.live.get(where)
-        if held is None or not is_plain(held) or not made.numel():
-            # The model has let go of it, or filled it later, as it does with caches.
+    for where, reloaded in found.items():
+        live = replay.live.get(where)
+        if live is None or not is_plain(live) or not reloaded.numel():
+            # The model has dropped it, or filled it later, as it does with caches.
             continue
         with routes.memory.reading():
-            reason = _unlike(made, held)
+            reason = _describe_difference(reloaded, live)
         if reason is not None:
             raise ModelError(
-                f"tensor {first!r} is not patched by address ({unit.part.reason}), and loading it again beside the "
-                f"model gives {spelled(where)} {reason}"
+                f"tensor {first!r} is not patched by address ({unit.scope.reason}), and reloading it beside the model "
+                f"gives {dotted_path(where)} {reason}"
             )
-        storage = held.untyped_storage()._cdata
-        source, target = coalesce(held.shape, (0, made.stride()), (int(held.storage_offset()), held.stride()))
+        storage = live.untyped_storage()._cdata
+        source, target = coalesce(live.shape, (0, reloaded.stride()), (int(live.storage_offset()), live.stride()))
         if (storage, target) in outputs:
-            outputs[storage, target].places[where] = source
+            outputs[storage, target].tensor_paths[where] = source
             continue
         if storage not in numbers:
             numbers[storage] = len(routes.destinations)
-            routes.destinations.append(destination_of(spelled(where), held, replayer.owners.get(storage, [])))
+            routes.destinations.append(destination_of(dotted_path(where), live, replay.owners.get(storage, [])))
         outputs[storage, target] = Output({where: source}, Route(numbers[storage], source, target))
     return list(outputs.values())
 
 
 def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]) -> Destination:
-    """All of the memory that a tensor lies in."""
+    """The whole storage of a tensor, as a destination."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
     return Destination(name, tensor.dtype, flat.view(SIGNED[tensor.element_size()]), owners)
 
 
-def _unlike(made: torch.Tensor, held: torch.Tensor) -> str | None:
-    if (made.dtype, made.shape, made.device) != (held.dtype, held.shape, held.device):
-        return f"as {made.dtype} {tuple(made.shape)}, and the model has {held.dtype} {tuple(held.shape)}"
-    if not torch.equal(_bits_of(made), _bits_of(held)):
-        return "other bits than the model has"
+def _describe_difference(reloaded: torch.Tensor, live: torch.Tensor) -> str | None:
+    if (reloaded.dtype, reloaded.shape, reloaded.device) != (live.dtype, live.shape, live.device):
+        return f"as {reloaded.dtype} {tuple(reloaded.shape)}, and the model has {live.dtype} {tuple(live.shape)}"
+    if not torch.equal(_bits_of(reloaded), _bits_of(live)):
+        return "with other bits than the model has"
     return None

@@ -1,9 +1,9 @@
-"""From what a loader was seen to do to routes: plain copies become routes, the rest becomes units or is refused.
+"""``trace_routes`` turns a trace of the model's loader into routes; what cannot be routed becomes a unit or is refused.
 
-A checkpoint tensor that is copied, element by element, is patched by address. One that anything else happens to (a
-cast, a transform, a kernel's layout made after loading) belongs to a unit, with all memory it has a part in and all
-tensors that have a part in that; ``reload_units`` loads it again. What is left must add up: no element loaded twice, no
-memory shared, and no parameter that might follow from others without anybody having seen how.
+A checkpoint tensor that is copied element by element is patched by address. A tensor that is changed in another way (a
+cast, a transform, a kernel's layout made after loading) becomes part of a reload unit, together with all memory it
+affects and all other tensors that affect that memory; ``reload_units`` reloads it. The rest must add up: no element is
+loaded twice, no memory is shared, and no parameter may depend on others in a way that was not observed.
 """
 
 from collections import defaultdict
@@ -13,89 +13,100 @@ from typing import Any
 import torch
 
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.model.load_record import LoadRecord, record_of
-from vllm_delta_sync.engine.model.loader_replay import LoaderReplay, ReloadScope, live_tensors, owners_in
-from vllm_delta_sync.engine.model.loader_trace import Copy, LoadableModel, Trace, watch_loader
+from vllm_delta_sync.engine.model.load_record import LoadRecord, load_record_of
+from vllm_delta_sync.engine.model.loader_trace import Copy, LoadableModel, Trace, trace_loader
 from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate
 from vllm_delta_sync.engine.model.regions import Region, find_overlap
-from vllm_delta_sync.engine.model.reload_units import ReloadUnits, Shadows, destination_of
+from vllm_delta_sync.engine.model.reload_units import (
+    LoaderReplay,
+    LoadTimeReader,
+    ReloadScope,
+    ReloadUnits,
+    destination_of,
+    find_owners,
+    live_tensors,
+)
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
 
 
-# As in vLLM's own loading: in inference mode torch shows a recorder other operators, and makes other tensors.
+# As in vLLM's own loading: inference mode would show a recorder other operators, and make other tensors.
 @torch.inference_mode(False)
 def trace_routes(
-    model: LoadableModel, table: TensorTable, shadows: Shadows | None = None, memory: WeightMemory | None = None
+    model: LoadableModel,
+    table: TensorTable,
+    load_time_bits: LoadTimeReader | None = None,
+    memory: WeightMemory | None = None,
 ) -> RouteMap:
-    """Trace and prove the routes of a run's tensors in a model. No weight is written.
+    """Trace and prove the routes of a run's tensors in a model. Writes no weight.
 
     Args:
-        shadows: gives the bits of tensors that the loader computes with; None: such a model is refused.
-        memory: that of the weights; None: that of ``WeightMemory.of``.
+        load_time_bits: gives the bits of tensors that the loader computes with; None: such a model is refused.
+        memory: guards the weights; None: ``WeightMemory.for_model(model)``.
 
     Raises:
-        ModelError: a tensor is computed and there are no shadows, or loading the shadows again does not give what the
-            model holds; a parameter is covered in part, or the loader fails. The message names tensor and reason.
-        DeltaSyncError: what ``shadows`` raises.
+        ModelError: a tensor is computed and ``load_time_bits`` is None, or reloading does not give what the model
+            holds; a parameter is covered in part, or the loader fails. The message names the tensor and the reason.
+        DeltaSyncError: what ``load_time_bits`` raises.
     """
-    memory = WeightMemory.of(model) if memory is None else memory
-    record = record_of(model)
-    if record is not None and record.hidden:
+    memory = WeightMemory.for_model(model) if memory is None else memory
+    record = load_record_of(model)
+    if record is not None and record.opaque_operations:
         raise ModelError(
-            f"this model cannot be patched in place: after loading, weights were handed to {', '.join(record.hidden)}, "
-            "which keeps a copy of them that cannot be reached; serve it without that quantization or kernel"
+            "this model cannot be patched in place: after loading, weights were passed to "
+            f"{', '.join(record.opaque_operations)}, which keeps a copy that cannot be reached; serve it without that "
+            "quantization or kernel"
         )
-    appeared = [] if record is None else record.appeared(model)
-    if appeared:
-        more = f" and {len(appeared) - 3} more" if len(appeared) > 3 else ""
+    added_since_load = [] if record is None else record.added_since_load(model)
+    if added_since_load:
+        more = f" and {len(added_since_load) - 3} more" if len(added_since_load) > 3 else ""
         raise ModelError(
-            f"this model cannot be patched in place: {', '.join(appeared[:3])}{more} did not exist after loading, may "
-            "have been computed from weights since, and would not follow them; serve the model without the kernel or "
-            "feature that keeps it"
+            f"this model cannot be patched in place: {', '.join(added_since_load[:3])}{more} did not exist after "
+            "loading, may have been computed from weights since, and would go stale; serve the model without the "
+            "kernel or feature that keeps it"
         )
     if record is None:
         with memory.reading():
             skeleton = replicate(model, MetaLeaf(model))
     else:
         skeleton = record.skeleton
-    # A door that is watched on the instance would lead to the model itself.
+    # A wrapper that was set on the instance would lead to the model itself.
     skeleton.__dict__.pop("load_weights", None)
-    trace = watch_loader(replicate(skeleton, MetaLeaf(skeleton)), table)
+    trace = trace_loader(replicate(skeleton, MetaLeaf(skeleton)), table)
     if not trace.copies and not trace.computed:
         raise ModelError(
             f"this model loads none of the {len(table)} tensors of the run, such as {table[0].name!r}: the run is of "
             "another model; check the setting bucket, or start vLLM from the checkpoint that the run refers to"
         )
     compiler = _Compiler(model, trace, record, memory)
-    parts = compiler.parts()
-    if parts and shadows is None:
-        more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
-        raise ModelError(f"this model cannot be patched in place: {parts[0].reason}{more}")
+    scopes = compiler.scopes()
+    if scopes and load_time_bits is None:
+        more = f" (and {len(scopes) - 1} more)" if len(scopes) > 1 else ""
+        raise ModelError(f"this model cannot be patched in place: {scopes[0].reason}{more}")
     routes = compiler.routes()
     if compiler.unfilled:
-        logger.warning("no tensor of the run is loaded to %s; that stays as it is", ", ".join(compiler.unfilled))
-    if parts and shadows is not None:
-        places = frozenset(_split(name) for target in trace.targets for name in target.names)
-        replayer = LoaderReplay(model, skeleton, table, record, places, memory)
-        routes.derived = ReloadUnits.prove(routes, replayer, parts, shadows)
+        logger.warning("no tensor of the run is loaded to %s; it keeps its value", ", ".join(compiler.unfilled))
+    if scopes and load_time_bits is not None:
+        tensor_paths = frozenset(_split_name(name) for target in trace.targets for name in target.names)
+        replay = LoaderReplay(model, skeleton, table, record, tensor_paths, memory)
+        routes.reload_units = ReloadUnits.build(routes, replay, scopes, load_time_bits)
     return routes
 
 
 class _Compiler:
-    """Tells what is patched by address from what has to be loaded again."""
+    """Separates memory that is patched by address from memory that must be reloaded."""
 
     def __init__(self, model: LoadableModel, trace: Trace, record: LoadRecord | None, memory: WeightMemory) -> None:
         self.trace, self.record, self._memory = trace, record, memory
-        # Modules that were left with something made of a tensor.
-        self._made_of: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for path, places in record.changed.items() if record is not None else ():
-            for at in places:
-                self._made_of[at].append(path)
+        # Tensor path → modules that the step after loading left with something made of that tensor.
+        self._processed_by: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for path, tensor_paths in record.changed.items() if record is not None else ():
+            for at in tensor_paths:
+                self._processed_by[at].append(path)
         self._live = live_tensors(model, record)
-        self._owners = owners_in(model)
+        self._owners = find_owners(model)
         self._of_tensor: dict[int, list[Copy]] = defaultdict(list)
         self._of_target: dict[int, list[Copy]] = defaultdict(list)
         for copy in trace.copies:
@@ -107,24 +118,24 @@ class _Compiler:
             self._computed_of_target[computed.target] |= computed.tensors
             for tensor in computed.tensors:
                 self._computed_of_tensor[tensor].add(computed.target)
-        # What is not patched by address, and why: by target, and by tensor.
+        # What is not patched by address: target → reason, and ids of tensors.
         self._reasons: dict[int, str] = {}
         self.unfilled: list[str] = []
-        self._apart: set[int] = set()
+        self._reloaded_tensors: set[int] = set()
 
-    def parts(self) -> list[ReloadScope]:
-        """What has to be loaded again, as groups that have nothing in common."""
-        self._seed()
+    def scopes(self) -> list[ReloadScope]:
+        """The scopes to reload; they have nothing in common."""
+        self._find_reasons()
         groups = _Groups()
         for target in self._reasons:
             for node in self._neighbours(target):
                 groups.join(("target", target), node)
-        # What a group's tensors also reach belongs to it, and so on.
+        # Every tensor of a scope adds its other targets to the scope, and those add their tensors.
         pending = list(self._reasons)
         while pending:
             target = pending.pop()
             for tensor in self._tensors_in(target):
-                self._apart.add(tensor)
+                self._reloaded_tensors.add(tensor)
                 groups.join(("target", target), ("tensor", tensor))
                 for other in self._targets_of(tensor):
                     groups.join(("target", other), ("tensor", tensor))
@@ -133,61 +144,61 @@ class _Compiler:
                         pending.append(other)
                         for node in self._neighbours(other):
                             groups.join(("target", other), node)
-        for place, tensors in self.trace.kept.items():
-            # Of a tensor that is loaded nowhere else, too.
-            self._apart.update(tensors)
+        for tensor_path, tensors in self.trace.kept.items():
+            # This includes tensors that are loaded nowhere else.
+            self._reloaded_tensors.update(tensors)
             for tensor in tensors:
-                groups.join(("kept", place), ("tensor", tensor))
-        found = [self._part(nodes) for nodes in groups.all()]
-        return [part for part in found if part.tensors]
+                groups.join(("kept", tensor_path), ("tensor", tensor))
+        found = [self._make_scope(nodes) for nodes in groups.all()]
+        return [scope for scope in found if scope.tensors]
 
-    def _part(self, nodes: Iterable[tuple[str, Any]]) -> ReloadScope:
+    def _make_scope(self, nodes: Iterable[tuple[str, Any]]) -> ReloadScope:
         members: dict[str, list[Any]] = defaultdict(list)
         for kind, value in nodes:
             members[kind].append(value)
         targets = sorted(members["target"])
-        names = {_split(name) for target in targets for name in self.trace.targets[target].names}
+        names = {_split_name(name) for target in targets for name in self.trace.targets[target].names}
         reason = next((self._reasons[target] for target in targets if target in self._reasons), "")
         return ReloadScope(sorted(members["tensor"]), names | set(members["kept"]), set(members["module"]), reason)
 
-    def _seed(self) -> None:
-        """Targets that hold something else than elements of the checkpoint, or are not where the loader put them."""
+    def _find_reasons(self) -> None:
+        """Find targets that hold something other than checkpoint elements, or that moved after loading."""
         for computed in self.trace.computed:
             self._reasons.setdefault(computed.target, computed.reason)
-        for place, tensors in self.trace.kept.items():
+        for tensor_path, tensors in self.trace.kept.items():
             for other in (other for tensor in tensors for other in self._targets_of(tensor)):
-                self._reasons.setdefault(other, f"{'.'.join(place)} is kept by the loader")
+                self._reasons.setdefault(other, f"{'.'.join(tensor_path)} is kept by the loader")
         for tensor, copies in self._of_tensor.items():
-            reason = _repeated(self.trace.table[tensor].name, copies)
+            reason = _find_repetition(self.trace.table[tensor].name, copies)
             if reason is not None:
                 for copy in copies:
                     self._reasons.setdefault(copy.target, reason)
-        behind: dict[int, int] = defaultdict(int)
+        storage_users: dict[int, int] = defaultdict(int)
         for position in range(len(self.trace.targets)):
-            behind[self._storage(position)] += 1
+            storage_users[self._storage(position)] += 1
         for position, target in enumerate(self.trace.targets):
             if position in self._reasons:
                 continue
-            modules = [path for name in target.names for path in self._made_of[_split(name)]]
+            modules = [path for name in target.names for path in self._processed_by[_split_name(name)]]
             if modules:
                 where = modules[0] or "the model"
-                self._reasons[position] = f"{target.names[0]} is worked on after loading, in {where!r}"
+                self._reasons[position] = f"{target.names[0]} is changed after loading, in {where!r}"
             elif self._destination(position) is None:
                 self._reasons[position] = f"{target.names[0]} is not where the loader left it"
-            elif behind[self._storage(position)] > 1:
+            elif storage_users[self._storage(position)] > 1:
                 self._reasons[position] = f"{target.names[0]} was joined with other memory after loading"
             else:
-                clash = self._clash(position)
-                if clash is not None:
-                    self._reasons[position] = clash
+                conflict = self._find_conflict(position)
+                if conflict is not None:
+                    self._reasons[position] = conflict
 
     def _neighbours(self, target: int) -> Iterable[tuple[str, Any]]:
-        """What shares memory, or a module that is worked on, with a target."""
+        """Memory, and modules changed after loading, that a target shares with others."""
         names = self.trace.targets[target].names
         for name in names:
-            for path in self._made_of[_split(name)]:
+            for path in self._processed_by[_split_name(name)]:
                 yield "module", path
-            tensor = self._live.get(_split(name))
+            tensor = self._live.get(_split_name(name))
             if tensor is not None:
                 yield "storage", tensor.untyped_storage()._cdata
 
@@ -197,29 +208,29 @@ class _Compiler:
     def _targets_of(self, tensor: int) -> set[int]:
         return {copy.target for copy in self._of_tensor[tensor]} | self._computed_of_tensor[tensor]
 
-    def _clash(self, target: int) -> str | None:
-        """Why the copies into a target cannot be told apart, if so."""
+    def _find_conflict(self, target: int) -> str | None:
+        """Why copies into a target collide; None if they do not."""
         copies = self._of_target[target]
-        held = self.trace.targets[target]
-        repeated = next((copy for copy in copies if not copy.place.is_injective), None)
+        destination = self.trace.targets[target]
+        repeated = next((copy for copy in copies if not copy.target_region.is_injective), None)
         if repeated is not None:
             return f"tensor {self.trace.table[repeated.tensor].name!r} is loaded with repeated elements"
-        pair = find_overlap([copy.place for copy in copies])
+        pair = find_overlap([copy.target_region for copy in copies])
         if pair is not None:
             first, second = (self.trace.table[copies[position].tensor].name for position in pair)
-            return f"tensors {first!r} and {second!r} are loaded to the same memory of {held.names[0]!r}"
+            return f"tensors {first!r} and {second!r} are loaded to the same memory of {destination.names[0]!r}"
         for of, region, before in self.trace.paddings:
             if of != target or not region.numel:
                 continue
-            # Constants that were there before the copies are gone, and those beside them stay.
+            # Copies overwrite constants that were set before; constants set later must not overwrite copies.
             earlier = [copy for copy in self.trace.copies[:before] if copy.target == target]
-            if earlier and find_overlap([*(copy.place for copy in earlier), region]) is not None:
+            if earlier and find_overlap([*(copy.target_region for copy in earlier), region]) is not None:
                 name = self.trace.table[earlier[0].tensor].name
-                return f"tensors {name!r} and 'padding' are loaded to the same memory of {held.names[0]!r}"
+                return f"tensors {name!r} and 'padding' are loaded to the same memory of {destination.names[0]!r}"
         return None
 
     def routes(self) -> RouteMap:
-        """Routes of all that is patched by address."""
+        """Routes of everything that is patched by address."""
         destinations: list[Destination] = []
         numbers: dict[int, int] = {}
         routes: list[list[Route]] = [[] for _ in self.trace.table]
@@ -233,14 +244,14 @@ class _Compiler:
                 numbers[position] = len(destinations)
                 destinations.append(destination_of(target.names[0], found, self._owners.get(storage, [])))
         for copy in self.trace.copies:
-            if copy.tensor not in self._apart:
-                routes[copy.tensor].append(Route(numbers[copy.target], copy.source, copy.place))
+            if copy.tensor not in self._reloaded_tensors:
+                routes[copy.tensor].append(Route(numbers[copy.target], copy.source, copy.target_region))
         return RouteMap(self.trace.table, destinations, routes, memory=self._memory)
 
     def _destination(self, position: int) -> torch.Tensor | None:
-        """A live tensor in the memory that stands behind a target; None if that is not one memory of the same size."""
+        """A live tensor in the target's memory; None if that is not a single storage of the same size."""
         target = self.trace.targets[position]
-        found = [self._live.get(_split(name)) for name in target.names]
+        found = [self._live.get(_split_name(name)) for name in target.names]
         first = found[0]
         if first is None or not is_plain(first) or first.device.type == "meta":
             return None
@@ -254,8 +265,8 @@ class _Compiler:
         return 0 if found is None else found.untyped_storage()._cdata
 
     def _check_covered(self, position: int) -> None:
-        """A parameter that no tensor reaches may be derived from one that is: it would go stale without anybody
-        noticing. Where loading was watched, that has been seen."""
+        """Refuse a parameter that the checkpoint does not fill: it may be computed from another weight, and would go
+        stale unnoticed. Where loading was recorded, such a computation has been seen."""
         target = self.trace.targets[position]
         if not target.is_parameter:
             return
@@ -263,7 +274,7 @@ class _Compiler:
             if not self._of_target[position]:
                 self.unfilled.append(target.names[0])
             return
-        regions = [copy.place for copy in self._of_target[position]]
+        regions = [copy.target_region for copy in self._of_target[position]]
         regions += [region for of, region, _ in self.trace.paddings if of == position and region.numel]
         covered = sum(region.numel for region in _without_repeats(regions))
         if covered != target.numel:
@@ -273,8 +284,8 @@ class _Compiler:
             )
 
 
-def _repeated(name: str, copies: Sequence[Copy]) -> str | None:
-    """Why the places that a tensor is loaded to are no copies of each other and no parts of it, if so."""
+def _find_repetition(name: str, copies: Sequence[Copy]) -> str | None:
+    """Why a tensor's copies are neither equal nor disjoint; None if they are."""
     if not all(copy.source.is_injective for copy in copies):
         return f"tensor {name!r} is loaded with repeated elements (an expanded view)"
     if find_overlap(sorted({copy.source for copy in copies}, key=lambda region: region.offset)) is not None:
@@ -283,7 +294,7 @@ def _repeated(name: str, copies: Sequence[Copy]) -> str | None:
 
 
 def _without_repeats(regions: list[Region]) -> list[Region]:
-    """Regions that cover the same, without those that lie over others."""
+    """Drop regions that overlap others."""
     kept: list[Region] = []
     for region in regions:
         if region.is_injective and find_overlap([*kept, region]) is None:
@@ -291,13 +302,13 @@ def _without_repeats(regions: list[Region]) -> list[Region]:
     return kept
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     path, _, attribute = name.rpartition(".")
     return path, attribute
 
 
 class _Groups:
-    """Sets that are joined by what they have in common."""
+    """Disjoint sets (union-find)."""
 
     def __init__(self) -> None:
         self._parent: dict[tuple[str, Any], tuple[str, Any]] = {}
@@ -308,11 +319,11 @@ class _Groups:
         return node
 
     def join(self, first: tuple[str, Any], second: tuple[str, Any]) -> None:
-        """Two members of one set."""
+        """Merge the sets of two nodes."""
         self._parent[self._root(second)] = self._root(first)
 
     def all(self) -> list[list[tuple[str, Any]]]:
-        """Every set, in order of its first member."""
+        """Every set, in the order of its first member."""
         found: dict[tuple[str, Any], list[tuple[str, Any]]] = defaultdict(list)
         for node in list(self._parent):
             found[self._root(node)].append(node)

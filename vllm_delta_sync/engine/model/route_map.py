@@ -1,4 +1,4 @@
-"""Routes: where each element of a checkpoint lives in a model's memory. ``loader_trace.py`` finds them."""
+"""``RouteMap`` holds routes: where each element of a checkpoint lies in a model's memory."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model.regions import Region, pieces
+from vllm_delta_sync.engine.model.regions import Region, split_regions
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
@@ -25,8 +25,8 @@ READ_ELEMENTS = 1 << 22
 
 @dataclass
 class Destination:
-    """One storage that holds weights: its name for messages, all of it as a flat signed-integer tensor, and the
-    (module, attribute) pairs that own it."""
+    """One storage that holds weights: its name for messages, the whole storage as a flat signed-integer tensor, and the
+    (module, attribute) pairs that refer to it."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Route:
-    """``source`` indices of a checkpoint tensor, one by one, lie at ``target`` indices of a destination."""
+    """The ``source`` indices of a checkpoint tensor lie, in order, at the ``target`` indices of a destination."""
 
     destination: int
     source: Region
@@ -66,17 +66,18 @@ class Route:
 
 @dataclass
 class RouteMap:
-    """Routes of one rank, for every tensor of a run: no destination is shared, and where an element is loaded to
-    several places, the routes that lead there are of one region.
+    """Routes of one rank, for every tensor of a run. Destinations do not overlap; if an element is loaded to several
+    places, its routes have the same source region.
 
     Attributes:
         destinations: storages, referred to by position.
         routes: per tensor id; empty for tensors that this rank does not load (such as a tied head).
         groups: per tensor id, per route: the group of ranks that hold copies of what the route loads. All 0 until
-            ``shard_ownership.py`` says otherwise.
-        loaded: per tensor id: whether any rank loads it. Until then, whether this one does.
-        derived: of the tensors that the model computes with, whose routes lead to shadows; None if there are none.
-        memory: that of the destinations.
+            ``RankWorker.set_version`` sets what ``shard_ownership.py`` found.
+        loaded: per tensor id: whether any rank loads it; until ``set_version``, whether this rank does.
+        reload_units: units of the tensors that the model computes with, whose routes lead to host copies; None if there
+            are none.
+        memory: guards the destinations.
     """
 
     table: TensorTable
@@ -84,7 +85,7 @@ class RouteMap:
     routes: list[list[Route]]
     groups: list[list[int]] = field(default_factory=list)
     loaded: list[bool] = field(default_factory=list)
-    derived: "ReloadUnits | None" = None
+    reload_units: "ReloadUnits | None" = None
     memory: WeightMemory = field(default_factory=WeightMemory)
 
     def __post_init__(self) -> None:
@@ -95,63 +96,67 @@ class RouteMap:
 
     @property
     def unloaded(self) -> list[str]:
-        """Names of the run's tensors that the model's loader leaves out."""
+        """Names of the run's tensors that the model's loader does not load."""
         return [spec.name for spec, routes in zip(self.table, self.routes, strict=True) if not routes and spec.numel]
 
     @cached_property
-    def _used(self) -> list[int]:
-        # Found once: asking is part of every pause, and a model of experts has many thousand routes.
+    def _used_destinations(self) -> list[int]:
+        # Cached: every pause asks, and a mixture of experts has many thousand routes.
         outputs = (
-            [] if self.derived is None else [output.route for unit in self.derived.units for output in unit.outputs]
+            []
+            if self.reload_units is None
+            else [output.route for unit in self.reload_units.units for output in unit.outputs]
         )
         return sorted({route.destination for routes in [*self.routes, outputs] for route in routes})
 
     def is_live(self, tensor: int) -> bool:
-        """Whether a tensor's destinations are still what the model computes with."""
+        """Whether the model still computes with a tensor's destinations."""
         own = all(self.destinations[route.destination].is_live for route in self.routes[tensor])
-        return own and (self.derived is None or self.derived.is_live(tensor, self))
+        return own and (self.reload_units is None or self.reload_units.is_live(tensor, self))
 
     def check_live(self) -> None:
         """Raise ModelError if a parameter was replaced by another tensor since routes were traced."""
-        dead = next((self.destinations[i].name for i in self._used if not self.destinations[i].is_live), None)
+        dead = next(
+            (self.destinations[i].name for i in self._used_destinations if not self.destinations[i].is_live), None
+        )
         if dead is not None:
             raise ModelError(
-                f"parameter {dead!r} was replaced by another tensor after it was proven (a reload, or .data = ...): "
-                "patches would not reach the model; start the server again"
+                f"parameter {dead!r} was replaced by another tensor after its routes were traced (a reload, or .data = "
+                "...): patches would not reach the model; start the server again"
             )
 
-    def measured(self, tensors: Sequence[int]) -> Iterator[tuple[int, list[Fingerprint]]]:
-        """(tensor, fingerprints) of each; of one that the model computes with and holds something else of: zeros."""
-        derived = set() if self.derived is None else set(tensors) & set(self.derived.tensors)
-        stale = derived if self.derived is None else derived - self.derived.held(derived, self)
+    def measure(self, tensors: Sequence[int]) -> Iterator[tuple[int, list[Fingerprint]]]:
+        """Yield (tensor, fingerprints per route); zeros for a tensor whose reload unit does not match the model."""
+        derived = set() if self.reload_units is None else set(tensors) & set(self.reload_units.tensors)
+        stale = derived if self.reload_units is None else derived - self.reload_units.up_to_date(derived, self)
         for tensor in tensors:
-            found = self.fingerprints(tensor)
-            # No element has a fingerprint of zero.
+            found = self.fingerprint_routes(tensor)
+            # No element has fingerprint zero, so that zeros never match.
             yield tensor, [Fingerprint()] * len(found) if tensor in stale else found
 
-    def fingerprints(self, tensor: int) -> list[Fingerprint]:
-        """Hash one checkpoint tensor, per route, where it lies in the model: what this rank really holds."""
+    def fingerprint_routes(self, tensor: int) -> list[Fingerprint]:
+        """Hash one checkpoint tensor in the model's memory, per route."""
         name = self.table[tensor].name
         found = []
         for route in self.routes[tensor]:
             destination = self.destinations[route.destination]
-            fingerprint = fingerprint_held if destination.flat.device.type == "cpu" else fingerprint_copied
+            fingerprint = fingerprint_in_place if destination.flat.device.type == "cpu" else fingerprint_via_copy
             total = Fingerprint()
-            for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+            for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
                 with self.memory.reading():
                     total += fingerprint(name, destination.flat, source, target)
             found.append(total)
         return found
 
 
-def fingerprint_held(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
-    """Fingerprint of ``source`` elements of a tensor, at ``target`` in (numel,) signed integers in host memory."""
-    held = (target.offset, target.strides)
-    return fingerprint_strided(name, _bits(flat), source.sizes, held, (source.offset, source.strides))
+def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
+    """Fingerprint of a tensor's ``source`` elements, at ``target`` of (numel,) signed integers in host memory."""
+    live_layout = (target.offset, target.strides)
+    return fingerprint_strided(name, _bits(flat), source.sizes, live_layout, (source.offset, source.strides))
 
 
-def fingerprint_copied(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
-    """As ``fingerprint_held`` on any device, through a copy in host memory."""
+def fingerprint_via_copy(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
+    """As ``fingerprint_in_place``, on any device, through a copy in host memory."""
     copied = flat.as_strided(target.sizes, target.strides, target.offset).contiguous().cpu().reshape(-1)
     strides = [math.prod(source.sizes[dim + 1 :]) for dim in range(len(source.sizes))]
     index = (source.offset, source.strides)

@@ -1,8 +1,8 @@
-"""Which rank holds which part of each checkpoint tensor: proven whole, each element counted once.
+"""``prove_ownership`` proves that the ranks together hold every checkpoint tensor whole, each element counted once.
 
 Under tensor parallelism a rank loads slices; norms, biases and key/value heads may lie on several ranks. Each rank
-reports the source regions of its routes. Regions of two ranks must be the same (copies, which must then agree) or
-disjoint; together they must be the whole tensor, or nothing of it.
+reports the source regions of its routes. The regions of two ranks must be equal (copies, whose bits must then agree) or
+disjoint; together they must cover the whole tensor, or none of it.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorTable
 
-AGAIN = -1
-"""In the place of a group: what is counted already."""
+DUPLICATE = -1
+"""Group number of a route whose region another route of the rank already counts."""
 Slots = list[list[int]]
 """Per tensor id, per route of one rank: which of the tensor's distinct regions the route loads."""
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """Who holds what.
+    """Which ranks hold which regions.
 
     Attributes:
         slots: per rank.
         holders: per tensor id, per distinct region: the ranks that hold it, ascending. Empty for a tensor that no
             rank loads.
-        members: per group id: the ranks of that group. A group is a set of ranks that hold copies of something.
+        members: per group id: the ranks of the group. A group is a set of ranks that hold copies of the same region.
     """
 
     slots: list[Slots]
@@ -37,14 +37,14 @@ class Ownership:
     members: list[tuple[int, ...]]
 
     def groups(self, rank: int) -> list[list[int]]:
-        """Per tensor id, per route of a rank: the group that holds the route's region; AGAIN where another route of the
-        rank loads the same."""
+        """Per tensor id, per route of a rank: the group that holds the route's region; DUPLICATE if an earlier route of
+        the rank loads the same region."""
         ids = {ranks: position for position, ranks in enumerate(self.members)}
         found = []
         for tensor, slots in enumerate(self.slots[rank]):
             first = [slots.index(slot) == position for position, slot in enumerate(slots)]
             groups = [ids[self.holders[tensor][slot]] for slot in slots]
-            found.append([group if counts else AGAIN for group, counts in zip(groups, first, strict=True)])
+            found.append([group if counts else DUPLICATE for group, counts in zip(groups, first, strict=True)])
         return found
 
     def is_loaded(self, tensor: int) -> bool:
@@ -71,8 +71,8 @@ class Ownership:
         return total
 
 
-def assign(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) -> Ownership:
-    """Prove that ranks hold every tensor whole or not at all, and say who holds what.
+def prove_ownership(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) -> Ownership:
+    """Prove that ranks hold every tensor whole or not at all, and return which ranks hold what.
 
     Args:
         regions: per rank, per tensor id: the source region of each of the rank's routes.
@@ -84,14 +84,14 @@ def assign(table: TensorTable, regions: Sequence[Sequence[Sequence[Region]]]) ->
     holders: list[list[tuple[int, ...]]] = []
     for tensor, spec in enumerate(table):
         found: dict[Region, list[int]] = {}
-        for rank, of_rank in enumerate(regions):
-            for region in of_rank[tensor]:
+        for rank, rank_regions in enumerate(regions):
+            for region in rank_regions[tensor]:
                 ranks = found.setdefault(region, [])
                 if rank not in ranks[-1:]:
                     ranks.append(rank)
         order = {region: slot for slot, region in enumerate(found)}
-        for rank, of_rank in enumerate(regions):
-            slots[rank].append([order[region] for region in of_rank[tensor]])
+        for rank, rank_regions in enumerate(regions):
+            slots[rank].append([order[region] for region in rank_regions[tensor]])
         holders.append([tuple(ranks) for ranks in found.values()])
         if found:
             _prove_whole(spec.name, tuple(found), spec.numel)
@@ -107,14 +107,14 @@ def _prove_whole(name: str, regions: tuple[Region, ...], numel: int) -> None:
         raise ModelError(f"only {covered} of {numel} elements of tensor {name!r} are loaded, over all ranks")
 
 
-# Layers repeat: the same cuts of the same shapes come again and again.
+# Layers repeat, so the same shapes are cut in the same way many times.
 @lru_cache(maxsize=256)
 def _overlap(regions: tuple[Region, ...]) -> bool:
     return find_overlap(regions) is not None
 
 
 def region_to_plain(region: Region) -> list[Any]:
-    """A region as plain data, for the way from a worker to the controller."""
+    """A region as plain data, to send it from a worker to the controller."""
     return [region.offset, list(region.sizes), list(region.strides)]
 
 

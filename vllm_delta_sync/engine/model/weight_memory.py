@@ -1,17 +1,17 @@
-"""``WeightMemory``: which thread may touch a rank's weights when, and what a thread must set up before it does.
+"""``WeightMemory`` decides which thread may access a rank's weights when, and sets the thread up for the access.
 
 A rank has two threads. The worker's main thread generates, commits, and runs vLLM's own calls that move or write
 weights (sleep, wake up, reload). The background thread reads weights beside generation, to hash them or to decode
-against them. On a device each thread has a current device, a current stream and grad modes of its own, kernels of two
-streams are not ordered, and a kernel that reads memory which ``/sleep`` has unmapped ends the process. So:
+against them. On a device, each thread has its own current device, current stream and grad modes; kernels of two streams
+are not ordered; and a kernel that reads memory which ``/sleep`` has unmapped ends the process. Therefore:
 
-- The background thread runs on the weights' device, in inference mode, on a stream of its own.
-- It reads weights in short pieces under a lock. Calls that move or write weights hold the lock until the device is done
-  with them, and while the engine is asleep nothing is read. Such a call comes before the next piece: a lock alone may
-  go back to the thread that has just released it, so a reader first passes a gate that the call keeps shut.
+- The background thread runs on the weights' device, in inference mode, on a separate stream.
+- It reads weights in short pieces under a lock. Calls that move or write weights hold the lock until the device has
+  finished them, and nothing is read while the engine sleeps. Such a call comes before the reader's next piece: because
+  a lock alone may return to the thread that just released it, a reader first passes a gate that the call holds.
 - A commit runs on the main thread's current stream and waits for the device before and after.
 
-On a CPU only the lock and inference mode are left of this.
+On a CPU only the lock and inference mode remain.
 """
 
 import threading
@@ -21,28 +21,28 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_delta_sync.engine.model.model_replica import is_plain, walk
+from vllm_delta_sync.engine.model.model_replica import is_plain, walk_tensors
 from vllm_delta_sync.errors import BusyError
 
 
 class Accelerator(Protocol):
-    """What is asked of a device; all of it concerns the calling thread."""
+    """Device operations, all for the calling thread."""
 
     def set_device(self) -> None:
         """Make it the thread's current device."""
 
     def set_new_stream(self) -> None:
-        """Make a new stream the thread's current one."""
+        """Make a new stream the thread's current stream."""
 
     def synchronize_stream(self) -> None:
-        """Wait until everything that was launched on the thread's current stream is done."""
+        """Wait until all work launched on the thread's current stream is done."""
 
     def synchronize(self) -> None:
-        """Wait until everything that was launched on any of its streams is done."""
+        """Wait until all work launched on any of the device's streams is done."""
 
 
 class TorchAccelerator:
-    """Any device that torch knows as an accelerator."""
+    """Any device that torch supports as an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,31 +61,31 @@ class TorchAccelerator:
 
 
 class WeightMemory:
-    """The memory of one rank's weights.
+    """Guards the memory of one rank's weights.
 
     Args:
-        accelerator: what it is on; None: in host memory.
+        accelerator: the device of the weights; None: host memory.
 
     Attributes:
-        asleep: whether the weights are not in memory. Written under ``moving``.
+        asleep: whether the engine sleeps, so that its weights are not in memory. Written under ``exclusive``.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self.asleep = False
         self._accelerator = accelerator
-        # A call that moves weights may make another one.
+        # Reentrant, because a call that moves weights may make another one.
         self._lock = threading.RLock()
         self._gate = threading.RLock()
 
     @classmethod
-    def of(cls, model: Any) -> "WeightMemory":
-        """That of a model, by the first of its tensors."""
-        device = next((tensor.device for _, _, tensor in walk(model) if is_plain(tensor)), torch.device("cpu"))
+    def for_model(cls, model: Any) -> "WeightMemory":
+        """The guard of a model's weights; the first tensor of the model decides the device."""
+        device = next((tensor.device for _, _, tensor in walk_tensors(model) if is_plain(tensor)), torch.device("cpu"))
         return cls(None if device.type in ("cpu", "meta") else TorchAccelerator(device))
 
     @contextmanager
-    def background(self) -> Iterator[None]:
-        """For all that the background thread does. What it has launched is done at the end."""
+    def background_thread(self) -> Iterator[None]:
+        """Set up the background thread for an operation; at the end, wait for what it launched."""
         with torch.inference_mode():
             if self._accelerator is None:
                 yield
@@ -99,9 +99,9 @@ class WeightMemory:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """For a short read of weights beside generation: some milliseconds, for so long may ``moving`` wait.
+        """Hold the lock for a short read beside generation: a few milliseconds, since ``exclusive`` waits for it.
 
-        Neither this nor ``moving`` may be entered within it.
+        Neither ``reading`` nor ``exclusive`` may be entered inside.
 
         Raises:
             BusyError: the engine is asleep.
@@ -119,8 +119,8 @@ class WeightMemory:
             self._lock.release()
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """For a call that moves, unmaps or writes weights from outside of a commit."""
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock for a call that moves, unmaps or writes weights outside of a commit."""
         with self._gate, self._lock:
             try:
                 yield
@@ -129,7 +129,7 @@ class WeightMemory:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """For a commit, on the worker's main thread while the engine is paused. Its writer calls ``synchronize``."""
+        """Set up a commit, on the worker's main thread while the engine is paused. The caller calls ``synchronize``."""
         with torch.inference_mode():
             if self._accelerator is not None:
                 self._accelerator.set_device()
@@ -137,7 +137,7 @@ class WeightMemory:
             yield
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has done all its work."""
         if self._accelerator is not None:
             self._accelerator.synchronize()
 

@@ -16,7 +16,7 @@ from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.log_lines import ordered
 from vllm_delta_sync.engine.observe.readiness import readiness
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
-from vllm_delta_sync.engine.staging.read_steps import store_use
+from vllm_delta_sync.engine.staging.read_steps import store_usage
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.format.manifest import Manifest
 
@@ -214,7 +214,7 @@ class StatusBoard:
 
     def _store(self) -> Answer:
         # A rank may live in this process.
-        parts = {use["process"]: use for use in [*self.used, store_use()]}.values()
+        parts = {use["process"]: use for use in [*self.used, store_usage()]}.values()
         return {name: round(sum(part[name] for part in parts), 3) for name in PROCESS.snapshot()}
 
     def _notice(self) -> Answer:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from vllm_delta_sync.engine.commit.transaction import blamed
+from vllm_delta_sync.engine.commit.transaction import failed_step
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.commit_plan import Key, UpdatePlan, step_key
 from vllm_delta_sync.errors import (
@@ -52,7 +52,7 @@ class PlanFeedback:
 
     def without(self, leg: UpdatePlan, error: DeltaSyncError) -> bool:
         """Staging a commit failed: do not plan it so again. False if the error says nothing about the versions."""
-        index = blamed(error)
+        index = failed_step(error)
         passing = isinstance(error, StoreError | MemoryLimitError)
         if index is None and len(leg.steps) > 1:
             if self._shorten(leg):

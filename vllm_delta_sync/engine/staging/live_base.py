@@ -1,4 +1,4 @@
-"""The bits that a rank's model holds, tensor by tensor in checkpoint order: what codec ``context`` decodes against."""
+"""``LiveBaseReader`` reads base bits for codec ``context`` from a rank's live model, in checkpoint order."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch
 from vllm_delta_sync.codec.context.tiles import extent
 from vllm_delta_sync.codec.merge import lay_over
 from vllm_delta_sync.engine.model.patch import region_view
-from vllm_delta_sync.engine.model.regions import Region, pieces
+from vllm_delta_sync.engine.model.regions import Region, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError, UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
@@ -18,69 +18,69 @@ from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 MOST_RECTANGLES = 4096
-"""Each is compared with each tile of its tensor."""
-TOGETHER = 128
-"""Columns copied at a time where a tensor is held transposed."""
+"""Bounds the work: each rectangle is compared with each tile of its tensor."""
+STRIP_COLUMNS = 128
+"""Columns copied at a time where the model holds a tensor transposed."""
 
 
 class LiveBaseReader:
-    """An ``Old`` that copies a tensor out of the live model whenever it is asked. Memory of that one tensor.
+    """An ``Old`` that copies one tensor at a time from the live model, and uses the memory of that tensor.
 
     Args:
-        moves: says something else once weights may have been written.
+        weights_stamp: returns a new value once weights may have been written.
     """
 
-    def __init__(self, routes: RouteMap, moves: Callable[[], object]) -> None:
+    def __init__(self, routes: RouteMap, weights_stamp: Callable[[], object]) -> None:
         self._routes = routes
-        self._moves, self._began = moves, moves()
+        self._weights_stamp, self._initial_stamp = weights_stamp, weights_stamp()
 
     def __call__(self, tensor: int) -> BaseTensor:
-        """Pages outside of what is held are never touched.
+        """Copy a tensor. Pages of the result outside the rank's part are never touched.
 
         Raises:
-            EngineError: weights moved since this object was made. UnsupportedError: see ``held_rectangles``.
-            BusyError: the engine fell asleep meanwhile.
+            EngineError: weights were written since this object was made. UnsupportedError: see
+            ``covered_rectangles``. BusyError: the engine fell asleep.
         """
         self._check()
         spec, routes = self._routes.table[tensor], self._routes.routes[tensor]
-        # What is loaded to several places is held once.
-        held = held_rectangles(spec, list(dict.fromkeys(route.source for route in routes)))
+        # Regions that are loaded to several places count once.
+        rectangles = covered_rectangles(spec, list(dict.fromkeys(route.source for route in routes)))
         bits = np.empty(spec.numel, spec.element.uint)
         flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
         for route in routes:
-            there = self._routes.destinations[route.destination].flat
-            for source, target in pieces(route.source, route.target, READ_ELEMENTS):
+            live = self._routes.destinations[route.destination].flat
+            for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
                 with self._routes.memory.reading():
-                    _copy(region_view(there, target), region_view(flat, source))
-        # Whoever writes says so before, so a copy that came out mixed is never handed on.
+                    _copy_into(region_view(live, target), region_view(flat, source))
+        # Every writer changes the stamp before it writes, so this check discards mixed copies.
         self._check()
-        return BaseTensor(bits, held)
+        return BaseTensor(bits, rectangles)
 
     def _check(self) -> None:
-        if self._moves() != self._began:
-            raise EngineError("weights were written while a version was decoded against them; it is staged again")
+        if self._weights_stamp() != self._initial_stamp:
+            raise EngineError("weights were written while a version was decoded against them; it will be staged again")
 
 
-def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
-    """Copy to ``here``, a part at a time where neighbours here lie far apart there: their pages stay at hand."""
-    if here.dim() > 1:
-        closest = min(range(here.dim()), key=here.stride)
-        if there.stride(closest) > min(there.stride()):
-            for far, near in zip(there.split(TOGETHER, closest), here.split(TOGETHER, closest), strict=True):
+def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
+    """Copy in column strips where elements adjacent in ``copied`` lie far apart in ``live``: reuses pages in cache."""
+    if copied.dim() > 1:
+        closest = min(range(copied.dim()), key=copied.stride)
+        if live.stride(closest) > min(live.stride()):
+            for far, near in zip(live.split(STRIP_COLUMNS, closest), copied.split(STRIP_COLUMNS, closest), strict=True):
                 near.copy_(far)
             return
-    here.copy_(there)
+    copied.copy_(live)
 
 
-def moved(old: Old, parts: Sequence[Changes]) -> Old:
-    """``old`` after some changes, which are applied to the bits that it gives.
+def with_changes(old: Old, parts: Sequence[Changes]) -> Old:
+    """Base bits after some changes: ``old`` with ``parts`` applied on top.
 
     Args:
-        old: gives bits that are nobody else's. parts: in order of application, elements that are not held left out.
-            They may grow afterwards.
+        old: gives bits that the caller may modify.
+        parts: in order of application; elements that the rank does not hold may be missing. More may be appended later.
     """
 
-    def ask(tensor: int) -> BaseTensor:
+    def read(tensor: int) -> BaseTensor:
         found, first = None, 0
         for number, part in enumerate(parts):
             for full in part.full:
@@ -93,14 +93,14 @@ def moved(old: Old, parts: Sequence[Changes]) -> Old:
                 lay_over(found.bits, group, row)
         return found
 
-    return ask
+    return read
 
 
-def held_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rectangle, ...] | None:
-    """What regions without overlap cover of a tensor; None for all of it.
+def covered_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rectangle, ...] | None:
+    """The rectangles of a tensor that regions without overlap cover; None if they cover all of it.
 
     Raises:
-        UnsupportedError: they are scattered over more than ``MOST_RECTANGLES``.
+        UnsupportedError: they are more than ``MOST_RECTANGLES``.
     """
     if sum(region.numel for region in regions) == spec.numel:
         return None
@@ -119,7 +119,7 @@ def held_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rectan
 
 
 def _runs(region: Region, columns: int) -> tuple[int, int, list[int]]:
-    """A region as runs of consecutive elements: their length, in how many rows each is found again, their starts."""
+    """A region as runs of consecutive elements: length of a run, number of rows in which it repeats, and starts."""
     length, height = 1, 1
     others: list[tuple[int, int]] = []
     for stride, size in sorted(zip(region.strides, region.sizes, strict=True)):
@@ -136,7 +136,7 @@ def _runs(region: Region, columns: int) -> tuple[int, int, list[int]]:
 
 
 def _rectangles(row: int, column: int, length: int, height: int, columns: int) -> list[Rectangle]:
-    """A run of ``length`` elements that begins there, and the same in the ``height`` − 1 rows below."""
+    """The rectangles of a run of ``length`` elements that starts there and repeats in ``height`` − 1 rows below."""
     if column + length <= columns:
         return [(row, row + height, column, column + length)]
     found: list[Rectangle] = []

@@ -1,4 +1,4 @@
-"""Read from the bucket for one rank: fetch, check, decode, keep what the rank holds, fold."""
+"""``read_steps`` reads the deltas of an update for one rank: fetch, check, decode, drop foreign elements, merge."""
 
 import os
 import socket
@@ -10,10 +10,10 @@ from typing import Any
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
 from vllm_delta_sync.bucket.verified import hashing_seconds
 from vllm_delta_sync.codec.merge import fold
-from vllm_delta_sync.engine.commit.transaction import blame
-from vllm_delta_sync.engine.model.patch import local_part
+from vllm_delta_sync.engine.commit.transaction import set_failed_step
+from vllm_delta_sync.engine.model.patch import keep_local
 from vllm_delta_sync.engine.model.route_map import RouteMap
-from vllm_delta_sync.engine.staging.live_base import moved
+from vllm_delta_sync.engine.staging.live_base import with_changes
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef
@@ -26,15 +26,15 @@ from vllm_delta_sync.tensors.base_bits import Old
 from vllm_delta_sync.tensors.changes import Changes
 
 
-def store_use() -> dict[str, Any]:
-    """What this process has used stores for so far, see ``Metrics``; ``process`` tells it from others."""
+def store_usage() -> dict[str, Any]:
+    """How this process has used stores so far, see ``Metrics``; ``process`` identifies the process."""
     return {"process": f"{socket.gethostname()}:{os.getpid()}", **PROCESS.snapshot()}
 
 
 class PhaseTimer:
     """Milliseconds per phase, of one thread.
 
-    ``verify`` is what digests of objects took, whichever phase they were computed in.
+    ``verify`` is the time spent on digests of objects, in whichever phase.
     """
 
     def __init__(self) -> None:
@@ -42,15 +42,15 @@ class PhaseTimer:
         self._last, self._hashed = time.perf_counter(), hashing_seconds()
 
     def tick(self, phase: str) -> None:
-        """A phase, or a part of it, is over."""
-        now, hashed = time.perf_counter(), hashing_seconds()
+        """Count the time since the last call to a phase."""
+        now, hashed = time.perf_counter(), hashed_seconds()
         verified = hashed - self._hashed
         self.ms["verify"] += 1e3 * verified
         self.ms[phase] = self.ms.get(phase, 0.0) + 1e3 * (now - self._last - verified)
         self._last, self._hashed = now, hashed
 
     def fetching(self, read: Callable[[ObjectRef], Buffer], within: str) -> Callable[[ObjectRef], Buffer]:
-        """Reads objects in the middle of another phase: what it takes counts as ``fetch``."""
+        """Wrap ``read`` so that its time counts as ``fetch`` in the middle of phase ``within``."""
 
         def fetch(ref: ObjectRef) -> Buffer:
             self.tick(within)
@@ -61,8 +61,8 @@ class PhaseTimer:
         return fetch
 
 
-def reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
-    """Reads objects of a run; large ones are mapped if they are in the cache, so that ranks of a node share memory."""
+def object_reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
+    """A function that reads objects of a run; it maps large cached ones, so that ranks of a node share memory."""
 
     def read(ref: ObjectRef) -> Buffer:
         found = map_cached_object(run, ref) if ref.bytes > MAPPED_BYTES else None
@@ -71,53 +71,55 @@ def reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
     return read
 
 
-def read_steps(steps: list[Step], held: list[Fingerprint], routes: RouteMap, clock: PhaseTimer, old: Old) -> Changes:
-    """What consecutive steps change, folded into one, each checked by itself.
+def read_steps(
+    steps: list[Step], fingerprints: list[Fingerprint], routes: RouteMap, timer: PhaseTimer, old: Old
+) -> Changes:
+    """The changes of consecutive steps, each checked, merged into one.
 
     Args:
-        held: per tensor id, before the first step. old: the bits that this rank holds then; asked only where a step
-            cannot be decoded without.
+        fingerprints: per tensor id, before the first step.
+        old: the bits that this rank holds before the first step; read only if a step cannot be decoded without them.
 
     Raises:
-        FingerprintError: a step does not follow from what is held, or from the one before. NotFoundError, DigestError,
-            FormatError, TensorMismatchError, ChainError: see ``step_changes``. UnsupportedError: a step cannot be
-            decoded with what this rank holds. All of them blame a step.
+        FingerprintError: a step does not follow from the current weights or from the step before. NotFoundError,
+            DigestError, FormatError, TensorMismatchError, ChainError: see ``step_changes``. UnsupportedError: a step
+            cannot be decoded with this rank's part of the base. All of them carry the index of the step.
     """
     fetched: list[list[Buffer]] = []
     for number, step in enumerate(steps):
-        with _blaming(number):
+        with _attribute_errors(number):
             _check_run(step.run, routes)
-            fetch = reader(step.run)
+            fetch = object_reader(step.run)
             fetched.append([fetch(ref) for ref in step.objects])
-    clock.tick("fetch")
+    timer.tick("fetch")
     parts: list[Changes] = []
     in_full: set[int] = set()
-    total = sum(held, Fingerprint())
+    total = sum(fingerprints, Fingerprint())
     for number, step in enumerate(steps):
-        with _blaming(number):
-            changes = step_changes(step, _handed_out(fetched[number]), moved(old, parts))
+        with _attribute_errors(number):
+            changes = step_changes(step, _in_order(fetched[number]), with_changes(old, parts))
             fetched[number].clear()
             total = check_step(step, total, changes)
         in_full |= {full.id for full in changes.full}
-        parts.append(local_part(changes, routes, in_full) if len(steps) > 1 else changes)
-    folded = parts[0] if len(parts) == 1 else fold(parts, routes.table)
-    clock.tick("decode")
-    return folded
+        parts.append(keep_local(changes, routes, in_full) if len(steps) > 1 else changes)
+    merged = parts[0] if len(parts) == 1 else fold(parts, routes.table)
+    timer.tick("decode")
+    return merged
 
 
-def _handed_out(objects: list[Buffer]) -> Callable[[ObjectRef], Buffer]:
+def _in_order(objects: list[Buffer]) -> Callable[[ObjectRef], Buffer]:
     waiting = iter(objects)
     return lambda ref: next(waiting)
 
 
 @contextmanager
-def _blaming(step: int) -> Iterator[None]:
+def _attribute_errors(step: int) -> Iterator[None]:
     try:
         yield
     except StoreError:
         raise
     except DeltaSyncError as error:
-        blame(error, step)
+        set_failed_step(error, step)
         raise
 
 

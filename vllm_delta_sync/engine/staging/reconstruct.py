@@ -1,4 +1,4 @@
-"""Rebuild a version's weights for an engine: from a root and steps, every one verified; the newest that can be."""
+"""``rebuild`` rebuilds the newest reachable version's weights for an engine, from a root and verified steps."""
 
 import time
 from collections.abc import Iterator
@@ -22,28 +22,29 @@ from vllm_delta_sync.tensors.state import ModelState
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def newest(run: Run, quarantined: bool = False, witness: TrustedHead | None = None) -> Manifest:
+def newest_good_manifest(run: Run, quarantined: bool = False, trusted_head: TrustedHead | None = None) -> Manifest:
     """The newest good manifest of a run.
 
     Args:
-        quarantined: whether that of a quarantined version will do. witness: refuses what contradicts what it has seen.
+        quarantined: whether a quarantined version is acceptable.
+        trusted_head: refuses what contradicts what it has seen before.
 
     Raises:
-        NotFoundError: nothing is published yet, or all of it is quarantined. ReplayError, ForkError, ExpiredError: see
+        NotFoundError: nothing is published yet, or everything is quarantined. ReplayError, ForkError, ExpiredError: see
             ``TrustedHead``. DeltaSyncError: no version is good, or the store failed.
     """
-    if witness is not None:
-        witness.recall()
+    if trusted_head is not None:
+        trusted_head.recall()
     try:
         manifest, error = run.reachable_head()
     except NotFoundError as missing:
         raise NotFoundError(
             f"run {run.info.run} at {run.bucket.url!r} has no version to load: {missing}; start its publisher first"
         ) from missing
-    if witness is not None:
-        expired = witness.expiry(run, error)
-        witness.accept(run, manifest, error, None)
-        witness.check_fresh(run, error, expired)
+    if trusted_head is not None:
+        expired = trusted_head.expiry(run, error)
+        trusted_head.accept(run, manifest, error, None)
+        trusted_head.check_fresh(run, error, expired)
     if error is not None:
         logger.error("what follows version %d cannot be used: %s", manifest.version, error)
     if manifest.quarantine is None or quarantined:
@@ -63,61 +64,61 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
     """Rebuild ``head``, or the last version before it that can be reached.
 
     Args:
-        folder: model folder given to vLLM; see ``restored``.
-        quarantined: whether a version before it that is quarantined will do.
+        folder: model folder given to vLLM; see ``restore_version``.
+        quarantined: whether an earlier version that is quarantined is acceptable.
 
     Returns:
-        the manifest of what was rebuilt, and the weights, which have its fingerprint.
+        the manifest of the rebuilt version, and its weights, whose fingerprint was checked.
 
     Raises:
-        DeltaSyncError: as ``restored``, where no version before it can be reached either.
+        DeltaSyncError: as ``restore_version``, if no earlier version can be reached either.
     """
     avoid: set[str] = set()
     first: DeltaSyncError | None = None
     target = head
     while True:
         try:
-            return target, restored(run, target, folder, avoid)
+            return target, restore_version(run, target, folder, avoid)
         except StoreError:
             raise
         except DeltaSyncError as error:
             if isinstance(error.__cause__, BaseUnavailableError):
                 raise
             first, failed = first or error, error
-        lower = _before(run, target, avoid)
-        while lower is not None and lower.quarantine is not None and not quarantined:
-            lower = None if lower.sound is None else run.manifest(lower.sound)
-        if lower is None:
+        earlier = _newest_before(run, target, avoid)
+        while earlier is not None and earlier.quarantine is not None and not quarantined:
+            earlier = None if earlier.sound is None else run.manifest(earlier.sound)
+        if earlier is None:
             raise first
-        run.verifier.check_descends(head, lower)
-        logger.error("version %d cannot be used, starting with version %d: %s", target.version, lower.version, failed)
-        target = lower
+        run.authentic.descends(head, earlier)
+        logger.error("version %d cannot be used, starting with version %d: %s", target.version, earlier.version, failed)
+        target = earlier
 
 
-def restored(run: Run, target: Manifest, folder: str, avoid: set[str] | None = None) -> ModelState:
+def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | None = None) -> ModelState:
     """Rebuild a version: O(model) memory, or disk where the model is large; see ``run.restore.restore``.
 
     Args:
-        folder: model folder given to vLLM. If it holds safetensors they are the base of a run by reference,
-            otherwise the base is looked for where the run says.
-        avoid: keys of documents known to be bad; those that turn out to be are added.
+        folder: model folder given to vLLM. If it contains safetensors, they are the base of a run by reference;
+            otherwise the base is read from where the run says.
+        avoid: keys of documents known to be bad; newly found ones are added.
 
     Raises:
-        NotFoundError: a version that is needed is not kept, or the base is not at hand.
+        NotFoundError: a version that is needed is not retained, or the base is missing.
         FingerprintError, TensorMismatchError: the base is another checkpoint, or weights are not as declared.
-        DeltaSyncError: something that is needed is damaged, or the store failed.
+        DeltaSyncError: a document or object is damaged, or the store failed.
     """
     has_weights = any((Path(folder) / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     try:
-        found = restore(run, target, folder if has_weights else None, progress=_Lines(target), avoid=avoid)
-    except BaseUnavailableError as error:
+        found = restore(run, target, folder if has_weights else None, progress=_ProgressLog(target), avoid=avoid)
+    except BaseError as error:
         raise NotFoundError(
             f"{error.message.partition('; pass base')[0]}, and the model folder {folder!r} holds no safetensors; put "
             "the original checkpoint's safetensors into the model folder, or make the recorded path readable"
         ) from error
     except (FingerprintError, TensorMismatchError) as error:
-        fact, _, mend = error.message.partition("; pass --base")
-        if not mend:
+        fact, _, remedy = error.message.partition("; pass --base")
+        if not remedy:
             raise
         raise type(error)(f"{fact}; start from a model folder with the original safetensors, or with none") from error
     logger.info(
@@ -131,25 +132,25 @@ def restored(run: Run, target: Manifest, folder: str, avoid: set[str] | None = N
     return found.state
 
 
-class _Lines:
-    """A line in the log now and then."""
+class _ProgressLog:
+    """Logs progress every ``SECONDS_BETWEEN_LINES``."""
 
     def __init__(self, target: Manifest) -> None:
         self._target = target
-        self._spoken = time.monotonic()
+        self._last_logged = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self._spoken >= SECONDS_BETWEEN_LINES:
-            self._spoken = time.monotonic()
+        if time.monotonic() - self._last_logged >= SECONDS_BETWEEN_LINES:
+            self._last_logged = time.monotonic()
             logger.info("rebuilding version %d: %.1f of %.1f MB", self._target.version, done / 1e6, total / 1e6)
 
 
-def _before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
-    """The newest version before ``target`` that a way leads to from a root that is left."""
-    planner = ReadPlanner(run, avoid)
-    planner.add_manifests(target)
-    bottoms = [item.version for item in target.breaks if item.base_version is None]
-    roots = [(version, version_key(version)) for version in (0, *bottoms)]
+def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
+    """The newest version before ``target`` that can be reached from a root that is not in ``avoid``."""
+    planner = Planner(run, avoid)
+    planner.know(target)
+    rebased_versions = [item.version for item in target.breaks if item.base_version is None]
+    roots = [(version, version_key(version)) for version in (0, *rebased_versions)]
     roots += [(version, anchor_key(version)) for version in run.anchors()]
     found: Manifest | None = None
     for version, key in sorted(roots, reverse=True):
@@ -166,8 +167,8 @@ def _before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
     return found
 
 
-def drain(run: Run, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, CPU tensor of the served dtype and shape) of all tensors; the state gives up each in turn."""
+def drain_tensors(run: Run, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (checkpoint name, CPU tensor of the served dtype and shape) of all tensors; frees each in the state."""
     from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
     for position, spec in enumerate(run.table):

@@ -1,4 +1,4 @@
-"""The runs that one rank reads from: those that its controller has read, or none."""
+"""``RunCache`` opens the runs that one rank reads from, and only those that its controller has read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from vllm_delta_sync.trust import Keyring
 
 
 class RunCache:
-    """Opens runs by URL and digest of run.json, so that nobody can change them between controller and rank.
+    """Opens runs by URL and digest of run.json, so that controller and rank cannot be shown different runs.
 
     Args:
-        trusted: public keys whose signatures count where a rank reads documents by itself.
+        trusted: public keys that a rank trusts where it reads documents itself.
         store: values of ``StoreOptions``; None: as the settings say.
-        cache: what objects are read through; None: each is fetched whenever it is needed.
+        cache: the object cache to read through; None: every read downloads.
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class RunCache:
         self._keyring = Keyring(trusted)
         self._store = None if store is None else StoreOptions(**store)
         self._cache = cache
-        self._known: dict[tuple[str, str], Run] = {}
+        self._opened: dict[tuple[str, str], Run] = {}
 
     def open(self, url: str, info: str | None = None) -> Run:
-        """The run at a URL. Args: info: digest of its run.json; None: any.
+        """Open the run at a URL. Args: info: digest of its run.json; None: any.
 
         Raises:
-            DigestError: another run is there. Else as ``open_run``.
+            DigestError: another run is there. DeltaSyncError: as ``open_run``.
         """
         try:
             run = open_run(url, self._keyring, self._store, self._cache)
         except (ChainError, TensorMismatchError, UnsupportedError) as error:
-            # Of what the controller has read these would mean that this model can never follow it.
+            # The controller refuses runs with these errors, so here they mean that the bucket shows another run.
             raise DigestError(
                 f"{url!r} shows this rank another run than its controller has read: {error.message}"
             ) from error
@@ -48,8 +48,8 @@ class RunCache:
             raise DigestError(f"run.json at {url!r} has SHA-256 {run.info.digest}, this rank's controller read {info}")
         return run
 
-    def at(self, url: str, info: str) -> Run:
-        """As ``open``, but each run only once."""
-        if (url, info) not in self._known:
-            self._known[url, info] = self.open(url, info)
-        return self._known[url, info]
+    def open_cached(self, url: str, info: str) -> Run:
+        """As ``open``, but opens each run only once."""
+        if (url, info) not in self._opened:
+            self._opened[url, info] = self.open(url, info)
+        return self._opened[url, info]

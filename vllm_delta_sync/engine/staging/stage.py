@@ -1,56 +1,66 @@
-"""Stage one commit on one rank: steps folded and routed, an anchor, or a rebuild."""
+"""``stage_update`` stages one commit on one rank: merged steps, an anchor, or a rebuild. It writes no weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.engine.model.patch import StagedPatch, stage
-from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.engine.model.patch import DensePatch, StagedPatch, region_view, route_changes
+from vllm_delta_sync.engine.model.regions import split_regions
+from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, Route, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps, reader
-from vllm_delta_sync.engine.staging.stage_full import stage_anchor, stage_rebuilt
-from vllm_delta_sync.errors import ChainError, FingerprintError
-from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, object_reader, read_steps
+from vllm_delta_sync.engine.staging.reconstruct import restore_version
+from vllm_delta_sync.errors import ChainError, FingerprintError, FormatError
+from vllm_delta_sync.format.documents import Anchor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.safetensors_file import Buffer
+from vllm_delta_sync.run.checks import read_shard
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
-def stage_leg(
-    leg: UpdatePlan,
+def stage_update(
+    plan: UpdatePlan,
     run: Run,
     routes: RouteMap,
-    held: list[Fingerprint],
+    fingerprints: list[Fingerprint],
     folder: str,
-    clock: PhaseTimer,
-    moves: Callable[[], object],
+    timer: PhaseTimer,
+    weights_stamp: Callable[[], object],
 ) -> StagedPatch:
-    """Everything that a rank writes for one commit; nothing is written yet.
+    """Build the patch with everything that a rank writes for one commit.
 
     Args:
-        run: the one followed. held: per tensor id, the fingerprint before the commit. folder: see ``stage_rebuilt``.
-        moves: see ``LiveBaseReader``.
+        run: the run followed.
+        fingerprints: per tensor id, before the commit.
+        folder: see ``stage_rebuilt``.
+        weights_stamp: see ``LiveBaseReader``.
 
     Raises:
-        ChainError: the target is of another run. FingerprintError: the weights held are not what it was made against.
-        Else as ``read_steps``, ``stage``, ``stage_anchor`` and ``stage_rebuilt``.
+        ChainError: the target is of another run. FingerprintError: the current weights are not those it was made
+        against. Also what ``read_steps``, ``route_changes``, ``stage_anchor`` and ``stage_rebuilt`` raise.
     """
-    target = leg.target
+    target = plan.target
     if target.run != run.info.run:
         raise ChainError(f"version {target.version} is of run {target.run}, this rank follows {run.info.run}")
-    if leg.steps:
-        changes = read_steps(leg.steps, held, routes, clock, LiveBaseReader(routes, moves))
-        patch = stage(target.version, changes, routes, held)
-    elif leg.rebuild:
-        # Read, decoded and applied piece by piece, wherever it comes from.
+    if plan.steps:
+        changes = read_steps(plan.steps, fingerprints, routes, timer, LiveBaseReader(routes, weights_stamp))
+        patch = route_changes(target.version, changes, routes, fingerprints)
+    elif plan.rebuild:
+        # A rebuild reads and decodes piece by piece, so all of its time counts as ``fetch``.
         patch = stage_rebuilt(run, target, folder, routes)
-        clock.tick("fetch")
-        clock.tick("decode")
+        timer.tick("fetch")
+        timer.tick("decode")
     else:
-        patch = stage_anchor(leg.anchor or target, clock.fetching(reader(run), "decode"), routes)
-        clock.tick("decode")
+        patch = stage_anchor(plan.anchor or target, timer.fetching(object_reader(run), "decode"), routes)
+        timer.tick("decode")
     _check_total(target, patch)
-    if routes.derived is not None:
-        routes.derived.add_to(patch, routes, everything=not leg.steps)
-    clock.tick("route")
+    if routes.reload_units is not None:
+        routes.reload_units.add_outputs_to(patch, routes, everything=not plan.steps)
+    timer.tick("route")
     return patch
 
 
@@ -59,5 +69,74 @@ def _check_total(target: Manifest, patch: StagedPatch) -> None:
     if total != target.model_fingerprint:
         raise FingerprintError(
             f"version {target.version} would lead to fingerprint {total.hex()}, its manifest says "
-            f"{target.fingerprint}: the weights held are not those it was made against"
+            f"{target.fingerprint}: the current weights are not those it was made against"
         )
+
+
+def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffer], routes: RouteMap) -> StagedPatch:
+    """A patch that turns any weights of a rank into an anchor's version. Memory: one shard and the patch.
+
+    Raises:
+        FormatError: a tensor is missing or carried twice. FingerprintError: a tensor is not as declared.
+        NotFoundError, DigestError, TensorMismatchError: an object is missing or damaged.
+    """
+    found: dict[int, Fingerprint] = {}
+    dense: list[DensePatch] = []
+    declared = document.tensor_fingerprints or {}
+    for ref in document.objects:
+        for name, bits in read_shard(fetch(ref), routes.table, ref.key):
+            tensor = routes.table.index(name)
+            if tensor in found:
+                raise FormatError(f"{ref.key}: tensor {name!r} is carried twice")
+            found[tensor] = fingerprint_tensor(name, bits)
+            if found[tensor].hex() != declared.get(name):
+                raise FingerprintError(
+                    f"anchor of version {document.version}: tensor {name!r} has fingerprint {found[tensor].hex()}, it "
+                    f"says {declared.get(name)}"
+                )
+            dense += _dense_patches(tensor, bits, routes)
+    absent = next((spec.name for tensor, spec in enumerate(routes.table) if tensor not in found), None)
+    if absent is not None:
+        raise FormatError(f"anchor of version {document.version} lacks tensor {absent!r}")
+    fingerprints = [found[tensor] for tensor in range(len(routes.table))]
+    return StagedPatch(document.version, [], Fingerprint(), dense, fingerprints)
+
+
+def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> StagedPatch:
+    """A patch that turns any weights of a rank into the target version. O(model) memory, or disk.
+
+    Args:
+        folder: model folder that vLLM was started with; see ``restore_version``.
+
+    Raises:
+        DeltaSyncError: as ``restore_version``.
+    """
+    state = restore_version(run, target, folder)
+    dense = [patch for tensor, bits in enumerate(state.bits) for patch in _dense_patches(tensor, bits, routes)]
+    return StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
+
+
+def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DensePatch]:
+    parts = [
+        part for route in routes.routes[tensor] if (part := _exchange_if_different(bits, route, routes)) is not None
+    ]
+    return [DensePatch(tensor, parts)] if parts else []
+
+
+def _exchange_if_different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch.Tensor] | None:
+    # torch warns about read-only memory, although nothing is written to it: the patch is a copy.
+    whole = bits if bits.flags.writeable else bits.copy()
+    flat = torch.from_numpy(whole.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
+    if _model_has(flat, route, routes):
+        return None
+    return route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format)
+
+
+def _model_has(flat: torch.Tensor, route: Route, routes: RouteMap) -> bool:
+    """Whether the model, through a route, holds the same bits as a flat (numel,) tensor in host memory."""
+    live = routes.destinations[route.destination].flat
+    for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
+        with routes.memory.reading():
+            if not torch.equal(region_view(flat, source), region_view(live, target).to(flat.device)):
+                return False
+    return True

@@ -1,8 +1,8 @@
-"""The worker extension: what ``collective_rpc`` reaches in every worker process.
+"""``WorkerExtension`` receives ``collective_rpc`` calls in every worker process and passes them to ``RankWorker``.
 
-vLLM mixes this class into its worker and refuses attribute names that the worker has, so everything is prefixed
-``delta_sync_`` and all state sits in one object. Methods return plain data, errors included: an exception would end
-the worker under some executors.
+vLLM mixes this class into its worker and refuses attribute names that the worker has, so all names begin with
+``delta_sync_`` and all state is in one object. Methods return plain data, errors included: an exception would end the
+worker under some executors.
 """
 
 import threading
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 CONTACT_SECONDS = 300.0
-"""How long a worker waits to hear from a controller before it says, again and again, that none has come."""
+"""How long a worker waits for its controller before each warning that none has called."""
 
 
 class WorkerExtension:
@@ -25,7 +25,7 @@ class WorkerExtension:
     delta_sync_receiver: "RankWorker | None" = None
 
     def delta_sync_call(self, method: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
-        """Run one of METHODS on this rank's receiver; the answer carries the call's number as ``call``."""
+        """Run one of METHODS on this rank's ``RankWorker``; the answer carries the call's number as ``call``."""
         contacted.set()
         try:
             answer = self._delta_sync_dispatch(method, arguments)
@@ -37,7 +37,7 @@ class WorkerExtension:
         return {**answer, "call": number}
 
     def _delta_sync_dispatch(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        # Imported late: numba must not be loaded before vLLM has initialized its worker.
+        # Imported here: numba must not be loaded before vLLM has initialized its worker.
         from vllm_delta_sync.engine.compat import patches, write_hooks
         from vllm_delta_sync.engine.model import load_record
         from vllm_delta_sync.engine.worker.rank_worker import RankWorker
@@ -46,8 +46,8 @@ class WorkerExtension:
             model = self.get_model()  # type: ignore[attr-defined]
             folder = self.model_config.model  # type: ignore[attr-defined]
             self.delta_sync_receiver = RankWorker(model, self.rank, folder)  # type: ignore[attr-defined]
-            write_hooks.watch(self, model, self.delta_sync_receiver)
-            record = load_record.record_of(model)
+            write_hooks.watch_writes(self, model, self.delta_sync_receiver)
+            record = load_record.load_record_of(model)
             if record is not None and record.changed:
                 patches.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
         if method not in METHODS:
@@ -56,13 +56,13 @@ class WorkerExtension:
         return answer
 
 
-METHODS = ("start", "poll", "outcome", "adopt", "commit", "revert", "trim", "describe", "trust")
-"""What a controller may call on a rank."""
+METHODS = ("start", "poll", "outcome", "set_version", "commit", "revert", "confirm", "describe", "clear_external_write")
+"""The methods of ``RankWorker`` that a controller may call."""
 contacted = threading.Event()
 
 
 def watch_for_controller() -> None:
-    """Complain in the log, every CONTACT_SECONDS, until a controller has called."""
+    """Log a warning every CONTACT_SECONDS until a controller has called."""
 
     def watch() -> None:
         while not contacted.wait(CONTACT_SECONDS):

@@ -1,21 +1,23 @@
-"""One rank's receiver: gathers what its model holds, stages versions beside generation, commits and goes back.
+"""``RankWorker`` identifies one rank's weights, stages versions beside generation, commits and reverts.
 
-Runs inside a worker process. Long operations run in one background thread that is started and polled, because a
-long remote call would block the engine; everything else is short and runs on the caller's thread. ``commit`` and
-``revert`` ask for a paused engine.
+It runs inside a worker process. Long operations run in one background thread that is started and polled, because a
+long remote call would block the engine; all other calls are short and run on the caller's thread. ``commit`` and
+``revert`` need a paused engine.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.merge import warm_up
-from vllm_delta_sync.engine.commit import apply as commits
-from vllm_delta_sync.engine.commit.interrupts import postponed
-from vllm_delta_sync.engine.commit.transaction import Answer, as_ours
+from vllm_delta_sync.engine.commit import apply
+from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
+from vllm_delta_sync.engine.commit.transaction import Answer, error_answer, wrap_error
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import StagedPatch
@@ -25,11 +27,11 @@ from vllm_delta_sync.engine.model.shard_ownership import region_to_plain
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_use
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_usage
 from vllm_delta_sync.engine.staging.run_cache import RunCache
-from vllm_delta_sync.engine.staging.stage import stage_leg
-from vllm_delta_sync.engine.worker.background import Background
+from vllm_delta_sync.engine.staging.stage import stage_update
 from vllm_delta_sync.errors import (
+    BusyError,
     ChainError,
     DeltaSyncError,
     EngineError,
@@ -40,18 +42,63 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 
 
+class Background:
+    """Runs one operation at a time in a thread, and keeps the outcome of the last one.
+
+    Args:
+        context: entered in the thread around each operation.
+    """
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._context = context
+        self._thread: threading.Thread | None = None
+        self._outcome: Answer = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, name: str, operation: Callable[..., Answer], arguments: Answer) -> None:
+        """Start an operation. Raises BusyError: another one is still running."""
+        if self.is_busy:
+            raise BusyError(f"operation {name!r} must wait: another one is running")
+        self._outcome = {}
+        self._thread = threading.Thread(
+            target=self._run, args=(operation, arguments), name="delta-sync-stage", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, operation: Callable[..., Answer], arguments: Answer) -> None:
+        try:
+            with self._context():
+                self._outcome = operation(**arguments)
+        except DeltaSyncError as error:
+            self._outcome = error_answer(error)
+        except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must receive it
+            self._outcome = error_answer(wrap_error(error))
+
+    def outcome(self) -> Answer:
+        """The last operation's answer or error. Raises BusyError: it is still running."""
+        if self.is_busy:
+            raise BusyError("the operation has no outcome yet: it is still running")
+        return self._outcome
+
+
 class RankWorker:
     """State of one rank.
 
     Attributes:
-        index: of this rank among those that one call reaches. folder: what vLLM loaded the model from.
+        index: position of this rank among the ranks that one call reaches.
+        folder: what vLLM loaded the model from.
         routes: None until traced.
-        fingerprints: per tensor id of the run: what the whole tensor has, over all ranks, at the version held.
-        version: the version held; None until proven.
+        fingerprints: per tensor id of the run: fingerprint of the whole tensor, over all ranks, at ``version``.
+        version: the version of the weights; None if unknown, or if they are no version of the run followed.
         confirmed: False from a commit until the controller has found it right on all ranks.
         intact: False once a commit could neither be finished nor taken back.
-        touched: who else wrote, or may have written, weights since they were last proven; None if nobody.
-        touches: how often that happened. memory: of the weights, and who may touch it when.
+        external_writer: name of the last call from outside that wrote, or may have written, weights since the
+            controller last checked them; None if there was none.
+        external_writes: number of such calls.
+        memory: decides which thread may access the weights when.
     """
 
     def __init__(
@@ -66,29 +113,29 @@ class RankWorker:
         self.version: int | None = None
         self.intact = True
         self.confirmed = True
-        self.touched: str | None = None
-        self.touches = 0
-        self.memory = WeightMemory.of(model) if memory is None else memory
-        self._noted: Answer | None = None
+        self.external_writer: str | None = None
+        self.external_writes = 0
+        self.memory = WeightMemory.for_model(model) if memory is None else memory
+        self._claimed: Answer | None = None
         self._runs = RunCache()
         self._staged: StagedPatch | None = None
-        self._log = UndoLog()
-        self._staged_at = self._moves()
-        self._background = Background(self.memory.background)
+        self._undo_log = UndoLog()
+        self._staged_stamp = self._weights_stamp()
+        self._background = Background(self.memory.background_thread)
 
     @property
     def asleep(self) -> bool:
-        """True while weights are not in memory."""
+        """True while the weights are not in memory."""
         return self.memory.asleep
 
     def start(self, operation: str, arguments: Answer) -> Answer:
-        """Begin ``prove``, ``stage``, ``repair`` or ``scan`` in the background.
+        """Start ``identify``, ``stage``, ``repair`` or ``scan`` in the background.
 
         Raises:
-            BusyError: an operation is still running. EngineError: there is no such operation.
+            BusyError: an operation is still running. EngineError: the operation is unknown.
         """
         operations: dict[str, Callable[..., Answer]] = {
-            "prove": self.prove,
+            "identify": self.identify,
             "stage": self.stage,
             "repair": self.repair,
             "scan": self.scan,
@@ -99,14 +146,14 @@ class RankWorker:
         return {}
 
     def poll(self) -> Answer:
-        """{"running": whether the operation started last still is}."""
+        """{"running": whether the last operation started is still running}."""
         return {"running": self._background.is_busy}
 
     def outcome(self) -> Answer:
-        """What the operation started last answered, or its error. It may be megabytes, so it is no part of ``poll``."""
+        """The last operation's answer or error. It may be megabytes, so it is not part of ``poll``."""
         return self._background.outcome()
 
-    def prove(
+    def identify(
         self,
         url: str,
         cache_dir: str | None = None,
@@ -115,118 +162,124 @@ class RankWorker:
         trusted: Sequence[str] = (),
         store: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Trace routes, and gather every tensor through them.
+        """Trace routes, and fingerprint every tensor through them.
 
         Args:
             info, trusted, store: see ``RunCache``.
 
         Returns:
-            per tensor id the source regions of this rank's routes and the fingerprint of each; and what is known of
-            the weights: {"run", "url", "version", "fingerprints"} or None.
+            per tensor id, the source regions of this rank's routes and the fingerprint of each; and as "claimed" the
+            version that the weights should be: {"run", "url", "version", "fingerprints"}, or None if unknown.
         """
         began = time.perf_counter()
-        self._awake()
+        self._check_awake()
         runs = RunCache(trusted, store, None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes))
         run = runs.open(url, info)
-        noted = self._note()
-        shadows = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
-        routes = trace_routes(self.model, run.table, shadows, self.memory)
-        # Tracing went through the model's loader, which counts as somebody writing. From here on it is somebody else.
-        self.touched = None
+        claimed = self._claimed_version()
+        load_time_bits = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
+        routes = trace_routes(self.model, run.table, load_time_bits, self.memory)
+        # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
+        self.external_writer = None
         traced = time.perf_counter()
-        measured = [[value.hex() for value in routes.fingerprints(position)] for position in range(len(run.table))]
-        commits.warm_up({spec.element for spec in run.table})
+        measured = [
+            [value.hex() for value in routes.fingerprint_routes(position)] for position in range(len(run.table))
+        ]
+        apply.compile_kernels({spec.element for spec in run.table})
         warm_up({spec.element for spec in run.table})
         self.run, self.routes, self._runs = run, routes, runs
         self.version, self.fingerprints, self._staged = None, [], None
-        self._log.clear()
-        # Not forgotten before the controller has made use of it.
-        self._noted = noted
+        self._undo_log.clear()
+        reloaded = [] if routes.reload_units is None else routes.reload_units.tensors
+        # Kept until the controller has used it.
+        self._claimed = claimed
         return {
             "regions": [[region_to_plain(route.source) for route in of_tensor] for of_tensor in routes.routes],
             "measured": measured,
-            "noted": noted,
+            "claimed": claimed,
             "unloaded": routes.unloaded,
-            "derived": [] if routes.derived is None else [run.table[tensor].name for tensor in routes.derived.tensors],
+            "derived": [run.table[tensor].name for tensor in reloaded],
             "ms": {"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         }
 
-    def _note(self) -> Answer | None:
-        """What this rank held when last asked, or what it was loaded with."""
-        if self._noted is not None and self.version is None:
-            return self._noted
+    def _claimed_version(self) -> Answer | None:
+        """The version that this rank last had, or that it was loaded with; None if unknown."""
+        if self._claimed is not None and self.version is None:
+            return self._claimed
         if self.run is not None and self.version is not None:
-            held = [value.hex() for value in self.fingerprints]
-            return _noted(self.run.info.run, self.run.bucket.url, self.version, held)
+            current = [value.hex() for value in self.fingerprints]
+            return _claim(self.run.info.run, self.run.bucket.url, self.version, current)
         loaded = getattr(self.model, "delta_sync_loaded", None)
         if loaded is None:
             return None
-        return _noted(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
+        return _claim(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
 
-    def adopt(
+    def set_version(
         self,
         version: int | None,
         fingerprints: list[str],
         groups: list[list[list[int]]],
         loaded: list[bool],
-        note: Answer | None = None,
+        claimed: Answer | None = None,
     ) -> Answer:
-        """Take over what the controller found out about all ranks together.
+        """Store what the controller found out about all ranks together.
 
         Args:
-            version: what they hold; None: weights that are no version of the run followed.
+            version: the version of the weights; None: no version of the run followed.
             fingerprints, loaded: per tensor id. groups: per rank, per tensor id, per route.
-            note: what they are instead, to be said again to whoever asks: {"run", "url", "version"}.
+            claimed: if ``version`` is None, what the weights are instead, for a later ``identify``: {"run", "url",
+                "version"}.
         """
-        _, routes = self._proven()
+        _, routes = self._require_routes()
         routes.groups, routes.loaded = groups[self.index], loaded
         self.fingerprints = [Fingerprint.from_hex(value) for value in fingerprints]
         self.version, self.confirmed = version, True
-        self._noted = None if note is None else {**note, "fingerprints": fingerprints}
+        self._claimed = None if claimed is None else {**claimed, "fingerprints": fingerprints}
         return {}
 
-    def stage(self, leg: Answer, held: int | None, rescan: list[int], keys: int = 0) -> Answer:
-        """Fetch, verify, decode, fold and route what one commit takes; nothing is written to the model.
+    def stage(self, plan: Answer, current: int | None, rescan: list[int], keys: int = 0) -> Answer:
+        """Fetch, verify, decode, merge and route the objects of one commit. Writes nothing to the model.
 
         Args:
-            leg: see ``UpdatePlan.to_plain``. held: the version that the controller takes this rank to hold.
-            rescan: tensor ids to gather and hash, as ``scan`` does. keys: see ``Ranks``.
+            plan: see ``UpdatePlan.to_plain``.
+            current: the version that the controller expects on this rank.
+            rescan: tensor ids to rescan, as ``scan`` does.
+            keys: see ``RankGroup``.
         """
-        run, routes = self._ready()
+        run, routes = self._require_unchanged()
         self._staged = None
-        taken = UpdatePlan.from_plain(leg, self._run_at)
-        if held != self.version:
-            raise ChainError(f"version {taken.target.version} is to follow version {held}; here is {self.version}")
-        if taken.rebuild:
-            run.verifier.refresh(keys)
-        clock = PhaseTimer()
-        began = self._moves()
-        patch = stage_leg(taken, run, routes, self.fingerprints, self.folder, clock, self._moves)
-        scanned = self._gather(routes, rescan)
-        clock.tick("rescan")
-        self._staged, self._staged_at = patch, began
-        return self._staged_answer(patch, clock.ms, scanned)
+        update = UpdatePlan.from_plain(plan, self._open_run)
+        if current != self.version:
+            raise ChainError(f"version {update.target.version} is to follow version {current}; here is {self.version}")
+        if update.rebuild:
+            run.authentic.refresh(keys)
+        timer = PhaseTimer()
+        stamp = self._weights_stamp()
+        patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
+        scanned = self._rescan(routes, rescan)
+        timer.tick("rescan")
+        self._staged, self._staged_stamp = patch, stamp
+        return self._staged_answer(patch, timer.ms, scanned)
 
     def repair(self, manifest: str, keys: int = 0) -> Answer:
-        """Stage whatever makes this rank's weights a version again, whoever changed them.
+        """Stage a version from any state of the weights, even after external writes.
 
         Returns:
-            as ``stage``; nothing is declared, so the weights must be scanned after the commit.
+            as ``stage``; no change is declared, so the weights must be scanned after the commit.
         """
-        run, routes = self._proven()
-        self._awake()
+        run, routes = self._require_routes()
+        self._check_awake()
         routes.check_live()
         run.verifier.refresh(keys)
         target = Manifest.from_bytes(manifest.encode())
-        # What is held is no version, no commit leads back to one, and none is waiting to be confirmed.
-        self.version, self.confirmed, self.touched, self._staged = None, True, None, None
-        self._log.clear()
-        clock = PhaseTimer()
+        # From here the weights are no version: no commit returns to them, and none waits to be confirmed.
+        self.version, self.confirmed, self.external_writer, self._staged = None, True, None, None
+        self._undo_log.clear()
+        timer = PhaseTimer()
         rebuilt = UpdatePlan(target, rebuild=True)
-        began = self._moves()
-        self._staged = stage_leg(rebuilt, run, routes, self.fingerprints, self.folder, clock, self._moves)
-        self._staged_at = began
-        return self._staged_answer(self._staged, clock.ms, self._gather(routes, []))
+        stamp = self._weights_stamp()
+        self._staged = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
+        self._staged_stamp = stamp
+        return self._staged_answer(self._staged, timer.ms, self._rescan(routes, []))
 
     def _staged_answer(self, patch: StagedPatch, ms: dict[str, float], scanned: Answer) -> Answer:
         declared = patch.declared.hex()
@@ -236,36 +289,36 @@ class RankWorker:
             "bytes": patch.nbytes,
             "elements": patch.elements,
             "ms": ms,
-            "store": store_use(),
+            "store": store_usage(),
             **scanned,
         }
 
-    def _run_at(self, where: tuple[str, str] | None) -> Run:
-        """The run followed, or another one by its URL and the digest of run.json."""
-        return self._proven()[0] if where is None else self._runs.at(*where)
+    def _open_run(self, where: tuple[str, str] | None) -> Run:
+        """The run followed (None), or another run by its URL and the digest of its run.json."""
+        return self._require_routes()[0] if where is None else self._runs.open_cached(*where)
 
     def commit(self, version: int) -> Answer:
         """Apply the staged version in place. The engine must be paused.
 
         Returns:
-            {"measured": change of fingerprint per group of ranks, "ms"}. If it is wrong, ``revert``.
+            {"measured": change of fingerprint per group of ranks, "ms"}. If it is wrong, call ``revert``.
         """
-        _, routes = self._ready()
+        _, routes = self._require_unchanged()
         patch = self._staged
-        if patch is None or patch.version != version or self._staged_at != self._moves():
+        if patch is None or patch.version != version or self._staged_stamp != self._weights_stamp():
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
         began = time.perf_counter()
-        with postponed():
+        with postpone_interrupts():
             try:
-                measured = commits.commit(patch, routes)
+                measured = apply.apply_patch(patch, routes)
             except BaseException as error:
-                self._lost_or_ours(error)
+                self._mark_lost_or_wrap(error)
                 raise
             finally:
-                # Also if something failed right after it: what is held must be known.
+                # Also after a failure: the version of the weights must be known.
                 if patch.applied:
                     self.confirmed = False
-                    self._log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
+                    self._undo_log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
                     self._staged = None
                     self.fingerprints, self.version = patch.fingerprints, version
         return {
@@ -274,136 +327,137 @@ class RankWorker:
         }
 
     def revert(self, version: int | None) -> Answer:
-        """Go back to a version, commit by commit, or forward again to one just left. The engine must be paused.
+        """Return to an older version, commit by commit, or go forward again. The engine must be paused.
 
-        Nothing happens if the version is held already.
-
-        If a step fails, the steps before it stay done: what is held then is a version, see ``describe``.
+        Does nothing if the rank has the version already. If a step fails, the steps before it stay done, and the
+        weights are the version that ``describe`` reports.
 
         Raises:
-            EngineError: the undo log does not reach there. FingerprintError: the weights are not what the commits left
-            behind; they, and what this rank holds, are as before the call.
+            EngineError: the undo log does not reach the version. FingerprintError: the weights are not those that the
+            commits left; weights and version are as before the call.
         """
-        _, routes = self._proven()
-        self._awake()
+        _, routes = self._require_routes()
+        self._check_awake()
         if version == self.version:
             return {"version": version}
-        path = self._log.path(version, self.version)
-        walked: list[UndoEntry] = []
-        with postponed():
+        path = self._undo_log.path(version, self.version)
+        applied: list[UndoEntry] = []
+        with postpone_interrupts():
             for step in path.steps:
-                matched = self._walk(step, routes, path.backwards)
-                walked.append(step)
+                matched = self._apply_logged(step, routes, path.reverse)
+                applied.append(step)
                 if not matched:
                     try:
-                        for again in reversed(walked):
-                            self._walk(again, routes, not path.backwards)
-                    except BaseException:  # whatever stops it, the weights are no version, and not what they were
+                        for entry in reversed(applied):
+                            self._apply_logged(entry, routes, not path.reverse)
+                    except BaseException:  # after any failure here the weights are no version
                         self.intact = False
                         raise
                     raise FingerprintError(
-                        f"going to version {version} did not change the weights as declared: they were changed from "
-                        "outside"
+                        f"reverting to version {version} did not change the weights as declared: they were "
+                        "changed from outside"
                     )
             self.confirmed, self._staged = True, None
         return {"version": self.version}
 
-    def _walk(self, step: UndoEntry, routes: RouteMap, backwards: bool) -> bool:
-        """One commit of the log, back or again; whether it measured what it must."""
+    def _apply_logged(self, step: UndoEntry, routes: RouteMap, reverse: bool) -> bool:
+        """Take back one commit of the log, or apply it again. Returns whether it measured the expected change."""
         try:
-            measured = commits.commit(step.patch, routes, backwards)
+            measured = apply.apply_patch(step.patch, routes, reverse)
         except BaseException as error:
-            self._lost_or_ours(error)
+            self._mark_lost_or_wrap(error)
             raise
         finally:
-            # Also if something failed right after it: what is held must be known.
-            if step.patch.applied != backwards:
-                self._log.walk(backwards)
-                self.fingerprints = step.fingerprints if backwards else step.patch.fingerprints
-                self.version = step.version if backwards else step.patch.version
-        return measured == step.expected(backwards)
+            # Also after a failure: the version of the weights must be known.
+            if step.patch.applied != reverse:
+                self._undo_log.record_step(reverse)
+                self.fingerprints = step.fingerprints if reverse else step.patch.fingerprints
+                self.version = step.version if reverse else step.patch.version
+        return measured == step.expected(reverse)
 
-    def trim(self, undo_bytes: int) -> Answer:
-        """The last commit was right on all ranks, and generation goes on: keep the undo log within its bound, and drop
-        what a way back within the same pause needed on the device."""
+    def confirm(self, undo_bytes: int) -> Answer:
+        """Confirm the last commit, which was right on all ranks: trim the undo log, and drop device copies that only a
+        revert within the same pause needs. Returns ``describe``."""
         self.confirmed = True
-        self._log.confirm()
+        self._undo_log.confirm()
         if self.version is not None:
-            self._noted = None
-        self._log.trim(undo_bytes)
+            self._claimed = None
+        self._undo_log.trim(undo_bytes)
         return self.describe()
 
-    def _lost_or_ours(self, error: BaseException) -> None:
+    def _mark_lost_or_wrap(self, error: BaseException) -> None:
         if isinstance(error, WeightsLostError):
             self.intact = False
         elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
-            raise as_ours(error) from error
+            raise wrap_error(error) from error
 
     def describe(self) -> Answer:
-        """What this rank holds, whether it can tell, which versions it can go back to (newest first), and who else
-        touched the weights."""
+        """The rank's version, whether that is certain, the versions that it can revert to (newest first), and external
+        writes."""
         return {
             "version": self.version,
             "intact": self.intact,
             "confirmed": self.confirmed,
-            "undo": self._log.versions,
-            "undo_bytes": self._log.nbytes,
-            "touched": self.touched,
-            "touches": self.touches,
+            "undo": self._undo_log.versions,
+            "undo_bytes": self._undo_log.nbytes,
+            "external_writer": self.external_writer,
+            "external_writes": self.external_writes,
             "asleep": self.asleep,
         }
 
-    def trust(self, touches: list[int]) -> Answer:
-        """Whoever touched the weights left them as they were: the controller has rescanned them.
+    def clear_external_write(self, external_writes: list[int]) -> Answer:
+        """Forget external writes: the controller has rescanned the weights and found them unchanged.
 
         Args:
-            touches: per rank, how many it knew of. Whoever came after is not trusted yet.
+            external_writes: per rank, the number known when the rescan began. A newer write is not cleared.
         """
-        if touches[self.index] == self.touches:
-            self.touched = None
+        if external_writes[self.index] == self.external_writes:
+            self.external_writer = None
         return {}
 
-    def touch(self, who: str) -> None:
-        """Somebody else writes weights, or may."""
-        self.touched, self.touches = who, self.touches + 1
+    def note_external_write(self, writer: str) -> None:
+        """Record that a call from outside writes weights, or may."""
+        self.external_writer, self.external_writes = writer, self.external_writes + 1
 
     def scan(self, tensors: list[int]) -> Answer:
-        """Gather and hash tensors again: {"measured": {tensor id: fingerprint per route}, "held": {tensor id: what
-        the whole tensor should have}, "dead": names of those the model does not compute with any more}."""
-        _, routes = self._proven()
-        self._awake()
-        return {"version": self.version, **self._gather(routes, tensors)}
+        """Rescan tensors: {"measured": {tensor id: fingerprint per route}, "expected": {tensor id: fingerprint of the
+        whole tensor}, "dead": names of tensors whose memory the model no longer uses}."""
+        _, routes = self._require_routes()
+        self._check_awake()
+        return {"version": self.version, **self._rescan(routes, tensors)}
 
-    def _gather(self, routes: RouteMap, tensors: list[int]) -> Answer:
+    def _rescan(self, routes: RouteMap, tensors: list[int]) -> Answer:
         return {
-            "measured": {tensor: [value.hex() for value in found] for tensor, found in routes.measured(tensors)},
-            "held": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
+            "measured": {tensor: [value.hex() for value in found] for tensor, found in routes.measure(tensors)},
+            "expected": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
             "dead": [routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
         }
 
-    def _moves(self) -> tuple[int, int, bool]:
-        """Something else once weights may have been written, or are gone: then what was staged fits others."""
-        return self.touches, self._log.moves, self.asleep
+    def _weights_stamp(self) -> tuple[int, int, bool]:
+        """A value that changes when weights may have been written, or are not in memory; staged patches then expire."""
+        return self.external_writes, self._undo_log.writes, self.asleep
 
-    def _ready(self) -> tuple[Run, RouteMap]:
-        """Proven, and nobody else has written since."""
-        run, routes = self._proven()
-        self._awake()
-        if self.touched is not None:
-            raise EngineError(f"weights may have been changed from outside ({self.touched}); they are checked first")
+    def _require_unchanged(self) -> tuple[Run, RouteMap]:
+        """The run and routes. Raises EngineError if a call from outside may have written weights."""
+        run, routes = self._require_routes()
+        self._check_awake()
+        if self.external_writer is not None:
+            raise EngineError(
+                f"weights may have been changed from outside ({self.external_writer}); they must be rescanned first"
+            )
         routes.check_live()
         return run, routes
 
-    def _proven(self) -> tuple[Run, RouteMap]:
+    def _require_routes(self) -> tuple[Run, RouteMap]:
         if not self.intact:
-            raise WeightsLostError("this rank cannot tell what its weights are; start the server again")
+            raise WeightsLostError("this rank's weights are unknown; start the server again")
         if self.run is None or self.routes is None:
-            raise EngineError("this rank has not proven its routes yet")
+            raise EngineError("this rank has not traced its routes yet")
         return self.run, self.routes
 
-    def _awake(self) -> None:
+    def _check_awake(self) -> None:
         self.memory.check_awake()
 
 
-def _noted(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
+def _claim(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
     return {"run": run, "url": url, "version": version, "fingerprints": fingerprints}

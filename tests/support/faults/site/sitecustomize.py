@@ -26,8 +26,8 @@ POINTS = {
     "controller.after_pause": ("vllm_delta_sync.engine.core.ports", "ServerEnginePort.pause", "after"),
     "controller.after_commit": ("vllm_delta_sync.engine.commit.transaction", "Transaction.commit", "after"),
     "rank.in_stage": ("vllm_delta_sync.engine.worker.rank_worker", "RankWorker.stage", "before"),
-    "rank.before_scatter": ("vllm_delta_sync.engine.commit.apply", "commit", "before"),
-    "rank.after_scatter": ("vllm_delta_sync.engine.commit.apply", "commit", "after"),
+    "rank.before_scatter": ("vllm_delta_sync.engine.commit.apply", "apply_patch", "before"),
+    "rank.after_scatter": ("vllm_delta_sync.engine.commit.apply", "apply_patch", "after"),
 }
 
 
