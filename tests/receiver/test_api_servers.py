@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.services import WAIT, wait_until
 from tests.support.world import World
-from vllm_delta_sync.engine.api import api_server_group as meeting
+from vllm_delta_sync.engine.api import api_servers as meeting
 from vllm_delta_sync.errors import EngineError
 
 

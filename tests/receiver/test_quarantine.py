@@ -17,7 +17,7 @@ from trainer_side import Gate, Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli import run as run_command
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.api.offline import OfflineSync
+from vllm_delta_sync.engine.api.embedded import OfflineSync
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, SettingsError

@@ -18,7 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.utils.async_utils import merge_async_iterators
 
 from vllm_delta_sync.engine.observe import metrics, spans
-from vllm_delta_sync.engine.observe.span_stream import amended
+from vllm_delta_sync.engine.observe.spans import amended
 
 DONE = "data: [DONE]\n\n"
 

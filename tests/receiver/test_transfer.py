@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tests.support.services import WAIT, Site
 from tests.support.world import World
 from vllm_delta_sync.engine.api import weight_transfer
-from vllm_delta_sync.engine.api.offline import OfflineSync, attach
+from vllm_delta_sync.engine.api.embedded import OfflineSync, attach
 from vllm_delta_sync.engine.api.weight_transfer import OverdueError
 from vllm_delta_sync.engine.commit.transaction import DrainError
 from vllm_delta_sync.engine.compat import write_hooks

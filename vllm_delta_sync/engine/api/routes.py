@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_delta_sync.engine.api import route_target
 from vllm_delta_sync.engine.api.access import Answer, CrowdedError, GuardedRoute, refusal
 from vllm_delta_sync.engine.api.admission import VERSIONED_PATHS as VERSIONED_PATHS
 from vllm_delta_sync.engine.api.admission import Admission
@@ -17,7 +16,7 @@ from vllm_delta_sync.engine.api.version_waiters import VersionWaiters
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import BusyError
 from vllm_delta_sync.format.limits import MAX_VERSION
-from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.settings import TARGET, Settings
 
 LONGEST_WAIT_SECONDS = 3600.0
 
@@ -46,6 +45,22 @@ class RollbackRequest(BaseModel):
     version: Annotated[
         int, Field(ge=0, le=MAX_VERSION, description="Version to go back to; without the bucket if `undo` has it.")
     ]
+
+
+class TargetRequest(BaseModel):
+    """Body of ``POST /delta_sync/target``."""
+
+    model_config = ConfigDict(extra="forbid")
+    target: Annotated[str, Field(pattern=TARGET, description="What to follow: head, a version's number, or tag:NAME.")]
+    bucket: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=4096,
+            description="URL of a run beside the configured one: the same with another last part. None: the run "
+            "followed now.",
+        ),
+    ] = None
 
 
 def service_of(request: Request) -> ReceiverService:
@@ -107,6 +122,17 @@ async def release(request: Request) -> dict[str, Any]:
     return outcome
 
 
+@router.post("/target")
+async def target(request: Request, body: TargetRequest) -> dict[str, Any]:
+    """Follow something else from now on, newer or older, or another run; a hold ends. Answers with the status reached.
+
+    It outlives a restart. If it cannot be done, what was followed before is followed still, and served."""
+    outcome: dict[str, Any] = await asyncio.wrap_future(
+        service_of(request).request("target", (body.target, body.bucket))
+    )
+    return outcome
+
+
 @router.post("/verify")
 async def verify(request: Request) -> dict[str, Any]:
     """Rescan all weights against the served version's fingerprint, and compare its manifest with the bucket's.
@@ -165,5 +191,4 @@ def attach(app: FastAPI) -> None:
     app.state.delta_sync_min_version_seconds = Settings.model_fields["min_version_seconds"].default
     arrivals = app.state.delta_sync_arrivals = VersionWaiters(lambda: app.state.delta_sync)
     app.include_router(router)
-    app.include_router(route_target.router)
     app.add_middleware(Admission, state=app.state, arrivals=arrivals)

@@ -12,10 +12,10 @@ Larger ones are in files of their own, and have the same three where they replac
 ``compat/write_hooks.py``              methods of the worker that write weights are watched
 ``api/weight_transfer.py``             a weight transfer backend, and the client's calls for it
 ``entrypoints/transfer_backend.py``    what workers have behind that backend
-``api/async_llm.py``                   what is asked of an ``AsyncLLM`` object
+``api/embedded.py``                    what is asked of an ``AsyncLLM`` object
 ``entrypoints/load_format.py``         a load format
-``observe/spans.py``                   ``generate`` of the client and two OpenAI routes are wrapped
-``observe/span_stream.py``             the text of the last chunk that these routes stream
+``observe/spans.py``                   ``generate`` of the client and two OpenAI routes are wrapped, and the last chunk
+                                       that these routes stream
 ``observe/metrics.py``                 its ``/metrics`` shows what ``prometheus_client`` has registered
 ``entrypoints/plugin.py``              the endpoint plugin's two methods
 ``worker/extension.py``                what the extension reads of its worker

@@ -60,8 +60,7 @@ class EndpointPlugin:
             EngineError: the worker extension is missing, or the layout is not supported.
         """
         from vllm_delta_sync.engine.api import weight_transfer
-        from vllm_delta_sync.engine.api.api_server_group import siblings_of
-        from vllm_delta_sync.engine.api.api_servers import LeaderElection
+        from vllm_delta_sync.engine.api.api_servers import LeaderElection, siblings_of
         from vllm_delta_sync.engine.compat.features import check_features
         from vllm_delta_sync.engine.compat.layout_checks import check_layout
         from vllm_delta_sync.engine.core import hooks

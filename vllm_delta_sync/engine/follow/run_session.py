@@ -3,15 +3,14 @@
 from vllm_delta_sync.engine.commit.transaction import EnginePort
 from vllm_delta_sync.engine.follow.identify import WeightIdentifier
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
-from vllm_delta_sync.engine.follow.rescan_cursor import RescanCursor
 from vllm_delta_sync.engine.follow.revocation import RevocationHandler
-from vllm_delta_sync.engine.follow.updater import WeightUpdater
+from vllm_delta_sync.engine.follow.updater import RescanCursor, WeightUpdater
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.lineage import RunVersion, across, line
-from vllm_delta_sync.engine.planning.planner import UpdatePlanner
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.run.documents import TAG_PREFIX
 from vllm_delta_sync.settings import HEAD, Settings

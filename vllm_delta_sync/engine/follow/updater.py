@@ -14,13 +14,12 @@ from vllm_delta_sync.engine.commit.transaction import (
 )
 from vllm_delta_sync.engine.follow.pause_slot_client import PauseSlotClient
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
-from vllm_delta_sync.engine.follow.rescan_cursor import RescanCursor
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe import log_lines, metrics
 from vllm_delta_sync.engine.observe.status import State, StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
-from vllm_delta_sync.engine.planning.planner import UpdatePlanner
 from vllm_delta_sync.engine.planning.run_history import History
+from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -327,3 +326,26 @@ class WeightUpdater:
 def not_served(served: Manifest, names: list[str]) -> FingerprintError:
     shown = ", ".join(names[:3]) or "the sum"
     return FingerprintError(f"served weights are not version {served.version}: {shown} differ")
+
+
+class RescanCursor:
+    """Walks over tensors again and again.
+
+    Args:
+        sizes: bytes per tensor id. limit: bytes to hand out at a time; 0: none. At least one tensor otherwise.
+    """
+
+    def __init__(self, sizes: list[int], limit: int) -> None:
+        self._sizes = sizes
+        self._limit = limit
+        self._position = 0
+
+    def next(self) -> list[int]:
+        """The next tensor ids, each at most once."""
+        found: list[int] = []
+        room = self._limit
+        while room > 0 and len(found) < len(self._sizes):
+            found.append(self._position)
+            room -= max(1, self._sizes[self._position])
+            self._position = (self._position + 1) % len(self._sizes)
+        return found

@@ -4,6 +4,7 @@ What turns out to be bad is avoided until the next look into the bucket, and ano
 is none, the versions before it are taken, and then it is an error.
 """
 
+from collections.abc import Iterator
 from itertools import islice, pairwise
 from typing import NoReturn
 
@@ -11,12 +12,11 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.planning.commit_plan import REBUILD, UpdatePlan, WeightPosition, step_key
 from vllm_delta_sync.engine.planning.feedback import PlanFeedback
 from vllm_delta_sync.engine.planning.lineage import RunSegment, RunVersion, across, line
-from vllm_delta_sync.engine.planning.reachability import crossing, reach
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.run.plan import Planner, Step, plan
+from vllm_delta_sync.run.plan import FOLD_WIDTH, Planner, Step, plan
 
 STAGED_BYTES = 32
 """Memory that staging takes at most per changed element of a 16-bit dtype: decoded 10, folded 10 more, routed 14, and
@@ -394,3 +394,39 @@ class UpdatePlanner:
         if known is None and blocked <= target:
             self._history.manifest(blocked)
         raise known or error
+
+
+GALLOP = 1024
+"""Versions that are first tried at once."""
+
+
+def reach(planner: Planner, start: int, target: int) -> list[int]:
+    """Versions up to ``target`` that steps lead to, each from the one before, the first from ``start``; by galloping.
+
+    From one version there may be a way that there is not from the one before it: a folded range back, for example.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    stops: list[int] = []
+    at, span = start, GALLOP
+    while at < target and span:
+        aim = min(target, at + span)
+        try:
+            planner.path(at, aim)
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            span = (aim - at) // 2
+            continue
+        stops.append(aim)
+        at = aim
+    return stops
+
+
+def crossing(version: int, target: int) -> Iterator[int]:
+    """Where folded ranges that lead across a version, and not beyond the target, would begin."""
+    size = FOLD_WIDTH
+    while (first := (version - 1) // size * size) + size <= target:
+        yield first
+        size *= FOLD_WIDTH
