@@ -179,7 +179,7 @@ def test_a_run_without_a_tokenizer_is_warned_of(tmp_path: Path, serve: Command) 
     url = str(tmp_path / "run")
     publish(url, tmp_path / "files", ("config.json",))
     serve("--bucket", url)
-    assert "the run keeps no tokenizer, so vLLM may not start: give --tokenizer" in serve.warned
+    assert "the run has no tokenizer, so vLLM may not start: give --tokenizer" in serve.warned
     for given in (["--skip-tokenizer-init"], ["--tokenizer", "elsewhere"]):
         serve("--bucket", url, *given)
         assert "tokenizer" not in serve.warned

@@ -64,7 +64,7 @@ def test_touch_while_the_one_before_is_checked(tmp_path: Path, moment: str) -> N
             port.ranks[0].touch("update_weights")
 
     port.before = interfere
-    world.receiver.check()
+    world.receiver.check_served()
     port.before = nothing
     assert seen == [moment]
     assert [rank.touched for rank in port.ranks] == ["update_weights"]
@@ -120,14 +120,14 @@ def test_touch_that_changed_nothing_does_not_stop_a_rollback(world: World) -> No
 def test_held_server_is_looked_after(world: World) -> None:
     world.follow_each(2)
     world.receiver.hold()
-    world.receiver.check()
+    world.receiver.check_served()
     assert world.receiver.status()["state"] == "held"
     world.models[0].norm.data.mul_(2.0)
     world.port.ranks[0].touch("update_weights")
     with pytest.raises(FingerprintError):
-        world.receiver.check()
+        world.receiver.check_served()
     assert (world.receiver.status()["served"], world.receiver.status()["state"]) == (None, "refused")
-    world.receiver.mend()
+    world.receiver.repair()
     assert (world.receiver.served_version, world.receiver.status()["state"]) == (2, "held")
     world.expect_exact()
 
@@ -137,7 +137,7 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
     world.receiver.hold()
     for rank in world.port.ranks:
         rank.memory.asleep = True
-    world.receiver.check()
+    world.receiver.check_served()
     assert (world.receiver.status()["state"], world.receiver.status()["last_error"]) == ("held", None)
     with pytest.raises(BusyError):
         world.receiver.rollback(0)
@@ -148,7 +148,7 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
     for rank in world.port.ranks:
         rank.memory.asleep = False
         rank.touch("wake_up")
-    world.receiver.check()
+    world.receiver.check_served()
     assert all(rank.touched is None for rank in world.port.ranks)
     world.receiver.release()
     world.receiver.advance()
@@ -422,7 +422,7 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
         worker.wake_up()
         assert not rank.describe()["asleep"]
     assert rank.describe()["touched"] in ("wake_up", "reload_weights")
-    world.receiver.check()
+    world.receiver.check_served()
     assert rank.describe()["touched"] is None
     assert world.receiver.verify()["verdict"]
 
@@ -441,7 +441,7 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
     with pytest.raises(BusyError, match="asleep"):
         rank.prove(world.url)
     worker.wake_up()
-    world.receiver.check()
+    world.receiver.check_served()
     assert world.receiver.verify()["verdict"]
 
 

@@ -140,7 +140,7 @@ def test_bug_is_answered_without_credentials(site: Site, monkeypatch: pytest.Mon
 
 def test_status_shows_no_credentials(site: Site) -> None:
     board = site.service.receiver.board
-    board.show_error(StoreError("cannot read s3://key:hidden@bucket/run?sig=hidden#hidden: 403"))
+    board.report_error(StoreError("cannot read s3://key:hidden@bucket/run?sig=hidden#hidden: 403"))
     text = site.client().get("/delta_sync/status").text
     assert "s3://bucket/run" in text
     assert "hidden" not in text
@@ -174,7 +174,7 @@ class Served:
 
     def wait_for_waiters(self, count: int) -> None:
         deadline = time.monotonic() + 120
-        while len(self.site.app.state.delta_sync_arrivals._waiting) != count:
+        while len(self.site.app.state.delta_sync_waiters._waiting) != count:
             assert time.monotonic() < deadline, "they do not wait, or do not give up"
             time.sleep(0.01)
 
@@ -318,7 +318,7 @@ def test_ready_follows_hold_and_loss(served: Served) -> None:
     board.set(state="lost", error={"kind": "weights_lost", "message": "gone"})
     lost = served.get("ready")
     assert lost.status_code == 503
-    assert lost.json()["reasons"] == ["the state is lost (gone); start the server again"]
+    assert lost.json()["reasons"] == ["the state is lost (gone); restart the server"]
     assert served.ask(1).status_code == 409
 
 
@@ -350,7 +350,7 @@ def test_not_ready_before_anything_is_proven(tmp_path: Path, policy: str, mend: 
     site = Site(tmp_path, state_dir=tmp_path / "state", policy=policy)
     answer = site.client().get("/delta_sync/ready")
     assert answer.status_code == 503
-    assert answer.json()["reasons"] == [f"no version is proven yet, the state is waiting_for_run; {mend}"]
+    assert answer.json()["reasons"] == [f"no version is served yet, the state is waiting_for_run; {mend}"]
     site.end()
 
 

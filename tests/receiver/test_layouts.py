@@ -163,7 +163,7 @@ def test_touch_of_one_engine_is_looked_into(site: Site) -> None:
     """Each engine's ranks are told of their own touches, not of those of the first."""
     site.receiver.advance()
     site.cores[1].port.ranks[1].touch("somebody")
-    site.receiver.check()
+    site.receiver.check_served()
     assert [rank.touched for core in site.cores for rank in core.port.ranks] == [None] * ENGINES * RANKS
     site.world.train(1)
     site.receiver.advance()

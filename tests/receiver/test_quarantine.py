@@ -179,7 +179,7 @@ def test_where_all_is_quarantined_nothing_is_served(tmp_path: Path) -> None:
     foreign = Server(chain, spoiled(other.bits[0]))
     with pytest.raises(NotFoundError, match=r"every version of the run at .* is quarantined"):
         foreign.receiver.advance()
-    assert foreign.receiver.waits
+    assert foreign.receiver.target_unavailable
     foreign.holds(spoiled(other.bits[0]))
     chain.play(".")
     foreign.reaches(3, commits=1)

@@ -146,7 +146,7 @@ def test_commits_that_change_nothing_take_room_too(world: World) -> None:
         world.train(step, scale=0.0)
         world.receiver.advance()
     assert world.receiver.status()["undo"] == []
-    assert world.receiver.history.behind == {}
+    assert world.receiver.history.undo_manifests == {}
     world.follow(undo_bytes=3 * FINGERPRINT_BYTES * len(world.tensors))
     world.receiver.advance()
     for step in range(4, 9):

@@ -1,4 +1,9 @@
-"""Offline vLLM: follow a run with an ``LLM`` object, between two ``generate`` calls."""
+"""Follow a run in the caller's own process: ``attach`` for a ``vllm.LLM``, ``attach_async`` for a ``vllm.AsyncLLM``.
+
+An ``LLM`` changes its version between two ``generate`` calls, only when asked. An ``AsyncLLM`` follows beside
+``generate``, as a server does: the receiver has its own thread and reaches the engine through the caller's event loop,
+which must not be blocked. The setting ``pause_mode`` says what happens to requests in flight at a commit.
+"""
 
 import asyncio
 import os
@@ -21,19 +26,19 @@ from vllm_delta_sync.settings import Settings, load_settings
 
 
 class OfflineSync:
-    """Moves an ``LLM`` from version to version. Use from the thread that uses the ``LLM``."""
+    """Moves an ``LLM`` from version to version. Use it in the thread that uses the ``LLM``."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
     def to(self, version: int | None = None) -> dict[str, Any]:
-        """Bring the weights to a version, newer or older; what the setting ``target`` says if None.
+        """Bring the weights to a version, newer or older; None: the version that the setting ``target`` names.
 
         Returns:
             ``status()``.
 
         Raises:
-            DeltaSyncError: with the weights still those of the version served before.
+            DeltaSyncError: what failed; ``status()`` says which version is served.
         """
         served = self._receiver.served_version
         if version is not None and served is not None and version < served:
@@ -42,14 +47,14 @@ class OfflineSync:
         return self.status()
 
     def rollback(self, version: int) -> dict[str, Any]:
-        """Go back to an older version: without the bucket if ``status()["undo"]`` has it, else through the chain.
+        """Serve an older version: from the undo log if ``status()["undo"]`` has it, else from the bucket.
 
         Returns:
             ``status()``.
 
         Raises:
-            NotFoundError: it is not published, or not kept any more. ChainError: it is newer than what is served.
-            DeltaSyncError: with the weights still those of the version served before.
+            NotFoundError: it is not published, or no longer retained. ChainError: it is newer than the served one.
+            DeltaSyncError: what failed; ``status()`` says which version is served.
         """
         self._receiver.rollback(version)
         self._receiver.release()
@@ -74,18 +79,18 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
     Args:
         llm: a ``vllm.LLM``.
         bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
-        trusted_keys: public key files; in one string, separated by commas. None: as the settings say.
+        trusted_keys: public key files; in one string, separated by commas. None: the setting ``trusted_keys``.
 
     Raises:
-        EngineError: this is no ``LLM``, the extension is missing, or an option or the layout is not supported.
-        SettingsError: a setting cannot be used.
+        EngineError: not an ``LLM``, the extension is missing, or an option or the layout is not supported.
+        SettingsError: a setting is invalid.
     """
     if not hasattr(llm, "llm_engine"):
         raise EngineError(
             f"attach is for a vllm.LLM, this is {type(llm).__name__}; for a vllm.AsyncLLM call "
             "await attach_async(engine, bucket=URL)"
         )
-    settings = load_settings({"bucket": bucket, "trusted_keys": joined_keys(trusted_keys)})
+    settings = load_settings({"bucket": bucket, "trusted_keys": join_key_files(trusted_keys)})
     config = llm.llm_engine.vllm_config
     patches.check_extension(config, WORKER_EXTENSION)
     check_features(config)
@@ -93,34 +98,34 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
     patches.warn_untested()
     sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings), settings))
     if patches.transfer_backend(config) in (None, weight_transfer.BACKEND):
-        weight_transfer.install_offline(llm, weight_transfer.Checks(settings.bucket, sync.status), sync.to)
+        weight_transfer.install_offline(llm, weight_transfer.TransferChecks(settings.bucket, sync.status), sync.to)
     return sync
 
 
-def joined_keys(trusted_keys: str | Sequence[str | Path] | None) -> str | None:
-    """Public key files as the setting has them."""
+def join_key_files(trusted_keys: str | Sequence[str | Path] | None) -> str | None:
+    """Public key files in the form of the setting."""
     return trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else ",".join(map(str, trusted_keys))
 
 
 WAIT_STEP_SECONDS = 0.01
 CLOSE_SECONDS = 60.0
-OPEN = "delta_sync_attached"
-"""Attribute of an engine that is followed."""
+ATTACHED = "delta_sync_attached"
+"""Attribute of an engine to which ``attach_async`` is attached."""
 
 
 class AsyncSync:
-    """Follows a run with an ``AsyncLLM``. Use from the event loop that uses the engine.
+    """Follows a run with an ``AsyncLLM``. Use it in the event loop that uses the engine.
 
-    With the setting ``policy`` at ``follow`` every new version is taken in the background; with ``manual`` nothing
-    moves but by ``to``. As ``async with``, it is closed at the end of the block.
+    With the setting ``policy`` at ``follow``, every new version is taken in the background; with ``manual``, only
+    ``to`` changes the version. Use ``async with`` to close it at the end of the block.
     """
 
     def __init__(self, engine: Any, settings: Settings) -> None:
         self._engine = engine
         self._service = ReceiverService(ServerEnginePort(engine, asyncio.get_running_loop(), settings), settings)
-        self._asked: set[asyncio.Future[Any]] = set()
+        self._pending: set[asyncio.Future[Any]] = set()
         self._closed = False
-        checks = weight_transfer.Checks(settings.bucket, self.status)
+        checks = weight_transfer.TransferChecks(settings.bucket, self.status)
         self._transfer = weight_transfer.AsyncTransfer(checks, self._ask)
 
     async def __aenter__(self) -> "AsyncSync":
@@ -137,32 +142,32 @@ class AsyncSync:
 
     async def _ask(self, action: str, argument: Any = None) -> Any:
         if self._closed:
-            raise EngineError("this is closed and follows nothing any more; call attach_async again")
+            raise EngineError("this is closed and no longer follows; call attach_async again")
         future = asyncio.wrap_future(self._service.request(action, argument))
-        self._asked.add(future)
-        future.add_done_callback(self._asked.discard)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
         return await future
 
     async def to(self, version: int | None = None) -> Answer:
-        """Bring the weights to a version, what the setting ``target`` says if None; returns ``status()``.
+        """Bring the weights to a version (None: the one that the setting ``target`` names); returns ``status()``.
 
         Raises:
-            DeltaSyncError: with the weights still those of the version served before.
+            DeltaSyncError: what failed; ``status()`` says which version is served.
         """
         status: Answer = await self._ask("sync", version)
         return status
 
     async def rollback(self, version: int) -> Answer:
-        """Go back to a version in ``status()["undo"]`` and hold it; returns ``status()``.
+        """Serve an older version and hold it; returns ``status()``.
 
         Raises:
-            DeltaSyncError: it cannot be gone back to, or what failed.
+            DeltaSyncError: what failed; ``status()`` says which version is served.
         """
         status: Answer = await self._ask("rollback", version)
         return status
 
     async def hold(self) -> Answer:
-        """Keep what is served, whatever is published, until ``release``; returns ``status()``."""
+        """Stay at the version served until ``release``; returns ``status()``."""
         status: Answer = await self._ask("hold")
         return status
 
@@ -191,7 +196,7 @@ class AsyncSync:
             timeout: seconds.
 
         Raises:
-            OverdueError: it is not in time.
+            OverdueError: it is not served in time.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
@@ -206,17 +211,17 @@ class AsyncSync:
             await asyncio.sleep(min(WAIT_STEP_SECONDS, left))
 
     async def close(self) -> None:
-        """Follow no more. The engine goes on with what it serves; whoever waits for an answer gets an EngineError."""
+        """Stop following. The engine keeps the version it serves; pending calls raise EngineError."""
         if self._closed:
             return
         self._closed = True
         self._service.stop()
-        # Not on the loop: a commit under way needs it to come to its end.
+        # In a thread: a running commit needs the loop to finish.
         await asyncio.to_thread(self._service.join, CLOSE_SECONDS)
-        for future in [*self._asked]:
+        for future in [*self._pending]:
             if not future.done():
-                future.set_exception(EngineError("this was closed before there was an answer"))
-        setattr(self._engine, OPEN, None)
+                future.set_exception(EngineError("this was closed before the call finished"))
+        setattr(self._engine, ATTACHED, None)
 
 
 async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> AsyncSync:
@@ -225,34 +230,34 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
     Args:
         engine: a ``vllm.AsyncLLM``.
         bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
-        trusted_keys: public key files; in one string, separated by commas. None: as the settings say.
+        trusted_keys: public key files; in one string, separated by commas. None: the setting ``trusted_keys``.
 
     Raises:
-        EngineError: this is no ``AsyncLLM``, the extension or the plugin is missing, an option or the layout is not
-            supported, or the engine is followed already.
-        SettingsError: a setting cannot be used.
+        EngineError: not an ``AsyncLLM``, the extension or the plugin is missing, an option or the layout is not
+            supported, or the engine is attached already.
+        SettingsError: a setting is invalid.
     """
     if hasattr(engine, "llm_engine") or not hasattr(engine, "engine_core"):
         raise EngineError(
             f"attach_async is for a vllm.AsyncLLM, this is {type(engine).__name__}; for a vllm.LLM call "
             "attach(llm, bucket=URL)"
         )
-    if getattr(engine, OPEN, None) is not None:
-        raise EngineError("this engine is followed already; close() what attach_async returned before")
+    if getattr(engine, ATTACHED, None) is not None:
+        raise EngineError("this engine is attached already; close() what attach_async returned before")
     _check_plugin()
-    settings = load_settings({"bucket": bucket, "trusted_keys": joined_keys(trusted_keys)})
+    settings = load_settings({"bucket": bucket, "trusted_keys": join_key_files(trusted_keys)})
     patches.check_extension(engine.vllm_config, WORKER_EXTENSION)
     check_features(engine.vllm_config)
     check_layout(engine.vllm_config, missing=hooks.missing_names())
     patches.warn_untested()
     sync = AsyncSync(engine, settings)
     sync._start()
-    setattr(engine, OPEN, sync)
+    setattr(engine, ATTACHED, sync)
     return sync
 
 
 def _check_plugin() -> None:
-    """The engine core's process must have our part; it loads plugins as the environment says."""
+    """Raise unless the engine core's process loads our plugin, which the environment decides."""
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and patches.PLUGIN_NAME not in allowed.split(","):
         raise EngineError(

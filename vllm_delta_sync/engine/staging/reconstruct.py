@@ -10,7 +10,7 @@ import torch
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.planning.update_planner import reach
+from vllm_delta_sync.engine.planning.update_planner import reachable_stops
 from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
@@ -33,7 +33,7 @@ def newest(run: Run, quarantined: bool = False, witness: TrustedHead | None = No
             ``TrustedHead``. DeltaSyncError: no version is good, or the store failed.
     """
     if witness is not None:
-        witness.recall()
+        witness.reload_last_seen()
     try:
         manifest, error = run.reachable_head()
     except NotFoundError as missing:
@@ -41,8 +41,8 @@ def newest(run: Run, quarantined: bool = False, witness: TrustedHead | None = No
             f"run {run.info.run} at {run.bucket.url!r} has no version to load: {missing}; start its publisher first"
         ) from missing
     if witness is not None:
-        expired = witness.expiry(run, error)
-        witness.accept(run, manifest, error, None)
+        expired = witness.check_expiry(run, error)
+        witness.accept_head(run, manifest, error, None)
         witness.check_fresh(run, error, expired)
     if error is not None:
         logger.error("what follows version %d cannot be used: %s", manifest.version, error)
@@ -156,7 +156,7 @@ def _before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
         if version >= target.version or key in avoid:
             continue
         try:
-            manifest = planner.manifest([version, *reach(planner, version, target.version - 1)][-1])
+            manifest = planner.manifest([version, *reachable_stops(planner, version, target.version - 1)][-1])
         except StoreError:
             raise
         except DeltaSyncError:
