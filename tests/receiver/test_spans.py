@@ -242,7 +242,7 @@ async def consume(stream: Any) -> None:
 def test_gaps_are_those_before_the_first_token_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     now = 100.0
-    monkeypatch.setattr(metrics, "observe_gap", seen.append)
+    monkeypatch.setattr(metrics, "observe_output_gap", seen.append)
 
     def clock() -> float:
         nonlocal now

@@ -82,7 +82,7 @@ class CrowdedError(BusyError):
     status = 503
 
 
-class Answer(JSONResponse):
+class JsonAnswer(JSONResponse):
     """JSON in ASCII without control characters and HTML special characters; never cached."""
 
     def __init__(self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None, **rest: Any):
@@ -117,7 +117,7 @@ class GuardedRoute(APIRoute):
         return handle
 
 
-def answer_error(error: DeltaSyncError) -> Answer:
+def answer_error(error: DeltaSyncError) -> JsonAnswer:
     """The answer for an error of ours: ``{"error": {"kind", "message"}}``."""
     headers = {}
     if isinstance(error, AdminRefused | BadRequest | CrowdedError):
@@ -131,7 +131,7 @@ def answer_error(error: DeltaSyncError) -> Answer:
     elif code in (408, 413):
         # The rest of the body is not read.
         headers["connection"] = "close"
-    return Answer({"error": {"kind": error.kind, "message": error.message}}, code, headers)
+    return JsonAnswer({"error": {"kind": error.kind, "message": error.message}}, code, headers)
 
 
 def check(request: Request) -> None:

@@ -30,6 +30,12 @@ from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError
 
 LONGEST_SOCKET_PATH = 100
 """Longest address of a local socket in bytes, with a margin."""
+LONGEST_LINE = 1 << 24
+CONNECT_SECONDS = 0.05
+"""Interval between a follower's attempts to connect while there is no leader."""
+LEADER_SECONDS = 60.0
+"""Longest wait at start for the process with the lock to lead."""
+NO_LEADER = "this server has no API server leader at the moment; retry"
 
 
 @dataclass(frozen=True)
@@ -124,14 +130,6 @@ def _start_time(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return "gone" if Path("/proc/self").exists() else "unknown"
-
-
-LONGEST_LINE = 1 << 24
-CONNECT_SECONDS = 0.05
-"""Interval between a follower's attempts to connect while there is no leader."""
-LEADER_SECONDS = 60.0
-"""Longest wait at start for the process with the lock to lead."""
-NO_LEADER = "this server has no API server leader at the moment; retry"
 
 
 class StatusView(Protocol):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_delta_sync.engine.api.access import Answer, CrowdedError, GuardedRoute, refusal
+from vllm_delta_sync.engine.api.access import CrowdedError, GuardedRoute, JsonAnswer, refusal
 from vllm_delta_sync.engine.api.admission import VERSIONED_PATHS as VERSIONED_PATHS
 from vllm_delta_sync.engine.api.admission import Admission
 from vllm_delta_sync.engine.api.version_waiters import VersionWaiters
@@ -25,7 +25,9 @@ MAX_WAITING = 64
 DISCONNECT_CHECK_SECONDS = 1.0
 """Interval of the check whether a waiting client has disconnected."""
 
-router = APIRouter(prefix="/delta_sync", tags=["delta_sync"], route_class=GuardedRoute, default_response_class=Answer)
+router = APIRouter(
+    prefix="/delta_sync", tags=["delta_sync"], route_class=GuardedRoute, default_response_class=JsonAnswer
+)
 """Every route that is not a GET changes state and needs the right to: see ``access.check``."""
 
 
@@ -76,7 +78,7 @@ async def status(request: Request) -> dict[str, Any]:
 
 
 @router.get("/ready")
-async def ready(request: Request) -> Answer:
+async def ready(request: Request) -> JsonAnswer:
     """Whether requests may be sent here: 200 if `ready`, else 503; `reasons` name causes and remedies.
 
     Does not ask the engine, so it answers during a commit too."""
@@ -85,7 +87,7 @@ async def ready(request: Request) -> Answer:
     except BusyError as error:
         status = {"ready": {"ready": False, "reasons": [error.message]}, "served": None, "head": None, "lag": None}
     versions = {name: None if status[name] is None else status[name]["version"] for name in ("served", "head")}
-    return Answer({**status["ready"], **versions, "lag": status["lag"]}, 200 if status["ready"]["ready"] else 503)
+    return JsonAnswer({**status["ready"], **versions, "lag": status["lag"]}, 200 if status["ready"]["ready"] else 503)
 
 
 @router.post("/sync")
@@ -147,7 +149,7 @@ async def wait(
     request: Request,
     version: Annotated[int, Query(ge=0, le=MAX_VERSION)],
     timeout: Annotated[float, Query(ge=0, le=LONGEST_WAIT_SECONDS)] = 30.0,
-) -> Answer:
+) -> JsonAnswer:
     """Answer once the version, or a later one, is served: 200 with the status; 408 when late, 503 if too many wait.
 
     409 at once, kind `unreachable`, if it will not be served without an operator's action: this server is held, or its
@@ -156,17 +158,17 @@ async def wait(
     deadline = time.monotonic() + timeout
     with _waiting_slot(request):
         if waiters.newest_served(version) is not None:
-            return Answer(service_of(request).receiver.status())
+            return JsonAnswer(service_of(request).receiver.status())
         waiter = asyncio.ensure_future(waiters.wait_for(version))
         try:
             while (left := deadline - time.monotonic()) > 0 and not await request.is_disconnected():
                 await asyncio.wait({waiter}, timeout=min(DISCONNECT_CHECK_SECONDS, left))
                 if waiter.done():
                     waiter.result()
-                    return Answer(service_of(request).receiver.status())
+                    return JsonAnswer(service_of(request).receiver.status())
         finally:
             waiter.cancel()
-        return Answer(service_of(request).receiver.status(), 408)
+        return JsonAnswer(service_of(request).receiver.status(), 408)
 
 
 @contextmanager
