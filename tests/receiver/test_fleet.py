@@ -165,7 +165,8 @@ def test_where_turns_cannot_be_had_versions_are_taken_all_the_same(
     wait_until(lambda: service.receiver.served_version == 3)
     told = [record.getMessage() for record in caplog.records if record.module == "pause_slot_client"]
     assert told == [
-        f"taking versions without a turn, so more than fleet_pauses = 1 servers may be paused at once: {error.message}",
+        "committing without a pause slot, so more than fleet_pauses = 1 servers may be paused at once: "
+        f"{error.message}",
         "pause slots are available again",
     ]
 
@@ -359,7 +360,7 @@ settings = Settings(bucket=sys.argv[1], receiver_id="a", poll_seconds=0.05, stat
 service = ReceiverService(port, settings)
 service.start()
 # Once it has noted what it wrote: that is what it takes back at its end.
-wait_until(lambda: service._keeper._said is not None and service._keeper._said[1]["served"] == 0)
+wait_until(lambda: service._heartbeat._last_content is not None and service._heartbeat._last_content[1]["served"] == 0)
 """
 
 

@@ -376,7 +376,7 @@ def test_lag_counts_beyond_max_lag_alone() -> None:
     for target, ready in (("3", True), ("4", True), ("9", False), ("tag:gold", True)):
         assert readiness({**follows, "target": target}, 5, False)["ready"] == ready
     assert readiness({**follows, "target": "2", "state": "held"}, 5, False)["reasons"] == [
-        "version 3 is newer than the target 2; go back with rollback"
+        "version 3 is newer than the target 2; use rollback"
     ]
 
 

@@ -132,11 +132,11 @@ from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.status import StatusBoard
 
 def serve(role, versions=0, state=""):
-    metrics.observe_gap(0.01)
+    metrics.observe_output_gap(0.01)
     if role != "follower":
         metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=versions)
         board = StatusBoard("follow")
-        board.export()
+        board.export_metrics()
         board.set(undo=list(range(versions)), state=state)
 
 for server in (("leader", 3, "committing"), ("follower",), ("successor", 2, "idle")):
@@ -212,7 +212,7 @@ def test_every_move_has_one_line_of_the_same_form(tmp_path: Path, caplog: pytest
     world.receiver.verify()
     world.receiver.repair()
     (line,) = lines(caplog)
-    assert line.startswith("version 1 (step 480) served: weights that were changed from outside are replaced; fetched ")
+    assert line.startswith("version 1 (step 480) served: weights that were changed from outside are repaired; fetched ")
 
 
 def test_digests_count_as_verified_wherever_they_are_computed() -> None:

@@ -229,7 +229,7 @@ def test_version_that_was_let_go_of_is_refused_by_name(long: Chain) -> None:
     server.receiver.advance()
     long.beside_it(7)
     collect(open_run(long.url), RetentionPolicy(keep_last=1, min_age=0), now=time.time() + 1e6)
-    with pytest.raises(NotFoundError, match="version 3 is no longer kept"):
+    with pytest.raises(NotFoundError, match="version 3 is no longer retained"):
         server.receiver.rollback(3)
     server.serves(8)
 

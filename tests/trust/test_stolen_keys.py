@@ -156,7 +156,7 @@ def test_weights_changed_from_outside_are_not_brought_back_to_a_thiefs(tmp_path:
     assert not world.receiver.verify()["verdict"]
     world.list_it(honest)
     world.put_honest(honest)
-    world.receiver.mend()
+    world.receiver.repair()
     world.server.serves(3)
 
 

@@ -31,6 +31,7 @@ from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError
 LONGEST_SOCKET_PATH = 100
 """Longest address of a local socket in bytes, with a margin."""
 LONGEST_LINE = 1 << 24
+"""Longest message between API servers, in bytes."""
 CONNECT_SECONDS = 0.05
 """Interval between a follower's attempts to connect while there is no leader."""
 LEADER_SECONDS = 60.0
