@@ -24,8 +24,7 @@ import trainer_side.integrations.trl_transfer
 import trainer_side.publisher
 import trainer_side.result
 import vllm_delta_sync.client
-import vllm_delta_sync.engine.api.async_llm
-import vllm_delta_sync.engine.api.offline
+import vllm_delta_sync.engine.api.embedded
 import vllm_delta_sync.fleet.fleet
 import vllm_delta_sync.run.documents
 import vllm_delta_sync.trust.keyring
@@ -33,7 +32,7 @@ import vllm_delta_sync.verify.report
 from vllm_delta_sync import admin_token, cli, errors
 from vllm_delta_sync import settings as config
 from vllm_delta_sync.engine import WORKER_EXTENSION
-from vllm_delta_sync.engine.api import access, route_target
+from vllm_delta_sync.engine.api import access
 from vllm_delta_sync.engine.api import routes as http
 from vllm_delta_sync.engine.api.admission import LateError
 from vllm_delta_sync.engine.api.version_waiters import UnreachableError
@@ -206,7 +205,7 @@ def routes() -> Iterator[str]:
         "`--api-key` does not cover these routes."
     )
     rows = []
-    for route in (*http.router.routes, *route_target.router.routes):
+    for route in http.router.routes:
         if isinstance(route, APIRoute):
             method = ", ".join(sorted(route.methods))
             admin = "" if route.methods <= set(access.READING) else "admin"
@@ -334,9 +333,9 @@ def python() -> Iterator[str]:
     yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach, attach_async`"
     yield f"`WORKER_EXTENSION` is `{WORKER_EXTENSION!r}`, for `LLM(..., worker_extension_cls=WORKER_EXTENSION)`."
     for name in ("attach", "OfflineSync"):
-        yield stub(vllm_delta_sync.engine.api.offline, name)
+        yield stub(vllm_delta_sync.engine.api.embedded, name)
     for name in ("attach_async", "AsyncSync"):
-        yield stub(vllm_delta_sync.engine.api.async_llm, name)
+        yield stub(vllm_delta_sync.engine.api.embedded, name)
 
 
 def stub(module: Any, name: str) -> str:

@@ -14,7 +14,7 @@ from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync import cli
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.planning.lineage import run_with_id
+from vllm_delta_sync.engine.planning.lineage import open_expected_run
 from vllm_delta_sync.engine.staging.run_cache import RunCache
 from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError
 from vllm_delta_sync.format.manifest import RUN_KEY
@@ -76,7 +76,7 @@ def test_a_run_that_is_not_there_leaves_nothing_open(url: str) -> None:
 def test_another_run_than_the_one_meant_leaves_nothing_open(url: str) -> None:
     with pytest.raises(DigestError):
         RunCache().open(url, "0" * 64)
-    assert run_with_id(url, "0" * 32, Keyring()) is None
+    assert open_expected_run(url, "0" * 32, Keyring()) is None
 
 
 def test_a_url_that_is_taken_leaves_nothing_open(url: str, folder: str) -> None:

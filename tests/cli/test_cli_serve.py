@@ -152,7 +152,7 @@ def test_refusals_name_what_to_give(tmp_path: Path, serve: Command) -> None:
     url = str(tmp_path / "run")
     publish(url, tmp_path / "files")
     said = serve.refused(2, "--bucket", url, "--load-format", "safetensors")
-    assert "--load-format is 'safetensors', and there is no MODEL to load that from: give MODEL" in said
+    assert "--load-format is 'safetensors', but there is no MODEL to load: give MODEL" in said
     said = serve.refused(2, "--bucket", GOLDEN)
     assert "keeps no config.json, so a server cannot start from it alone: give MODEL" in said
     assert "no run at" in serve.refused(3, "--bucket", str(tmp_path / "none"))
@@ -160,7 +160,7 @@ def test_refusals_name_what_to_give(tmp_path: Path, serve: Command) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
     said = serve.refused(4, "--bucket", url, "--cache-dir", str(blocked))
-    assert "cannot be made: Not a directory; set cache_dir to another one" in said
+    assert "cannot be created: Not a directory; set cache_dir to another folder" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
@@ -171,7 +171,7 @@ def test_a_folder_of_another_user_is_not_used(tmp_path: Path, serve: Command) ->
     folder.mkdir(parents=True)
     os.chown(folder, 65534, 65534)
     said = serve.refused(4, "--bucket", url, "--cache-dir", str(tmp_path / "cache"))
-    assert "belongs to user 65534, and this process is user 0; set cache_dir to a folder of its own" in said
+    assert "belongs to user 65534, and this process is user 0; set cache_dir to a folder of this user" in said
     assert list(folder.iterdir()) == []
 
 
@@ -179,7 +179,7 @@ def test_a_run_without_a_tokenizer_is_warned_of(tmp_path: Path, serve: Command) 
     url = str(tmp_path / "run")
     publish(url, tmp_path / "files", ("config.json",))
     serve("--bucket", url)
-    assert "the run keeps no tokenizer, so vLLM may not start: give --tokenizer" in serve.warned
+    assert "the run has no tokenizer, so vLLM may not start: give --tokenizer" in serve.warned
     for given in (["--skip-tokenizer-init"], ["--tokenizer", "elsewhere"]):
         serve("--bucket", url, *given)
         assert "tokenizer" not in serve.warned

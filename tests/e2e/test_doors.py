@@ -148,7 +148,7 @@ def test_async_engine_is_followed_in_the_callers_process(attached: dict[str, Any
     seen = attached["doors"]
     assert "start_weight_update reached a worker" in seen["unattached"]
     assert "await attach_async(engine" in seen["attach"]
-    assert "followed already" in seen["twice"]
+    assert "attached already" in seen["twice"]
     manual = seen["manual"]
     assert (manual["served"]["version"], manual["head"]["version"], manual["lag"]) == (0, 1, 1)
     assert (manual["commits"], manual["state"], manual["policy"]) == (0, "idle", "manual")

@@ -39,7 +39,7 @@ def test_metrics_and_log_lines_of_a_server_that_follows(follower: Follower) -> N
     held = server.metrics()
     assert held['delta_sync_state{state="held"}'] == 1
     assert grown(found, held, 'delta_sync_commits_total{move="rollback"}') == 1
-    assert len(server.log_lines(f"(step {version - 1}) served: gone back from version {version}; ")) == 1
+    assert len(server.log_lines(f"(step {version - 1}) served: rolled back from version {version}; ")) == 1
     assert "Traceback" not in server.logged()
 
 
@@ -86,7 +86,7 @@ def test_set_up_that_cannot_work_ends_the_server_with_one_line(
     status, text = refused(tmp_path / "log", plain_vllm_serve(base, *flags), environment)
     assert status == code
     assert text.count(words) == 1
-    assert "; the server ends" in text
+    assert "; the server exits" in text
     assert "Traceback" not in text
 
 

@@ -15,7 +15,7 @@ from tests.support.notices import DIGEST, LOOPBACK, BrokerProcess, Keys, public
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.engine.follow.service import SHORTEST_LOOK_SECONDS, ReceiverService
+from vllm_delta_sync.engine.follow.service import MIN_POLL_SECONDS, ReceiverService
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.settings import Settings
@@ -159,7 +159,7 @@ def test_what_is_known_costs_no_look(site: Site) -> None:
     service = site.serve(3600)
     site.world.train(1)
     heed(site, service, 1)
-    time.sleep(2 * SHORTEST_LOOK_SECONDS)
+    time.sleep(2 * MIN_POLL_SECONDS)
     before, head = site.looks, service.receiver.board.head
     digest = "" if head is None else head.digest
     for _ in range(200):
@@ -190,14 +190,14 @@ def test_a_storm_while_held_or_told_to_wait(site: Site) -> None:
     service = site.serve(3600)
     service.request("hold").result(WAIT)
     checks = 0
-    check = service.receiver.check
+    check = service.receiver.check_served
 
     def counted() -> None:
         nonlocal checks
         checks += 1
         check()
 
-    service.receiver.check = counted  # type: ignore[method-assign]
+    service.receiver.check_served = counted  # type: ignore[method-assign]
     with Storm(site.tell):
         time.sleep(3)
     # 0.02 s, doubled each time: 3 s are over at the eighth.

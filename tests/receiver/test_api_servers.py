@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.services import WAIT, wait_until
 from tests.support.world import World
-from vllm_delta_sync.engine.api import api_server_group as meeting
+from vllm_delta_sync.engine.api import api_servers as meeting
 from vllm_delta_sync.errors import EngineError
 
 
@@ -142,16 +142,16 @@ def client(index: int, count: int) -> Any:
 
 
 def test_who_is_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert meeting.siblings_of(client(0, 1)) is None
+    assert meeting.find_api_server_group(client(0, 1)) is None
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     with pytest.raises(EngineError, match="--api-server-count is 2"):
-        meeting.siblings_of(client(0, 2))
+        meeting.find_api_server_group(client(0, 2))
 
 
 def test_children_of_one_process_meet_in_a_private_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getpid()))
-    first, second = (meeting.siblings_of(client(index, 2)) for index in range(2))
+    first, second = (meeting.find_api_server_group(client(index, 2)) for index in range(2))
     assert first is not None
     assert second is not None
     assert (first.index, second.index) == (0, 1)
@@ -160,8 +160,8 @@ def test_children_of_one_process_meet_in_a_private_folder(folder: Path, monkeypa
     left = first.folder / "999999999-1.lock"
     left.touch()
     os.close(first.open_lock())
-    assert meeting.siblings_of(client(0, 2)) == first
+    assert meeting.find_api_server_group(client(0, 2)) == first
     assert sorted(path.name for path in first.folder.iterdir()) == [f"{first.launch}.lock"]
     first.folder.chmod(0o755)
     with pytest.raises(EngineError, match="only this user can enter"):
-        meeting.siblings_of(client(0, 2))
+        meeting.find_api_server_group(client(0, 2))

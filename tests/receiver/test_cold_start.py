@@ -202,7 +202,7 @@ def test_what_is_to_be_served_is_loaded(
         StandingOrderStore(settings).save(StandingOrder(**{"setting": target, "run": run.info.run} | order))
     for name, value in (("BUCKET", path), ("TARGET", target), ("STATE_DIR", settings.state_dir)):
         monkeypatch.setenv(f"DELTA_SYNC_{name}", str(value))
-    assert DeltaSyncLoader(LoadConfig(load_format="delta_sync")).chosen()[1].version == expected
+    assert DeltaSyncLoader(LoadConfig(load_format="delta_sync")).choose_version()[1].version == expected
 
 
 def test_the_run_of_a_standing_order_is_loaded(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,5 +212,5 @@ def test_the_run_of_a_standing_order_is_loaded(path: Path, tmp_path: Path, monke
     StandingOrderStore(settings).save(StandingOrder(setting="head", bucket=str(beside)))
     monkeypatch.setenv("DELTA_SYNC_BUCKET", str(path))
     monkeypatch.setenv("DELTA_SYNC_STATE_DIR", str(settings.state_dir))
-    run, _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).chosen()
+    run, _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).choose_version()
     assert run.bucket.url == open_run(str(beside)).bucket.url

@@ -25,8 +25,8 @@ from vllm_delta_sync.engine.commit import transaction
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.engine.follow.updater import REPAIRS
-from vllm_delta_sync.engine.worker.rank_worker import Background
+from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
+from vllm_delta_sync.engine.worker.background import Background
 from vllm_delta_sync.errors import (
     BusyError,
     DeltaSyncError,
@@ -221,7 +221,7 @@ def test_repair_gives_no_label_before_it_is_proven_and_ends(world: World) -> Non
             world.models[0].qkv.data[0].fill_(3.0)
 
     port.before = write_on
-    for attempt in range(REPAIRS):
+    for attempt in range(MAX_REPAIRS):
         assert world.receiver.can_repair, attempt
         with pytest.raises(FingerprintError):
             world.receiver.advance()
@@ -229,7 +229,7 @@ def test_repair_gives_no_label_before_it_is_proven_and_ends(world: World) -> Non
         assert (status["served"], status["state"]) == (None, "refused")
     assert not world.receiver.can_repair
     assert {entry for entry in port.log if entry.startswith("label")} == {"label None"}
-    assert port.log.count("pause") == port.log.count("resume") == REPAIRS
+    assert port.log.count("pause") == port.log.count("resume") == MAX_REPAIRS
 
 
 def test_label_that_fails_when_the_run_was_replaced(world: World, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_label_that_could_not_be_set_is_set_at_a_later_poll(world: World, time
     assert (labels[0], labels[-1]) == ("label None", "label 2")
     expect_serves(world, 2, world.bits())
     port.log.clear()
-    world.receiver.check()
+    world.receiver.check_served()
     assert port.log == []
 
 

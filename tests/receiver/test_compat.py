@@ -114,7 +114,7 @@ observe/spans.py | SPANS
         WeightVersionSpan.end; RequestOutput.finished; CompletionOutput.token_ids
     vllm.entrypoints.openai.completion.serving: OpenAIServingCompletion.create_completion
     vllm.entrypoints.openai.chat_completion.serving: OpenAIServingChat.create_chat_completion
-observe/span_stream.py | SPANS
+observe/spans.py | SPANS
     vllm.entrypoints.openai.completion.protocol: CompletionStreamResponse.choices
     vllm.entrypoints.openai.chat_completion.protocol: ChatCompletionStreamResponse.choices
 observe/metrics.py | /metrics shows nothing of ours
@@ -162,7 +162,7 @@ entrypoints/transfer_backend.py | NATIVE
     vllm.distributed.weight_transfer.base: WeightTransferEngine.init_transfer_engine;
         WeightTransferEngine.start_weight_update; WeightTransferEngine.finish_weight_update;
         WeightTransferEngine.receive_weights; WeightTransferEngine.shutdown
-api/async_llm.py | ATTACHED
+api/embedded.py | ATTACHED
     vllm.v1.engine.async_llm: AsyncLLM.vllm_config; AsyncLLM.engine_core
 core/ports.py | OFFLINE
     vllm: LLM.collective_rpc(method, args); LLM.reset_prefix_cache; LLM.llm_engine

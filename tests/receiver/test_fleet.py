@@ -165,8 +165,9 @@ def test_where_turns_cannot_be_had_versions_are_taken_all_the_same(
     wait_until(lambda: service.receiver.served_version == 3)
     told = [record.getMessage() for record in caplog.records if record.module == "pause_slot_client"]
     assert told == [
-        f"taking versions without a turn, so more than fleet_pauses = 1 servers may be paused at once: {error.message}",
-        "turns can be taken again",
+        "committing without a pause slot, so more than fleet_pauses = 1 servers may be paused at once: "
+        f"{error.message}",
+        "pause slots are available again",
     ]
 
 
@@ -241,13 +242,13 @@ def test_lease_is_written_again_before_it_ends(chain: Chain) -> None:
     assert not path.exists()
     fast = Heartbeat(server.receiver, "one", seconds=1)
     stop = threading.Event()
-    thread = threading.Thread(target=fast.keep, args=(stop,))
+    thread = threading.Thread(target=fast.run, args=(stop,))
     thread.start()
     for _ in range(2):
         wait_until(path.exists)
         path.unlink()
     stop.set()
-    fast.nudge()
+    fast.notify()
     thread.join(WAIT)
     assert not thread.is_alive()
 
@@ -259,7 +260,7 @@ def test_lease_that_cannot_be_written_is_said_once(chain: Chain, caplog: pytest.
     keeper = Heartbeat(server.receiver, "one", seconds=0)
     for _ in range(3):
         keeper.write_if_due()
-    assert sum("the bucket is not told" in record.getMessage() for record in caplog.records) == 1
+    assert sum("could not write the heartbeat" in record.getMessage() for record in caplog.records) == 1
     server.serves(6)
 
 
@@ -279,7 +280,7 @@ def test_a_heartbeat_outlives_an_unexpected_error(
     monkeypatch.setattr(server.receiver.board, "document", broken)
     monkeypatch.setattr(keeper_module, "SPACING_SECONDS", 0.01)
     keeper, stop = Heartbeat(server.receiver, "one", seconds=1), threading.Event()
-    thread = threading.Thread(target=keeper.keep, args=(stop,))
+    thread = threading.Thread(target=keeper.run, args=(stop,))
     thread.start()
     wait_until(lambda: any("failed unexpectedly" in record.getMessage() for record in caplog.records))
     assert thread.is_alive()
@@ -288,7 +289,7 @@ def test_a_heartbeat_outlives_an_unexpected_error(
     # It says that it ends even where it cannot tell its last state.
     failing.set()
     stop.set()
-    keeper.nudge()
+    keeper.notify()
     thread.join(WAIT)
     assert not thread.is_alive()
     assert [lease.state for lease in leases(chain)] in ([], ["left"])
@@ -359,7 +360,7 @@ settings = Settings(bucket=sys.argv[1], receiver_id="a", poll_seconds=0.05, stat
 service = ReceiverService(port, settings)
 service.start()
 # Once it has noted what it wrote: that is what it takes back at its end.
-wait_until(lambda: service._keeper._said is not None and service._keeper._said[1]["served"] == 0)
+wait_until(lambda: service._heartbeat._last_content is not None and service._heartbeat._last_content[1]["served"] == 0)
 """
 
 

@@ -64,7 +64,7 @@ def test_touch_while_the_one_before_is_checked(tmp_path: Path, moment: str) -> N
             port.ranks[0].note_external_write("update_weights")
 
     port.before = interfere
-    world.receiver.check()
+    world.receiver.check_served()
     port.before = nothing
     assert seen == [moment]
     assert [rank.external_writer for rank in port.ranks] == ["update_weights"]
@@ -120,14 +120,14 @@ def test_touch_that_changed_nothing_does_not_stop_a_rollback(world: World) -> No
 def test_held_server_is_looked_after(world: World) -> None:
     world.follow_each(2)
     world.receiver.hold()
-    world.receiver.check()
+    world.receiver.check_served()
     assert world.receiver.status()["state"] == "held"
     world.models[0].norm.data.mul_(2.0)
     world.port.ranks[0].note_external_write("update_weights")
     with pytest.raises(FingerprintError):
-        world.receiver.check()
+        world.receiver.check_served()
     assert (world.receiver.status()["served"], world.receiver.status()["state"]) == (None, "refused")
-    world.receiver.mend()
+    world.receiver.repair()
     assert (world.receiver.served_version, world.receiver.status()["state"]) == (2, "held")
     world.expect_exact()
 
@@ -137,7 +137,7 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
     world.receiver.hold()
     for rank in world.port.ranks:
         rank.memory.asleep = True
-    world.receiver.check()
+    world.receiver.check_served()
     assert (world.receiver.status()["state"], world.receiver.status()["last_error"]) == ("held", None)
     with pytest.raises(BusyError):
         world.receiver.rollback(0)
@@ -147,9 +147,9 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
     world.receiver.hold()
     for rank in world.port.ranks:
         rank.memory.asleep = False
-        rank.note_external_write("wake_up")
-    world.receiver.check()
-    assert all(rank.external_writer is None for rank in world.port.ranks)
+        rank.touch("wake_up")
+    world.receiver.check_served()
+    assert all(rank.touched is None for rank in world.port.ranks)
     world.receiver.release()
     world.receiver.advance()
     world.expect_exact()
@@ -421,9 +421,9 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
             rank.scan([0])
         worker.wake_up()
         assert not rank.describe()["asleep"]
-    assert rank.describe()["external_writer"] in ("wake_up", "reload_weights")
-    world.receiver.check()
-    assert rank.describe()["external_writer"] is None
+    assert rank.describe()["touched"] in ("wake_up", "reload_weights")
+    world.receiver.check_served()
+    assert rank.describe()["touched"] is None
     assert world.receiver.verify()["verdict"]
 
 
@@ -441,7 +441,7 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
     with pytest.raises(BusyError, match="asleep"):
         rank.identify(world.url)
     worker.wake_up()
-    world.receiver.check()
+    world.receiver.check_served()
     assert world.receiver.verify()["verdict"]
 
 

@@ -20,8 +20,7 @@ from starlette.requests import Request
 
 from tests.support.web import BEARER, CHANGING, ELSEWHERE, Site, listening
 from vllm_delta_sync.engine.api import access, admission, routes
-from vllm_delta_sync.engine.api.api_server_group import ApiServerGroup
-from vllm_delta_sync.engine.api.api_servers import FollowerClient, LeaderServer
+from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, FollowerClient, LeaderServer
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.readiness import readiness
 from vllm_delta_sync.errors import StoreError
@@ -141,7 +140,7 @@ def test_bug_is_answered_without_credentials(site: Site, monkeypatch: pytest.Mon
 
 def test_status_shows_no_credentials(site: Site) -> None:
     board = site.service.receiver.board
-    board.show_error(StoreError("cannot read s3://key:hidden@bucket/run?sig=hidden#hidden: 403"))
+    board.report_error(StoreError("cannot read s3://key:hidden@bucket/run?sig=hidden#hidden: 403"))
     text = site.client().get("/delta_sync/status").text
     assert "s3://bucket/run" in text
     assert "hidden" not in text
@@ -175,7 +174,7 @@ class Served:
 
     def wait_for_waiters(self, count: int) -> None:
         deadline = time.monotonic() + 120
-        while len(self.site.app.state.delta_sync_arrivals._waiting) != count:
+        while len(self.site.app.state.delta_sync_waiters._waiting) != count:
             assert time.monotonic() < deadline, "they do not wait, or do not give up"
             time.sleep(0.01)
 
@@ -319,7 +318,7 @@ def test_ready_follows_hold_and_loss(served: Served) -> None:
     board.set(state="lost", error={"kind": "weights_lost", "message": "gone"})
     lost = served.get("ready")
     assert lost.status_code == 503
-    assert lost.json()["reasons"] == ["the state is lost (gone); start the server again"]
+    assert lost.json()["reasons"] == ["the state is lost (gone); restart the server"]
     assert served.ask(1).status_code == 409
 
 
@@ -351,7 +350,7 @@ def test_not_ready_before_anything_is_proven(tmp_path: Path, policy: str, mend: 
     site = Site(tmp_path, state_dir=tmp_path / "state", policy=policy)
     answer = site.client().get("/delta_sync/ready")
     assert answer.status_code == 503
-    assert answer.json()["reasons"] == [f"no version is proven yet, the state is waiting_for_run; {mend}"]
+    assert answer.json()["reasons"] == [f"no version is served yet, the state is waiting_for_run; {mend}"]
     site.end()
 
 
@@ -377,7 +376,7 @@ def test_lag_counts_beyond_max_lag_alone() -> None:
     for target, ready in (("3", True), ("4", True), ("9", False), ("tag:gold", True)):
         assert readiness({**follows, "target": target}, 5, False)["ready"] == ready
     assert readiness({**follows, "target": "2", "state": "held"}, 5, False)["reasons"] == [
-        "version 3 is newer than the target 2; go back with rollback"
+        "version 3 is newer than the target 2; use rollback"
     ]
 
 

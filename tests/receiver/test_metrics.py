@@ -51,21 +51,21 @@ def test_each_move_is_counted_once_with_what_it_took(tmp_path: Path) -> None:
     world.receiver.rollback(0)
     world.model.norm.data.mul_(2)
     world.receiver.verify()
-    world.receiver.mend()
+    world.receiver.repair()
     assert {move: took() for move, took in moves.items()} == {"forward": 1, "rollback": 1, "repair": 1}
     assert (versions(), pauses()) == (2, 3)
 
 
 def test_turns_are_counted_where_they_are_waited_for() -> None:
     turns, commits = grown("phase_seconds_sum", phase="turn"), grown("commits_total", move="forward")
-    metrics.observe_turn(2.0)
+    metrics.observe_slot_wait(2.0)
     metrics.count_move("forward", {"turn": 2000.0, "pause": 5.0})
     assert (turns(), commits()) == (2.0, 1)
 
 
 def test_gauges_follow_the_status(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.receiver.board.export()
+    world.receiver.board.export_metrics()
     assert sample("served_version") != sample("served_version"), "NaN before a version is proven"
     assert (sample("state", state="waiting_for_run"), sample("ready")) == (1, 0)
     world.receiver.advance()
@@ -132,11 +132,11 @@ from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.status import StatusBoard
 
 def serve(role, versions=0, state=""):
-    metrics.observe_gap(0.01)
+    metrics.observe_output_gap(0.01)
     if role != "follower":
         metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=versions)
         board = StatusBoard("follow")
-        board.export()
+        board.export_metrics()
         board.set(undo=list(range(versions)), state=state)
 
 for server in (("leader", 3, "committing"), ("follower",), ("successor", 2, "idle")):
@@ -168,7 +168,7 @@ def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path, mon
     monkeypatch.setattr(metrics, "_made", {})
     counted = grown("versions_total")
     world = World(tmp_path)
-    world.receiver.board.export()
+    world.receiver.board.export_metrics()
     world.receiver.advance()
     world.train_and_follow(1)
     assert (world.receiver.served_version, counted()) == (1, 0)
@@ -207,12 +207,12 @@ def test_every_move_has_one_line_of_the_same_form(tmp_path: Path, caplog: pytest
     assert 0 < int(found[1].replace(",", "")) < world.receiver.status()["recent"][-1]["changed"]
     world.receiver.rollback(1)
     (line,) = lines(caplog)
-    assert re.fullmatch(rf"version 1 \(step 480\) served: gone back from version 3; .*{ENDING}", line)
+    assert re.fullmatch(rf"version 1 \(step 480\) served: rolled back from version 3; .*{ENDING}", line)
     world.model.norm.data.mul_(2)
     world.receiver.verify()
-    world.receiver.mend()
+    world.receiver.repair()
     (line,) = lines(caplog)
-    assert line.startswith("version 1 (step 480) served: weights that were changed from outside are replaced; fetched ")
+    assert line.startswith("version 1 (step 480) served: weights that were changed from outside are repaired; fetched ")
 
 
 def test_digests_count_as_verified_wherever_they_are_computed() -> None:
@@ -238,6 +238,6 @@ def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: py
     timings = world.receiver.status()["timings_ms"]
     assert re.match(r"version 0 \(step \d+\) served: taken whole, [\d.]+ kB; ", line)
     assert line.endswith(log_lines.durations(timings))
-    assert list(timings) == [phase for phase in log_lines.ORDER if phase in timings]
+    assert list(timings) == [phase for phase in log_lines.PHASE_ORDER if phase in timings]
     assert {"fetch", "verify", "decode", "route", "turn"} <= timings.keys()
     assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0

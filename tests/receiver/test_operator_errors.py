@@ -107,7 +107,7 @@ def test_bucket_that_is_not_there_and_then_has_no_run(
 ) -> None:
     url = "s3://unit-operator-late/run"
     service = serve(base_model(), url)
-    wait_until(lambda: service.receiver.board.looks > 5)
+    wait_until(lambda: service.receiver.board.polls > 5)
     error = error_of(service)
     assert error["kind"] == "not_found"
     assert f"no run at '{url}': there is no such bucket or folder; start a publisher there" in error["message"]
@@ -129,8 +129,8 @@ def test_run_that_is_taken_away_and_put_back(serve: Serve, tmp_path: Path, caplo
     wait_until(lambda: service.receiver.served_version == 0)
     run.rename(tmp_path / "away")
     wait_until(lambda: error_of(service)["kind"] == "not_found")
-    looks = service.receiver.board.looks
-    wait_until(lambda: service.receiver.board.looks > looks + 2)
+    looks = service.receiver.board.polls
+    wait_until(lambda: service.receiver.board.polls > looks + 2)
     assert re.search(r"run \w{32} is not at 'file://.*' any more: its run.json is gone; put it back", warned(caplog)[0])
     assert len(warned(caplog)) == 1
     assert service.receiver.served_version == 0
@@ -234,9 +234,9 @@ def test_store_that_is_gone_for_long_fills_no_log_and_is_back_at_once(
         wait_until(lambda: service.receiver.served_version == 0)
         caplog.clear()
         network.cut()
-        looks = service.receiver.board.looks
+        looks = service.receiver.board.polls
         # Each of them tries for a while, and says so.
-        wait_until(lambda: service.receiver.board.looks >= looks + 5)
+        wait_until(lambda: service.receiver.board.polls >= looks + 5)
         assert error_of(service)["kind"] == "deadline"
         assert url in error_of(service)["message"]
         retries = service.receiver.status()["store"]["retries"]
@@ -297,7 +297,7 @@ def test_renewed_credentials_in_a_file_are_taken_up(
     monkeypatch.setattr(obstore_clients, "RENEW_SECONDS", 0.1)
     file.write_text("[default]\naws_access_key_id=ended\naws_secret_access_key=ended\n")
     service = serve(base_model(), url)
-    wait_until(lambda: service.receiver.board.looks > 2 and error_of(service)["kind"] == "access")
+    wait_until(lambda: service.receiver.board.polls > 2 and error_of(service)["kind"] == "access")
     assert len(warned(caplog)) == 1
     keys = f"aws_access_key_id={server.access_key}\naws_secret_access_key={server.secret_key}\n"
     file.write_text(f"[default]\n{keys}")

@@ -17,8 +17,8 @@ from tests.support.seeds import seeds
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext, encode
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
-from vllm_delta_sync.engine.planning.lineage import across, line
-from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
+from vllm_delta_sync.engine.planning.lineage import ancestry, connect_runs
+from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, EngineError, FormatError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
@@ -591,6 +591,6 @@ def test_source_that_is_gone_is_named_and_waited_for(tmp_path: Path) -> None:
 def test_lines_end_where_a_run_comes_round_again(source: Chain) -> None:
     branch = source.branch("branch", 3, seed=1)
     run = open_run(branch.url)
-    found = line(run, 0)
+    found = ancestry(run, 0)
     assert [(point.run.info.run, point.version) for point in found] == [(branch.run, 0), (source.run, 3)]
-    assert across(found[:1], found[1:]) is None
+    assert connect_runs(found[:1], found[1:]) is None

@@ -17,7 +17,7 @@ from trainer_side import Gate, Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli import run as run_command
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.api.offline import OfflineSync
+from vllm_delta_sync.engine.api.embedded import OfflineSync
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, SettingsError
@@ -179,7 +179,7 @@ def test_where_all_is_quarantined_nothing_is_served(tmp_path: Path) -> None:
     foreign = Server(chain, spoiled(other.bits[0]))
     with pytest.raises(NotFoundError, match=r"every version of the run at .* is quarantined"):
         foreign.receiver.advance()
-    assert foreign.receiver.waits
+    assert foreign.receiver.target_unavailable
     foreign.holds(spoiled(other.bits[0]))
     chain.play(".")
     foreign.reaches(3, commits=1)

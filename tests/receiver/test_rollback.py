@@ -70,7 +70,7 @@ def test_versions_that_cannot_be_gone_back_to_are_refused_by_name(world: World) 
     world.train(3)
     with pytest.raises(NotFoundError, match="version 9 is not published; the head is 3"):
         world.receiver.rollback(9)
-    with pytest.raises(ChainError, match="version 3 follows version 2, which is served"):
+    with pytest.raises(ChainError, match="version 3 is newer than the served version 2"):
         world.receiver.rollback(3)
     world.expect_bits(seen[2])
     assert (world.receiver.status()["holding"], world.receiver.status()["last_error"]) == (False, None)
@@ -146,7 +146,7 @@ def test_commits_that_change_nothing_take_room_too(world: World) -> None:
         world.train(step, scale=0.0)
         world.receiver.advance()
     assert world.receiver.status()["undo"] == []
-    assert world.receiver.history.behind == {}
+    assert world.receiver.history.undo_manifests == {}
     world.follow(undo_bytes=3 * FINGERPRINT_BYTES * len(world.tensors))
     world.receiver.advance()
     for step in range(4, 9):

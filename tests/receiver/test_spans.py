@@ -18,7 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.utils.async_utils import merge_async_iterators
 
 from vllm_delta_sync.engine.observe import metrics, spans
-from vllm_delta_sync.engine.observe.span_stream import amended
+from vllm_delta_sync.engine.observe.spans import add_spans
 
 DONE = "data: [DONE]\n\n"
 
@@ -242,7 +242,7 @@ async def consume(stream: Any) -> None:
 def test_gaps_are_those_before_the_first_token_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     now = 100.0
-    monkeypatch.setattr(metrics, "observe_gap", seen.append)
+    monkeypatch.setattr(metrics, "observe_output_gap", seen.append)
 
     def clock() -> float:
         nonlocal now
@@ -306,7 +306,7 @@ def test_only_the_last_chunk_gets_the_member(chunks: list[str], ends_at: int, la
 
     async def collect() -> list[str]:
         spans_of = {"run": "r", "spans": []}
-        return [chunk async for chunk in amended(stream(), lambda: spans_of if sent > ends_at else None)]
+        return [chunk async for chunk in add_spans(stream(), lambda: spans_of if sent > ends_at else None)]
 
     found = asyncio.run(collect())
     unchanged = max(0, len(found) - len(last))

@@ -190,7 +190,7 @@ def test_order_that_cannot_be_kept_is_in_force(life: Life, caplog: pytest.LogCap
     service = life.start()
     life.serves(7)
     assert service.request("rollback", 5).result(WAIT)["state"] == "held"
-    assert sum("ends with this process" in record.getMessage() for record in caplog.records) == 1
+    assert sum("will not survive a restart" in record.getMessage() for record in caplog.records) == 1
     life.start()
     life.serves(7)
 

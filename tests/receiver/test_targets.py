@@ -13,7 +13,7 @@ from tests.support.chains import TABLE, Chain, Server
 from tests.support.hooks import HookedPort, failing
 from tests.support.services import serving, wait_until
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.follow.standing_orders import sibling
+from vllm_delta_sync.engine.follow.standing_orders import sibling_url
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -75,11 +75,11 @@ def test_version_that_is_not_there_yet_is_waited_for(chain: Chain) -> None:
     server = Server(chain, chain.bits[0], target="8")
     with pytest.raises(NotFoundError, match="not published yet; the head is 6"):
         server.receiver.advance()
-    assert server.receiver.waits
+    assert server.receiver.target_unavailable
     server.serves(0)
     chain.grow(3)
     server.reaches(8, commits=1)
-    assert not server.receiver.waits
+    assert not server.receiver.target_unavailable
 
 
 def test_tag_is_followed_as_it_moves_forward(chain: Chain) -> None:
@@ -155,12 +155,12 @@ def test_service_waits_for_its_target_at_the_usual_pace(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
     with serving(server.port, bucket=chain.url, target="8") as service:
         board = service.receiver.board
-        wait_until(lambda: service.receiver.waits)
+        wait_until(lambda: service.receiver.target_unavailable)
 
         def pace() -> float:
             """How long it takes until the next look."""
-            looks, began = board.looks, time.monotonic()
-            wait_until(lambda: board.looks > looks)
+            looks, began = board.polls, time.monotonic()
+            wait_until(lambda: board.polls > looks)
             return time.monotonic() - began
 
         for _ in range(6):
@@ -229,7 +229,7 @@ def test_version_that_was_let_go_of_is_refused_by_name(long: Chain) -> None:
     server.receiver.advance()
     long.beside_it(7)
     collect(open_run(long.url), RetentionPolicy(keep_last=1, min_age=0), now=time.time() + 1e6)
-    with pytest.raises(NotFoundError, match="version 3 is no longer kept"):
+    with pytest.raises(NotFoundError, match="version 3 is no longer retained"):
         server.receiver.rollback(3)
     server.serves(8)
 
@@ -418,10 +418,10 @@ def test_damaged_branch_is_left_for_the_old_run(long: Chain) -> None:
 )
 def test_only_a_run_beside_the_configured_one_can_be_named(configured: str, asked: str, found: str | None) -> None:
     if found is not None:
-        assert sibling(configured, asked) == found
+        assert sibling_url(configured, asked) == found
         return
     with pytest.raises(UsageError, match="beside"):
-        sibling(configured, asked)
+        sibling_url(configured, asked)
 
 
 def test_other_tensors_are_refused(tmp_path: Path, long: Chain) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tests.support.services import WAIT, Site
 from tests.support.world import World
 from vllm_delta_sync.engine.api import weight_transfer
-from vllm_delta_sync.engine.api.offline import OfflineSync, attach
+from vllm_delta_sync.engine.api.embedded import OfflineSync, attach
 from vllm_delta_sync.engine.api.weight_transfer import OverdueError
 from vllm_delta_sync.engine.commit.transaction import DrainError
 from vllm_delta_sync.engine.compat import write_hooks
@@ -87,7 +87,7 @@ def forwarding(site: Site, shown: Any = None) -> tuple[Any, ReceiverService]:
     async def ask(action: str, argument: Any) -> Any:
         return await asyncio.wrap_future(service.request(action, argument))
 
-    checks = weight_transfer.Checks(site.world.url, service.receiver.status)
+    checks = weight_transfer.TransferChecks(site.world.url, service.receiver.status)
     weight_transfer.AsyncTransfer(checks, ask, *([] if shown is None else [shown])).install(client)
     return client, service
 
@@ -198,7 +198,7 @@ def test_server_shows_errors_with_the_status_of_our_own_routes(site: Site) -> No
 
 
 def test_nothing_is_finished_before_a_version_is_served(site: Site) -> None:
-    checks = weight_transfer.Checks(site.world.url, Receiver(site.port, Settings(bucket=site.world.url)).status)
+    checks = weight_transfer.TransferChecks(site.world.url, Receiver(site.port, Settings(bucket=site.world.url)).status)
     with pytest.raises(EngineError, match="no version is served yet"):
         checks.label(None)
     checks.start()
@@ -224,7 +224,7 @@ class Llm:
 def test_offline_calls_move_between_two_generate_calls(site: Site) -> None:
     world, llm = site.world, Llm(weight_transfer.BACKEND)
     sync = OfflineSync(world.receiver)
-    weight_transfer.install_offline(llm, weight_transfer.Checks(world.url, sync.status), sync.to)
+    weight_transfer.install_offline(llm, weight_transfer.TransferChecks(world.url, sync.status), sync.to)
     world.train(1)
     llm.start_weight_update()
     llm.update_weights({"update_info": {"version": 1}})
@@ -237,7 +237,7 @@ def test_offline_calls_move_between_two_generate_calls(site: Site) -> None:
         with pytest.raises(DeltaSyncError, match=r"version 2 is not published|weight_version is '2'"):
             call()
     plain = Llm(None)
-    weight_transfer.install_offline(plain, weight_transfer.Checks(world.url, sync.status), sync.to)
+    weight_transfer.install_offline(plain, weight_transfer.TransferChecks(world.url, sync.status), sync.to)
     with pytest.raises(Reached, match="update_weights"):
         plain.update_weights({"update_info": {}})
 

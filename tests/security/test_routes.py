@@ -35,7 +35,7 @@ from tests.support.web import (
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.api import access, routes
 from vllm_delta_sync.engine.api.access import MAX_BODY_BYTES
-from vllm_delta_sync.engine.planning.lineage import line
+from vllm_delta_sync.engine.planning.lineage import ancestry
 from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.canonical_json import dump_canonical
 
@@ -418,7 +418,7 @@ def test_tensor_name_in_status_and_errors(site: Site, monkeypatch: pytest.Monkey
     for name in HOSTILE:
         board.set(ranks=[{"rank": 0, "tensors": 1, "unloaded": [name], "ms": {}}])
         error = TensorMismatchError(f"tensor {name} is not in the run's table")
-        board.show_error(error)
+        board.report_error(error)
         shown = client.get("/delta_sync/status")
         assert shown.json()["ranks"][0]["unloaded"] == [name]
         assert name in shown.json()["last_error"]["message"]
@@ -563,7 +563,7 @@ def test_branch_that_says_its_source_is_elsewhere(tmp_path: Path, caplog: pytest
     source.grow(2)
     branch = source.branch("branch", 1, seed=1)
     for run in (open_run(branch.url), open_run(f"file://{branch.folder}")):
-        assert [point.version for point in line(run, 0)] == [0, 1]
+        assert [point.version for point in ancestry(run, 0)] == [0, 1]
     first = branch.folder / "versions" / "0000000000.json"
     document = json.loads(first.read_bytes())
     with trap() as place, caplog.at_level(logging.DEBUG):
@@ -571,8 +571,8 @@ def test_branch_that_says_its_source_is_elsewhere(tmp_path: Path, caplog: pytest
             caplog.clear()
             document["base"]["location"] = f"{scheme}://key:hidden@{place}/run?sig=hidden"
             first.write_bytes(dump_canonical(document))
-            assert [point.version for point in line(open_run(branch.url), 0)] == [0]
-            assert "from the store 'file' no other one is opened" in caplog.text
+            assert [point.version for point in ancestry(open_run(branch.url), 0)] == [0]
+            assert "in another store than 'file'" in caplog.text
             assert place in caplog.text
             assert "hidden" not in caplog.text
 

@@ -106,7 +106,7 @@ def test_head_that_has_run_out_is_shown(tmp_path: Path, gone: bool, caplog: pyte
     status = world.receiver.status()
     assert (status["last_error"]["kind"], status["trust"]["expired"]) == ("expired", True)
     if not gone:
-        for words in ("HEAD.json has run out at", "this machine's clock says", "or a clock is wrong"):
+        for words in ("HEAD.json expired at", "this machine's clock says", "or a clock is wrong"):
             assert words in status["last_error"]["message"]
     assert sum("HEAD.json" in record.message for record in caplog.records) == 1
     world.server.serves(3)
@@ -132,7 +132,7 @@ def test_expiry_does_not_hide_another_error(tmp_path: Path) -> None:
 
 def test_clocks_may_be_apart(tmp_path: Path) -> None:
     world = Trusted(tmp_path)
-    expire(world, ago(module.LEEWAY.total_seconds() - 10))
+    expire(world, ago(module.CLOCK_LEEWAY.total_seconds() - 10))
     world.serves(3)
 
 
@@ -301,8 +301,8 @@ def test_head_descends_from_what_is_served_where_nothing_else_is_remembered(tmp_
         (fork.manifests[4], ReplayError),
     ):
         with pytest.raises(error):
-            TrustedHead(settings, world.trainer).accept(run, head, None, served)
-    TrustedHead(settings, world.trainer).accept(run, head, None, world.chain.manifests[1])
+            TrustedHead(settings, world.trainer).accept_head(run, head, None, served)
+    TrustedHead(settings, world.trainer).accept_head(run, head, None, world.chain.manifests[1])
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -341,10 +341,10 @@ def test_forged_anchor_is_not_used_for_a_repair(tmp_path: Path) -> None:
     assert not world.receiver.verify()["verdict"]
     for _ in range(2):
         with pytest.raises((NotFoundError, SignatureError)):
-            world.receiver.mend()
+            world.receiver.repair()
         assert world.receiver.status()["state"] == "refused"
     world.put(true.folder)
-    world.receiver.mend()
+    world.receiver.repair()
     world.server.serves(3)
 
 
@@ -360,11 +360,11 @@ def test_revoked_key_is_not_believed_by_ranks_either(tmp_path: Path) -> None:
     world.server.models[0].norm.data.zero_()
     assert not world.receiver.verify()["verdict"]
     with swapped_for_ranks(world, "repair", side.KEYS_KEY, older.to_bytes()), pytest.raises(ReplayError):
-        world.receiver.mend()
+        world.receiver.repair()
     with pytest.raises((NotFoundError, SignatureError)):
-        world.receiver.mend()
+        world.receiver.repair()
     world.put(true.folder)
-    world.receiver.mend()
+    world.receiver.repair()
     world.server.serves(3)
 
 

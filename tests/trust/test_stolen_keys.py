@@ -127,7 +127,7 @@ def test_where_nothing_honest_can_be_served_it_is_said_and_heals(tmp_path: Path)
     lost.unlink()
     thiefs = world.receiver.served_version
     for _ in range(4):
-        with pytest.raises(SignatureError, match="start this server again") as caught:
+        with pytest.raises(SignatureError, match="or restart this server") as caught:
             world.receiver.advance()
         status = world.receiver.status()
         assert status["last_error"] == {"kind": "signature", "message": caught.value.message}
@@ -143,7 +143,7 @@ def test_where_no_version_is_believed_any_more_it_is_said(tmp_path: Path) -> Non
     honest = world.steal()
     honest.key_file(1, [KeyEntry(key=world.trainer.public or "", revoked=True)])
     world.put_honest(honest)
-    assert "rollback to a version that you trust (`undo` has 4, 3, 0)" in told(world)
+    assert "Roll back to a version that you trust with POST /delta_sync/rollback (`undo` has 4, 3, 0)" in told(world)
     assert world.receiver.served_version == 5
     world.receiver.rollback(3)
     world.server.serves(3)
@@ -156,7 +156,7 @@ def test_weights_changed_from_outside_are_not_brought_back_to_a_thiefs(tmp_path:
     assert not world.receiver.verify()["verdict"]
     world.list_it(honest)
     world.put_honest(honest)
-    world.receiver.mend()
+    world.receiver.repair()
     world.server.serves(3)
 
 

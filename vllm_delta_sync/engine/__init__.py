@@ -9,8 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.engine.api.async_llm import AsyncSync, attach_async
-    from vllm_delta_sync.engine.api.offline import OfflineSync, attach
+    from vllm_delta_sync.engine.api.embedded import AsyncSync, OfflineSync, attach, attach_async
     from vllm_delta_sync.engine.worker.extension import WorkerExtension
 
 WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
@@ -33,12 +32,8 @@ def __getattr__(name: str) -> object:
         load_hook.watch_loading()
         watch_for_controller()
         return WorkerExtension
-    if name in ("OfflineSync", "attach"):
-        from vllm_delta_sync.engine.api import offline
+    if name in ("AsyncSync", "OfflineSync", "attach", "attach_async"):
+        from vllm_delta_sync.engine.api import embedded
 
-        return getattr(offline, name)
-    if name in ("AsyncSync", "attach_async"):
-        from vllm_delta_sync.engine.api import async_llm
-
-        return getattr(async_llm, name)
+        return getattr(embedded, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""How requests reach the receiver: HTTP routes, admission by version, offline ``LLM`` and ``AsyncLLM``.
+"""How requests reach the receiver: HTTP routes, admission by version, and ``attach`` for ``LLM`` and ``AsyncLLM``.
 
 May import ``engine.follow`` and what is below. Begin with ``routes``.
 """

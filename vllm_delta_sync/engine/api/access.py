@@ -1,4 +1,4 @@
-"""Who may ask what of the routes under ``/delta_sync``, how much they may send, and what every answer says."""
+"""``GuardedRoute`` checks access to the routes under ``/delta_sync``, limits bodies, and formats answers and errors."""
 
 import asyncio
 import ipaddress
@@ -31,14 +31,14 @@ from vllm_delta_sync.errors import (
 
 MAX_BODY_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
-"""Longest that a client may take to send a body."""
+"""Longest time for a client to send a body."""
 READING = ("GET", "HEAD")
-"""Every other method counts as one that changes state."""
+"""All other methods count as changing state."""
 PROXY_HEADERS = re.compile(
     r"via|(?:x-)?(?:original-)?forwarded(?:-[\w-]*)?|x-envoy-[\w-]*"
     r"|(?:[\w-]*-)?(?:real|client|connecting|originating|remote|proxyuser)-?(?:ip|ipv6|addr|address|host)"
 )
-"""Names of headers that proxies add, with hyphens for underscores; no client of ours sends any of them."""
+"""Names of headers that proxies add, with hyphens for underscores; none of our clients sends them."""
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 STATUS_CODES: tuple[tuple[type[DeltaSyncError], int], ...] = (
@@ -51,15 +51,15 @@ STATUS_CODES: tuple[tuple[type[DeltaSyncError], int], ...] = (
     (EngineError, 500),
 )
 REFUSED_DATA = 422
-"""Any other error of ours: the bucket's data was refused."""
-# Whole, so that nothing stands in it that somebody could take for the host instead.
+"""Status for all other errors of ours: the bucket's data was refused."""
+# The whole header, so that no part of it can be mistaken for the host.
 _HOST = re.compile(r"(?:(?P<name>[a-z0-9.-]{1,253})|\[(?P<address>[0-9a-f:.]{2,45})\])(?::[0-9]{1,5})?", re.ASCII)
-# So that a name from a bucket is harmless even in a page that puts our JSON into its own text as it is.
+# So that a name from a bucket is harmless even in a page that embeds our JSON unescaped.
 _ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\x7f"})
 
 
 class AdminRefused(DeltaSyncError):
-    """A request came without the right to make it."""
+    """A request lacks the right to make it."""
 
     kind = "forbidden"
 
@@ -69,7 +69,7 @@ class AdminRefused(DeltaSyncError):
 
 
 class BadRequest(UsageError):
-    """A request that is not read, or not understood."""
+    """A request that cannot be read or parsed."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -77,13 +77,13 @@ class BadRequest(UsageError):
 
 
 class CrowdedError(BusyError):
-    """As many wait already as may."""
+    """Too many requests wait already."""
 
     status = 503
 
 
-class Answer(JSONResponse):
-    """JSON in ASCII without control characters, and without any that mean something in HTML; never cached."""
+class JsonAnswer(JSONResponse):
+    """JSON in ASCII without control characters and HTML special characters; never cached."""
 
     def __init__(self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None, **rest: Any):
         super().__init__(content, status_code, {**HEADERS, **(headers or {})}, **rest)
@@ -93,7 +93,7 @@ class Answer(JSONResponse):
 
 
 class GuardedRoute(APIRoute):
-    """A route that is asked whether it may, before anything of the request's body is read."""
+    """A route that checks access before it reads the request's body."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         inner = super().get_route_handler()
@@ -110,15 +110,15 @@ class GuardedRoute(APIRoute):
                 return answer_error(_explain(error))
             except HTTPException as error:
                 return answer_error(BadRequest(str(error.detail)[:200], error.status_code))
-            except Exception as error:  # vLLM would answer with its text as it is
+            except Exception as error:  # vLLM would answer with the error's raw text
                 logger.exception("a request failed unexpectedly")
                 return answer_error(EngineError(f"unexpected {type(error).__name__}: {error}"))
 
         return handle
 
 
-def answer_error(error: DeltaSyncError) -> Answer:
-    """Any error of ours as ``{"error": {"kind", "message"}}``."""
+def answer_error(error: DeltaSyncError) -> JsonAnswer:
+    """The answer for an error of ours: ``{"error": {"kind", "message"}}``."""
     headers = {}
     if isinstance(error, AdminRefused | BadRequest | CrowdedError):
         code = error.status
@@ -129,16 +129,16 @@ def answer_error(error: DeltaSyncError) -> Answer:
     elif code == 503:
         headers["retry-after"] = "1"
     elif code in (408, 413):
-        # What is left of the body is not waited for.
+        # The rest of the body is not read.
         headers["connection"] = "close"
-    return Answer({"error": {"kind": error.kind, "message": error.message}}, code, headers)
+    return JsonAnswer({"error": {"kind": error.kind, "message": error.message}}, code, headers)
 
 
 def check(request: Request) -> None:
-    """Let a request pass that no page of another site sent, and that has the right to what it asks.
+    """Check that no other site's page sent a request, and that it may change state if it does.
 
     Raises:
-        AdminRefused: anyone else.
+        AdminRefused: the request fails the check.
     """
     headers = request.headers
     changes = request.method not in READING
@@ -155,29 +155,29 @@ def check(request: Request) -> None:
 
 
 def refusal(request: Request) -> AdminRefused | None:
-    """Why a request may not change state: wrong token; or no token is set, and it is not surely from this machine."""
+    """Why a request may not change state: a wrong token; or no token is set, and it may come from another machine."""
     token: AdminToken | None = request.app.state.delta_sync_token
     if token is not None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and token.matches(given.strip()):
             return None
         return AdminRefused("the admin token is missing or wrong; send Authorization: Bearer TOKEN", 401)
-    mend = "set admin_token_file or DELTA_SYNC_ADMIN_TOKEN"
+    remedy = "set admin_token_file or DELTA_SYNC_ADMIN_TOKEN"
     if not _is_loopback(request.client.host if request.client else ""):
-        return AdminRefused(f"no admin token is set, so only this machine may call this; {mend}")
-    # A proxy on this machine makes everybody local. HTTP/1.0 is what one speaks that says nothing of itself.
+        return AdminRefused(f"no admin token is set, so only this machine may call this; {remedy}")
+    # A proxy on this machine makes every client look local. One that adds no header usually speaks HTTP/1.0.
     proxied = any(PROXY_HEADERS.fullmatch(name.lower().replace("_", "-")) for name in request.headers)
     if proxied or request.scope.get("http_version") == "1.0":
-        return AdminRefused(f"no admin token is set, and this request came through a proxy; {mend}")
+        return AdminRefused(f"no admin token is set, and this request came through a proxy; {remedy}")
     hosts = request.headers.getlist("host")
     if not hosts or not all(map(_names_loopback, hosts)):
-        # A page may point its own name at this machine, and is then of the same site; the name gives it away.
-        return AdminRefused(f"no admin token is set, and Host is not localhost or a loopback address; {mend}")
+        # DNS rebinding: a page's own name may resolve to this machine, which makes it same-site. Host shows the name.
+        return AdminRefused(f"no admin token is set, and Host is not localhost or a loopback address; {remedy}")
     return None
 
 
 async def _with_body(request: Request) -> Request:
-    """The request with its body read, in bounded memory and time.
+    """Read a request's body in bounded memory and time.
 
     Raises:
         BadRequest: it is too large, too slow, or not JSON.
@@ -193,9 +193,9 @@ async def _with_body(request: Request) -> Request:
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large()
     except TimeoutError:
-        raise BadRequest(f"the request's body did not come within {BODY_SECONDS:g} s", 408) from None
+        raise BadRequest(f"the request's body did not arrive within {BODY_SECONDS:g} s", 408) from None
     except ClientDisconnect:
-        raise BadRequest("the client went away") from None
+        raise BadRequest("the client disconnected") from None
     kind = request.headers.get("content-type")
     if (body or kind is not None) and (kind or "").partition(";")[0].strip().lower() != "application/json":
         raise BadRequest("a body must be JSON; send Content-Type: application/json", 415)
@@ -208,11 +208,11 @@ async def _with_body(request: Request) -> Request:
 
 
 def _too_large() -> BadRequest:
-    return BadRequest(f"a request's body may have {MAX_BODY_BYTES} bytes", 413)
+    return BadRequest(f"a request's body may have at most {MAX_BODY_BYTES} bytes", 413)
 
 
 def _explain(error: RequestValidationError) -> BadRequest:
-    """The first thing that is wrong, without what was sent."""
+    """The first validation error, without the invalid input."""
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     return BadRequest(f"{field[:80]!r}: {str(problem['msg'])[:200]}")

@@ -1,6 +1,6 @@
-"""Requests for completions, on their way in: which version admits them, and waiting for the one they want at least.
+"""``Admission`` holds back requests for completions until the minimum version that they ask for is served.
 
-A request that waits has not reached vLLM yet: it takes no place in the engine, and its body is not parsed.
+A waiting request has not reached vLLM yet: it uses no slot of the engine, and its body is not parsed.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.format.limits import MAX_VERSION
 
 VERSION_HEADER = b"x-delta-sync-version"
-WANTED_HEADER = b"x-delta-sync-min-version"
+MIN_VERSION_HEADER = b"x-delta-sync-min-version"
 VERSIONED_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 MAX_WAITING = 1024
-"""Requests that may wait at a time for the version they want: all rollouts of a step come at once."""
+"""Most requests that wait at a time: all rollouts of a step come at once."""
 MAX_KEPT_BYTES = 64 * 1024
-"""What is taken of a waiting request's body, so that it is noticed if its client goes away."""
+"""Most bytes read of a waiting request's body, in order to notice a disconnect."""
 _VERSION = re.compile(rb"[0-9]{1,20}")
 
 
 class LateError(CrowdedError):
-    """What was asked for is not there yet; asking again helps."""
+    """The version is not served yet; a retry may succeed."""
 
     kind = "late"
 
@@ -40,13 +40,13 @@ class Admission:
     """ASGI middleware for generation routes: ``X-Delta-Sync-Min-Version`` and ``X-Delta-Sync-Version``.
 
     Args:
-        state: of the application: ``delta_sync``, and ``delta_sync_min_version_seconds``, how long a request may wait.
+        state: the application's state, with ``delta_sync`` and ``delta_sync_min_version_seconds``, the longest wait.
     """
 
-    def __init__(self, app: ASGIApp, state: Any, arrivals: VersionWaiters) -> None:
+    def __init__(self, app: ASGIApp, state: Any, waiters: VersionWaiters) -> None:
         self._app = app
         self._state = state
-        self._arrivals = arrivals
+        self._waiters = waiters
         self._waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,34 +54,34 @@ class Admission:
         if scope["type"] != "http" or service is None or not scope["path"].endswith(VERSIONED_PATHS):
             await self._app(scope, receive, send)
             return
-        asked = [value for name, value in scope["headers"] if name.lower() == WANTED_HEADER]
+        asked = [value for name, value in scope["headers"] if name.lower() == MIN_VERSION_HEADER]
         if not asked:
-            await self._app(scope, receive, _saying(send, service.receiver.served_version))
+            await self._app(scope, receive, _with_version_header(send, service.receiver.served_version))
             return
-        letters = RequestBuffer(receive)
+        buffer = RequestBuffer(receive)
         try:
-            admitted = await self._admit(asked, letters)
+            admitted = await self._admit(asked, buffer)
         except DeltaSyncError as error:
-            letters.close()
-            await answer_error(error)(scope, receive, _saying(send, service.receiver.served_version))
+            buffer.close()
+            await answer_error(error)(scope, receive, _with_version_header(send, service.receiver.served_version))
             return
-        await self._app(scope, letters.receive, _saying(send, admitted))
+        await self._app(scope, buffer.receive, _with_version_header(send, admitted))
 
-    async def _admit(self, asked: list[bytes], letters: "RequestBuffer") -> int:
-        """The version that admits a request.
+    async def _admit(self, asked: list[bytes], buffer: "RequestBuffer") -> int:
+        """The version served when a request is admitted.
 
         Raises:
-            UsageError: the header is no version. UnreachableError: that version does not come by itself.
-            LateError, CrowdedError: it has not come in time, or too many wait.
+            UsageError: the header is no version. UnreachableError: that version needs an operator's action.
+            LateError, CrowdedError: it is not served in time, or too many requests wait.
         """
         began = time.monotonic()
         outcome = "late"
         try:
-            version = _wanted(asked)
-            served = self._arrivals.served(version)
+            version = _parse_header(asked)
+            served = self._waiters.newest_served(version)
             if served is None:
-                with self._place():
-                    served = await self._wait(version, letters)
+                with self._waiting_slot():
+                    served = await self._wait(version, buffer)
             outcome = "served"
             return served
         except UsageError:
@@ -93,28 +93,28 @@ class Admission:
         finally:
             metrics.observe_admission(outcome, time.monotonic() - began)
 
-    async def _wait(self, version: int, letters: "RequestBuffer") -> int:
-        patience: float = self._state.delta_sync_min_version_seconds
-        arrival = asyncio.ensure_future(self._arrivals.reach(version))
-        gone = asyncio.ensure_future(letters.gone())
+    async def _wait(self, version: int, buffer: "RequestBuffer") -> int:
+        timeout: float = self._state.delta_sync_min_version_seconds
+        waiter = asyncio.ensure_future(self._waiters.wait_for(version))
+        disconnect = asyncio.ensure_future(buffer.disconnect())
         try:
-            await asyncio.wait({arrival, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if arrival.done():
-                return arrival.result()
+            await asyncio.wait({waiter, disconnect}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if waiter.done():
+                return waiter.result()
         finally:
-            arrival.cancel()
-            gone.cancel()
-        if gone.done() and not gone.cancelled():
-            raise LateError("the client went away while its request waited for a version")
+            waiter.cancel()
+            disconnect.cancel()
+        if disconnect.done() and not disconnect.cancelled():
+            raise LateError("the client disconnected while its request waited for a version")
         served = self._state.delta_sync.receiver.served_version
         raise LateError(
-            f"version {version} is wanted, and {served} is served after min_version_seconds ({patience:g} s); ask again"
+            f"version {version} is wanted, and {served} is served after min_version_seconds ({timeout:g} s); retry"
         )
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def _waiting_slot(self) -> Iterator[None]:
         if self._waiting >= MAX_WAITING:
-            raise CrowdedError(f"{MAX_WAITING} requests wait for a version already; ask again, or another server")
+            raise CrowdedError(f"{MAX_WAITING} requests wait for a version already; retry, or use another server")
         self._waiting += 1
         try:
             yield
@@ -123,21 +123,21 @@ class Admission:
 
 
 class RequestBuffer:
-    """What a client sends while its request waits, kept for the application."""
+    """Buffers what a client sends while its request waits, for the application."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._kept: deque[Message] = deque()
         self._coming: asyncio.Future[Message] | None = None
 
-    async def gone(self) -> None:
-        """Return once the client has gone away. Of a large body only the beginning is taken, and then not even that
-        is noticed: what is not taken makes the client stop sending."""
+    async def disconnect(self) -> None:
+        """Return once the client has disconnected. Of a large body only the beginning is read; a disconnect is not
+        noticed after that, as the unread rest stops the client from sending."""
         taken = 0
         while taken < MAX_KEPT_BYTES:
             if self._coming is None:
                 self._coming = asyncio.ensure_future(self._receive())
-            # Not cancelled with this: a message that is on its way would be lost.
+            # Shielded: a cancelled receive would lose its message.
             message = await asyncio.shield(self._coming)
             self._coming = None
             self._kept.append(message)
@@ -147,7 +147,7 @@ class RequestBuffer:
         await asyncio.Event().wait()
 
     async def receive(self) -> Message:
-        """For the application, in place of the server's."""
+        """The application's ``receive``: buffered messages first."""
         if self._kept:
             return self._kept.popleft()
         if self._coming is not None:
@@ -156,19 +156,19 @@ class RequestBuffer:
         return await self._receive()
 
     def close(self) -> None:
-        """The application is not asked: what is kept, or on its way, is nobody's."""
+        """Drop the messages of a request that does not reach the application."""
         if self._coming is not None:
             self._coming.cancel()
 
 
-def _wanted(values: list[bytes]) -> int:
+def _parse_header(values: list[bytes]) -> int:
     if len(values) != 1 or not _VERSION.fullmatch(values[0]) or int(values[0]) > MAX_VERSION:
         given = b", ".join(values)[:40].decode("latin-1")
         raise UsageError(f"X-Delta-Sync-Min-Version is {given!r}; send one number from 0 to {MAX_VERSION}")
     return int(values[0])
 
 
-def _saying(send: Send, version: int | None) -> Send:
+def _with_version_header(send: Send, version: int | None) -> Send:
     async def send_with_version(message: Message) -> None:
         if message["type"] == "http.response.start" and version is not None:
             message["headers"] = [*message.get("headers", ()), (VERSION_HEADER, str(version).encode())]

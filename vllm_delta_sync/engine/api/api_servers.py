@@ -1,38 +1,140 @@
-"""Several API servers of one engine: one leads and follows the run, the others show what it shows and pass on what
-they are asked.
+"""``LeaderElection``: one of an engine's API servers leads and has the receiver; the others forward to it.
 
-Two controllers would fight over the same weights. So one of the processes, whoever holds the lock (``siblings``), has
-the receiver; each other one keeps a connection to it, over which come the leader's status, whenever it changes, and
-answers to requests. If the leader ends, one that waited for the lock leads: its receiver asks the ranks what they hold,
-as after any restart. If the leader hangs, it still leads: nobody could tell what it might yet do; a pause of its own
-ends by itself (``lease``).
+Two receivers would conflict over the same weights. The API servers of one ``vllm serve`` are processes on one machine
+with one parent. They meet in a folder that only their user can enter (``ApiServerGroup``). The process that holds the
+lock there leads; the kernel releases the lock when that process ends. Each follower keeps a connection to the leader,
+which sends its status at every change, and answers to requests. If the leader ends, a process that waited for the lock
+leads, and its receiver asks the ranks what they hold, as after a restart. A leader that hangs still leads, as it may
+still act; its pause ends through the pause watchdog.
 """
 
 import asyncio
+import fcntl
 import json
+import multiprocessing
 import os
+import stat
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_delta_sync.engine.api.api_server_group import ApiServerGroup, lock, try_lock
 from vllm_delta_sync.engine.commit.transaction import Answer, error_answer, raise_if_error
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError
 
+LONGEST_SOCKET_PATH = 100
+"""Longest address of a local socket in bytes, with a margin."""
 LONGEST_LINE = 1 << 24
+"""Longest message between API servers, in bytes."""
 CONNECT_SECONDS = 0.05
-"""How often a server that follows tries to reach the one that leads, while there is none."""
+"""Interval between a follower's attempts to connect while there is no leader."""
 LEADER_SECONDS = 60.0
-"""How long a server waits at its start for another, which has the lock, to begin to lead."""
-NOBODY = "none of this server's processes leads at the moment; ask again"
+"""Longest wait at start for the process with the lock to lead."""
+NO_LEADER = "this server has no API server leader at the moment; retry"
+
+
+@dataclass(frozen=True)
+class ApiServerGroup:
+    """The API servers that one process started.
+
+    Attributes:
+        folder: where they meet. launch: the prefix of their files there. index: of this server. count: of all servers.
+    """
+
+    folder: Path
+    launch: str
+    index: int
+    count: int
+
+    @property
+    def socket(self) -> Path:
+        """Where the leader listens."""
+        return self.folder / f"{self.launch}.sock"
+
+    def open_lock(self) -> int:
+        """A file descriptor for ``lock`` and ``try_lock``; closing it releases the lock."""
+        path = self.folder / f"{self.launch}.lock"
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def find_api_server_group(client: Any) -> ApiServerGroup | None:
+    """The group of the API server with this engine client; None if it is the only one.
+
+    Raises:
+        EngineError: there is no safe folder to meet in, or its name cannot be determined.
+    """
+    count = int(getattr(client.engine_core, "client_count", 1))
+    if count == 1:
+        return None
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        raise EngineError(
+            f"--api-server-count is {count}, and this process has no parent that started the others, so two receivers "
+            "would conflict; use 1"
+        )
+    folder = _private_folder(Path(tempfile.gettempdir()) / f"delta-sync-{os.getuid()}")
+    _remove_stale(folder)
+    found = ApiServerGroup(
+        folder, f"{parent.pid}-{_start_time(parent.pid)}", int(client.engine_core.client_index), count
+    )
+    if len(str(found.socket)) > LONGEST_SOCKET_PATH:
+        raise EngineError(f"{str(found.socket)!r} is too long for a socket's address; set TMPDIR to a shorter one")
+    return found
+
+
+def lock(descriptor: int) -> None:
+    """Wait until no other process holds the lock, and take it.
+
+    A record lock belongs to the process, so forked processes do not keep it.
+    """
+    fcntl.lockf(descriptor, fcntl.LOCK_EX)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take the lock if no other process holds it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _private_folder(path: Path) -> Path:
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise EngineError(
+            f"{str(path)!r}, where API servers meet, is not a folder that only this user can enter; remove it, or set "
+            "TMPDIR to another folder"
+        )
+    return path
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove files of servers whose parent has ended."""
+    for path in folder.iterdir():
+        pid, _, started = path.stem.partition("-")
+        if pid.isdecimal() and _start_time(int(pid)) != started:
+            path.unlink(missing_ok=True)
+
+
+def _start_time(pid: int) -> str:
+    """Start time of a process in the kernel's units, which tells apart processes with the same id."""
+    try:
+        # The name, in parentheses, may contain spaces and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "gone" if Path("/proc/self").exists() else "unknown"
 
 
 class StatusView(Protocol):
-    """What is known of a receiver, at once and from any thread."""
+    """A receiver's state, readable at once from any thread."""
 
     @property
     def served_version(self) -> int | None:
@@ -43,102 +145,102 @@ class StatusView(Protocol):
         """See Receiver."""
 
     def status(self) -> Answer:
-        """See Receiver; and ``server``: the number of this one, ``role``: leader or follower, ``servers``: all."""
+        """See Receiver; adds ``server`` (index of this one), ``role`` (leader or follower) and ``servers`` (all)."""
 
 
 class LeaderElection:
-    """The receiver of a server, here or in the API server that leads.
+    """Access to a server's receiver, in this process or in the leader.
 
     Args:
-        make: makes the receiver, once this process leads.
-        siblings: None if this process is the only one.
+        make: creates the receiver once this process leads.
+        group: None if this process is the only API server.
     """
 
-    def __init__(self, make: Callable[[], ReceiverService], siblings: ApiServerGroup | None) -> None:
+    def __init__(self, make: Callable[[], ReceiverService], group: ApiServerGroup | None) -> None:
         self._make = make
-        self._siblings = siblings
-        self._desk: LeaderServer | None = None
+        self._group = group
+        self._leader: LeaderServer | None = None
         self._follower: FollowerClient | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._follow_task: asyncio.Task[None] | None = None
         self._lock = -1
 
     @property
     def receiver(self) -> StatusView:
-        """What is known of the receiver."""
-        return self._part
+        """The receiver's state."""
+        return self._active
 
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
-        """See ReceiverService.request; passed on to the server that leads, if it is another."""
-        return self._part.request(action, argument)
+        """See ReceiverService.request; forwarded to the leader if that is another process."""
+        return self._active.request(action, argument)
 
     @property
-    def _part(self) -> "LeaderServer | FollowerClient":
-        part = self._desk or self._follower
+    def _active(self) -> "LeaderServer | FollowerClient":
+        part = self._leader or self._follower
         if part is None:
             raise EngineError("this server has not begun to follow yet")
         return part
 
     async def start(self) -> None:
-        """Lead, or follow the one that does.
+        """Lead, or follow the leader.
 
         Raises:
-            DeltaSyncError: this process leads, and its settings cannot be used; or nobody leads.
+            DeltaSyncError: this process leads and its settings cannot be used, or no process leads.
         """
-        if self._siblings is None:
-            self._desk = await self._lead()
+        if self._group is None:
+            self._leader = await self._lead()
             return
-        self._lock = self._siblings.open_lock()
+        self._lock = self._group.open_lock()
         if try_lock(self._lock):
-            self._desk = await self._lead()
-            logger.info("API server %d of %d leads", self._siblings.index, self._siblings.count)
+            self._leader = await self._lead()
+            logger.info("API server %d of %d leads", self._group.index, self._group.count)
             return
-        follower = self._follower = FollowerClient(self._siblings)
-        self._following = asyncio.create_task(follower.follow())
+        follower = self._follower = FollowerClient(self._group)
+        self._follow_task = asyncio.create_task(follower.follow())
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._wait, args=(loop,), name="delta-sync-lock", daemon=True).start()
+        threading.Thread(target=self._wait_for_lock, args=(loop,), name="delta-sync-lock", daemon=True).start()
         try:
-            await asyncio.wait_for(follower.settled.wait(), LEADER_SECONDS)
+            await asyncio.wait_for(follower.leader_known.wait(), LEADER_SECONDS)
         except TimeoutError:
-            raise EngineError(f"none of this server's processes led within {LEADER_SECONDS:.0f} s") from None
+            raise EngineError(f"no API server of this server led within {LEADER_SECONDS:.0f} s") from None
 
-    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread: wait for the lock, which is free once the process that leads is gone."""
+    def _wait_for_lock(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread: wait for the lock, which the leader's end releases."""
         lock(self._lock)
         with suppress(RuntimeError):  # the loop is closed: this process is ending too
-            asyncio.run_coroutine_threadsafe(self._succeed(), loop)
+            asyncio.run_coroutine_threadsafe(self._take_over(), loop)
 
-    async def _succeed(self) -> None:
-        logger.warning("the API server that led is gone; process %d leads now", os.getpid())
+    async def _take_over(self) -> None:
+        logger.warning("the API server leader has ended; process %d leads now", os.getpid())
         try:
-            self._desk = await self._lead()
-        except Exception as error:  # noqa: BLE001  whatever it is, somebody else must be able to lead
+            self._leader = await self._lead()
+        except Exception as error:  # noqa: BLE001  after any failure, another process must be able to lead
             logger.critical("process %d cannot lead: %s: %s", os.getpid(), type(error).__name__, error)
             os.close(self._lock)
             return
-        if self._following is not None and self._follower is not None:
-            self._following.cancel()
-            self._follower.lost("the server that led is gone, and this one leads now; ask again")
-            self._follower.settled.set()
+        if self._follow_task is not None and self._follower is not None:
+            self._follow_task.cancel()
+            self._follower.disconnect("the API server leader has ended, and this one leads now; retry")
+            self._follower.leader_known.set()
 
     async def _lead(self) -> "LeaderServer":
         service = self._make()
-        desk = LeaderServer(self._siblings, service)
-        service.show = desk.status
-        await desk.open()
+        leader = LeaderServer(self._group, service)
+        service.status_document = leader.status
+        await leader.open()
         service.start()
-        return desk
+        return leader
 
 
 class LeaderServer:
-    """In the server that leads: tells the others what it shows, and does what they pass on."""
+    """In the leader: sends its status to the followers, and carries out what they forward."""
 
-    def __init__(self, siblings: ApiServerGroup | None, service: ReceiverService) -> None:
-        self._siblings = siblings
+    def __init__(self, group: ApiServerGroup | None, service: ReceiverService) -> None:
+        self._group = group
         self._service = service
-        self._others: dict[asyncio.StreamWriter, tuple[int, int]] = {}
-        self._answering: set[asyncio.Task[None]] = set()
+        self._followers: dict[asyncio.StreamWriter, tuple[int, int]] = {}
+        self._answer_tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._news: set[asyncio.Event] = set()
+        self._changed_events: set[asyncio.Event] = set()
         self.request = service.request
 
     @property
@@ -152,63 +254,63 @@ class LeaderServer:
         return self._service.receiver.served_run
 
     def status(self) -> Answer:
-        """See Receiver; and which API servers there are, and who leads."""
-        index = 0 if self._siblings is None else self._siblings.index
-        pids = sorted([(index, os.getpid()), *self._others.values()])
+        """See Receiver; adds this API server's role and the list of all."""
+        index = 0 if self._group is None else self._group.index
+        pids = sorted([(index, os.getpid()), *self._followers.values()])
         servers = [
             {"server": each, "pid": pid, "role": "leader" if each == index else "follower"} for each, pid in pids
         ]
         return {**self._service.receiver.status(), "server": index, "role": "leader", "servers": servers}
 
     async def open(self) -> None:
-        """Listen to the others, if there are any."""
-        if self._siblings is None:
+        """Listen for followers, if there are other API servers."""
+        if self._group is None:
             return
-        self._siblings.socket.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, self._siblings.socket, limit=LONGEST_LINE)
+        self._group.socket.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, self._group.socket, limit=LONGEST_LINE)
         loop = asyncio.get_running_loop()
-        self._service.receiver.board.watch(lambda: _soon(loop, self._tell))
+        self._service.receiver.board.watch(lambda: _call_soon(loop, self._notify_followers))
 
-    def _tell(self) -> None:
-        for news in self._news:
-            news.set()
+    def _notify_followers(self) -> None:
+        for changed in self._changed_events:
+            changed.set()
 
     def _view(self) -> Answer:
         return {"status": self.status(), "served": self.served_version, "run": self.served_run}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        news = asyncio.Event()
-        news.set()
-        telling: asyncio.Task[None] | None = None
+        changed = asyncio.Event()
+        changed.set()
+        sender: asyncio.Task[None] | None = None
         try:
             hello = json.loads(await reader.readline())
-            self._others[writer] = int(hello["index"]), int(hello["pid"])
-            self._news.add(news)
-            self._tell()
-            telling = asyncio.create_task(self._tell_one(writer, news))
+            self._followers[writer] = int(hello["index"]), int(hello["pid"])
+            self._changed_events.add(changed)
+            self._notify_followers()
+            sender = asyncio.create_task(self._send_views(writer, changed))
             while line := await reader.readline():
                 task = asyncio.create_task(self._answer(writer, json.loads(line)))
-                self._answering.add(task)
-                task.add_done_callback(self._answering.discard)
+                self._answer_tasks.add(task)
+                task.add_done_callback(self._answer_tasks.discard)
         except (OSError, ValueError, KeyError) as error:
-            logger.debug("an API server that follows: %s", error)
+            logger.debug("connection of an API server follower: %s", error)
         except asyncio.CancelledError:
-            # The process ends. Nobody waits for this task but asyncio, which would log it as an error.
+            # The process ends. Only asyncio awaits this task, and would log the cancellation as an error.
             return
         finally:
-            self._news.discard(news)
-            if telling is not None:
-                telling.cancel()
-            self._others.pop(writer, None)
-            self._tell()
+            self._changed_events.discard(changed)
+            if sender is not None:
+                sender.cancel()
+            self._followers.pop(writer, None)
+            self._notify_followers()
             writer.close()
 
-    async def _tell_one(self, writer: asyncio.StreamWriter, news: asyncio.Event) -> None:
+    async def _send_views(self, writer: asyncio.StreamWriter, changed: asyncio.Event) -> None:
         with suppress(OSError):
             while True:
-                await news.wait()
-                # What changes while this is being written goes with the next.
-                news.clear()
+                await changed.wait()
+                # Changes during the write are sent with the next view.
+                changed.clear()
                 await _write(writer, {"view": self._view()})
 
     async def _answer(self, writer: asyncio.StreamWriter, asked: Answer) -> None:
@@ -217,34 +319,34 @@ class LeaderServer:
             outcome: Answer = {"result": await asyncio.wrap_future(done)}
         except DeltaSyncError as error:
             outcome = error_answer(error)
-        except Exception as error:  # it is the asking server's to show
-            logger.exception("a request that was passed on failed unexpectedly")
+        except Exception as error:  # the follower shows it to its client
+            logger.exception("a forwarded request failed unexpectedly")
             outcome = error_answer(EngineError(f"unexpected {type(error).__name__}: {error}"))
         with suppress(OSError):
-            # With what is shown now: whoever asked must not be shown less than it was answered.
+            # With the current view: the follower must not show an older state than the answer.
             await _write(writer, {"id": asked["id"], "view": self._view(), **outcome})
 
 
 class FollowerClient:
-    """In a server that does not lead: what the one that does shows, and the way to it.
+    """In a follower: the leader's status, and the connection for requests.
 
     Attributes:
-        settled: once it is known who leads.
+        leader_known: set once a leader has sent its status, or this process leads.
     """
 
-    def __init__(self, siblings: ApiServerGroup) -> None:
-        self._siblings = siblings
+    def __init__(self, group: ApiServerGroup) -> None:
+        self._group = group
         self._view: Answer | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._loop = asyncio.get_running_loop()
-        self._asked: dict[int, Future[Any]] = {}
+        self._pending: dict[int, Future[Any]] = {}
         self._number = 0
-        self._own = {"server": siblings.index, "role": "follower"}
-        self.settled = asyncio.Event()
+        self._own_fields = {"server": group.index, "role": "follower"}
+        self.leader_known = asyncio.Event()
 
     @property
     def served_version(self) -> int | None:
-        """See Receiver; None while nobody leads."""
+        """See Receiver; None while there is no leader."""
         view = self._view
         return None if view is None else view["served"]
 
@@ -258,81 +360,81 @@ class FollowerClient:
         """See Receiver, as of its last change.
 
         Raises:
-            BusyError: nobody leads at the moment.
+            BusyError: there is no leader at the moment.
         """
         view = self._view
         if view is None:
-            raise BusyError(NOBODY)
-        return {**view["status"], **self._own}
+            raise BusyError(NO_LEADER)
+        return {**view["status"], **self._own_fields}
 
     def request(self, action: str, argument: Any) -> "Future[Any]":
-        """See ReceiverService.request. The future gets a BusyError if nobody leads, and an EngineError if whoever led
-        ended before it answered."""
+        """See ReceiverService.request. The future gets a BusyError if there is no leader, and an EngineError if the
+        leader ends before it answers."""
         future: Future[Any] = Future()
-        self._loop.call_soon_threadsafe(self._ask, action, argument, future)
+        self._loop.call_soon_threadsafe(self._send_request, action, argument, future)
         return future
 
-    def _ask(self, action: str, argument: Any, future: "Future[Any]") -> None:
+    def _send_request(self, action: str, argument: Any, future: "Future[Any]") -> None:
         if not future.set_running_or_notify_cancel():
             return
         if self._writer is None:
-            future.set_exception(BusyError(NOBODY))
+            future.set_exception(BusyError(NO_LEADER))
             return
         self._number += 1
-        self._asked[self._number] = future
-        self._writer.write(_line({"id": self._number, "action": action, "argument": argument}))
+        self._pending[self._number] = future
+        self._writer.write(_encode_line({"id": self._number, "action": action, "argument": argument}))
 
     async def follow(self) -> None:
-        """Keep connected to whoever leads, until cancelled."""
+        """Stay connected to the current leader, until cancelled."""
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._siblings.socket, limit=LONGEST_LINE)
+                reader, writer = await asyncio.open_unix_connection(self._group.socket, limit=LONGEST_LINE)
             except OSError:
                 await asyncio.sleep(CONNECT_SECONDS)
                 continue
             try:
-                writer.write(_line({"index": self._siblings.index, "pid": os.getpid()}))
+                writer.write(_encode_line({"index": self._group.index, "pid": os.getpid()}))
                 self._writer = writer
                 while line := await reader.readline():
-                    self._take(json.loads(line))
+                    self._handle_message(json.loads(line))
             except (OSError, ValueError) as error:
-                logger.debug("the way to the server that leads: %s", error)
+                logger.debug("connection to the API server leader: %s", error)
             finally:
                 writer.close()
-                self.lost("the server that leads ended before it answered; ask again")
+                self.disconnect("the API server leader ended before it answered; retry")
             await asyncio.sleep(CONNECT_SECONDS)
 
-    def lost(self, reason: str) -> None:
-        """There is nobody who leads: show nothing, and answer what was asked."""
+    def disconnect(self, reason: str) -> None:
+        """Drop the leader's status, and fail all pending requests."""
         self._view = self._writer = None
-        asked, self._asked = self._asked, {}
+        asked, self._pending = self._pending, {}
         for future in asked.values():
             future.set_exception(EngineError(reason))
 
-    def _take(self, said: Answer) -> None:
-        self._view = said["view"]
-        self.settled.set()
-        if "id" not in said:
+    def _handle_message(self, message: Answer) -> None:
+        self._view = message["view"]
+        self.leader_known.set()
+        if "id" not in message:
             return
-        future = self._asked.pop(said["id"])
+        future = self._pending.pop(message["id"])
         try:
-            raise_if_error(said)
+            raise_if_error(message)
         except DeltaSyncError as error:
             future.set_exception(error)
             return
-        result = said["result"]
-        future.set_result({**result, **self._own} if "role" in result else result)
+        result = message["result"]
+        future.set_result({**result, **self._own_fields} if "role" in result else result)
 
 
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     with suppress(RuntimeError):  # the loop is closed: this process is ending
         loop.call_soon_threadsafe(call)
 
 
-def _line(document: Answer) -> bytes:
+def _encode_line(document: Answer) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
 async def _write(writer: asyncio.StreamWriter, document: Answer) -> None:
-    writer.write(_line(document))
+    writer.write(_encode_line(document))
     await writer.drain()

@@ -1,4 +1,4 @@
-"""HTTP routes under ``/delta_sync``, on vLLM's own server."""
+"""``attach`` adds the HTTP routes under ``/delta_sync`` and the admission middleware to vLLM's own server."""
 
 import asyncio
 import time
@@ -9,25 +9,26 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_delta_sync.engine.api import route_target
-from vllm_delta_sync.engine.api.access import Answer, CrowdedError, GuardedRoute, refusal
+from vllm_delta_sync.engine.api.access import CrowdedError, GuardedRoute, JsonAnswer, refusal
 from vllm_delta_sync.engine.api.admission import VERSIONED_PATHS as VERSIONED_PATHS
 from vllm_delta_sync.engine.api.admission import Admission
 from vllm_delta_sync.engine.api.version_waiters import VersionWaiters
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import BusyError
 from vllm_delta_sync.format.limits import MAX_VERSION
-from vllm_delta_sync.settings import Settings
+from vllm_delta_sync.settings import TARGET, Settings
 
 LONGEST_WAIT_SECONDS = 3600.0
 
 MAX_WAITING = 64
-"""Requests that may wait at a time, those of clients that may change state not counted."""
-GONE_SECONDS = 1.0
-"""How soon a client that has gone does not count any more."""
+"""Most requests to ``/delta_sync/wait`` at a time, not counting clients that may change state."""
+DISCONNECT_CHECK_SECONDS = 1.0
+"""Interval of the check whether a waiting client has disconnected."""
 
-router = APIRouter(prefix="/delta_sync", tags=["delta_sync"], route_class=GuardedRoute, default_response_class=Answer)
-"""Every route here that is not a GET changes state, and is for those who may: see ``http_guard.check``."""
+router = APIRouter(
+    prefix="/delta_sync", tags=["delta_sync"], route_class=GuardedRoute, default_response_class=JsonAnswer
+)
+"""Every route that is not a GET changes state and needs the right to: see ``access.check``."""
 
 
 class SyncRequest(BaseModel):
@@ -44,8 +45,24 @@ class RollbackRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     version: Annotated[
-        int, Field(ge=0, le=MAX_VERSION, description="Version to go back to; without the bucket if `undo` has it.")
+        int, Field(ge=0, le=MAX_VERSION, description="Version to roll back to; without the bucket if `undo` has it.")
     ]
+
+
+class TargetRequest(BaseModel):
+    """Body of ``POST /delta_sync/target``."""
+
+    model_config = ConfigDict(extra="forbid")
+    target: Annotated[str, Field(pattern=TARGET, description="What to follow: head, a version's number, or tag:NAME.")]
+    bucket: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=4096,
+            description="URL of a run beside the configured one: the same with another last part. None: the run "
+            "followed now.",
+        ),
+    ] = None
 
 
 def service_of(request: Request) -> ReceiverService:
@@ -56,29 +73,29 @@ def service_of(request: Request) -> ReceiverService:
 
 @router.get("/status")
 async def status(request: Request) -> dict[str, Any]:
-    """What is served, what is newest, what went wrong last."""
+    """The version served, the newest one, the last error, and more."""
     return service_of(request).receiver.status()
 
 
 @router.get("/ready")
-async def ready(request: Request) -> Answer:
-    """Whether requests may be sent here: 200 if `ready`, else 503; `reasons` name causes and mends.
+async def ready(request: Request) -> JsonAnswer:
+    """Whether requests may be sent here: 200 if `ready`, else 503; `reasons` name causes and remedies.
 
-    Asks nothing of the engine, so it answers while a version is taken too."""
+    Does not ask the engine, so it answers during a commit too."""
     try:
         status = service_of(request).receiver.status()
     except BusyError as error:
         status = {"ready": {"ready": False, "reasons": [error.message]}, "served": None, "head": None, "lag": None}
     versions = {name: None if status[name] is None else status[name]["version"] for name in ("served", "head")}
-    return Answer({**status["ready"], **versions, "lag": status["lag"]}, 200 if status["ready"]["ready"] else 503)
+    return JsonAnswer({**status["ready"], **versions, "lag": status["lag"]}, 200 if status["ready"]["ready"] else 503)
 
 
 @router.post("/sync")
 async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, Any]:
-    """Look into the bucket now and serve what the setting `target` says, or the version asked for; answers with the
-    status reached.
+    """Poll the bucket now and serve the requested version, or what the setting `target` names; answers with the status
+    reached.
 
-    A version before the served one is gone back to, as by rollback."""
+    A version older than the served one is rolled back to, as by `rollback`."""
     version = None if body is None else body.version
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("sync", version))
     return outcome
@@ -86,24 +103,35 @@ async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, A
 
 @router.post("/rollback")
 async def rollback(request: Request, body: RollbackRequest) -> dict[str, Any]:
-    """Go back to an older version and hold it; answers with the status reached.
+    """Serve an older version and hold it; answers with the status reached.
 
-    Without the bucket if the undo log has it, else through the chain; 404 if it is not published, or not kept."""
+    From the undo log if that has it, else from the bucket; 404 if it is not published, or no longer retained."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("rollback", body.version))
     return outcome
 
 
 @router.post("/hold")
 async def hold(request: Request) -> dict[str, Any]:
-    """Keep the version served, whatever is published; answers with the status."""
+    """Stay at the version served, whatever is published; answers with the status."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("hold"))
     return outcome
 
 
 @router.post("/release")
 async def release(request: Request) -> dict[str, Any]:
-    """End a hold; the run is followed again. Answers with the status."""
+    """End a hold and follow the run again; answers with the status."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("release"))
+    return outcome
+
+
+@router.post("/target")
+async def target(request: Request, body: TargetRequest) -> dict[str, Any]:
+    """Follow another target from now on, newer or older, or another run; ends a hold. Answers with the status reached.
+
+    The target outlives a restart. If it cannot be served, the old target and the served version stay."""
+    outcome: dict[str, Any] = await asyncio.wrap_future(
+        service_of(request).request("target", (body.target, body.bucket))
+    )
     return outcome
 
 
@@ -111,7 +139,7 @@ async def release(request: Request) -> dict[str, Any]:
 async def verify(request: Request) -> dict[str, Any]:
     """Rescan all weights against the served version's fingerprint, and compare its manifest with the bucket's.
 
-    `chain` is null if the bucket cannot be read; what is served stays, whatever `chain` says."""
+    `chain` is null if the bucket cannot be read. The served version stays, whatever `chain` says."""
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("verify"))
     return outcome
 
@@ -121,37 +149,37 @@ async def wait(
     request: Request,
     version: Annotated[int, Query(ge=0, le=MAX_VERSION)],
     timeout: Annotated[float, Query(ge=0, le=LONGEST_WAIT_SECONDS)] = 30.0,
-) -> Answer:
+) -> JsonAnswer:
     """Answer once the version, or a later one, is served: 200 with the status; 408 when late, 503 if too many wait.
 
-    409 at once, kind `unreachable`, if it does not come unless somebody does something: this server is held, or told
-    to serve an older one."""
-    arrivals: VersionWaiters = request.app.state.delta_sync_arrivals
+    409 at once, kind `unreachable`, if it will not be served without an operator's action: this server is held, or its
+    target is older."""
+    waiters: VersionWaiters = request.app.state.delta_sync_waiters
     deadline = time.monotonic() + timeout
-    with _place(request):
-        if arrivals.served(version) is not None:
-            return Answer(service_of(request).receiver.status())
-        arrival = asyncio.ensure_future(arrivals.reach(version))
+    with _waiting_slot(request):
+        if waiters.newest_served(version) is not None:
+            return JsonAnswer(service_of(request).receiver.status())
+        waiter = asyncio.ensure_future(waiters.wait_for(version))
         try:
             while (left := deadline - time.monotonic()) > 0 and not await request.is_disconnected():
-                await asyncio.wait({arrival}, timeout=min(GONE_SECONDS, left))
-                if arrival.done():
-                    arrival.result()
-                    return Answer(service_of(request).receiver.status())
+                await asyncio.wait({waiter}, timeout=min(DISCONNECT_CHECK_SECONDS, left))
+                if waiter.done():
+                    waiter.result()
+                    return JsonAnswer(service_of(request).receiver.status())
         finally:
-            arrival.cancel()
-        return Answer(service_of(request).receiver.status(), 408)
+            waiter.cancel()
+        return JsonAnswer(service_of(request).receiver.status(), 408)
 
 
 @contextmanager
-def _place(request: Request) -> Iterator[None]:
-    """A place among those who wait. Who may change state always gets one, so that strangers cannot keep them out."""
+def _waiting_slot(request: Request) -> Iterator[None]:
+    """One of ``MAX_WAITING`` slots. Clients that may change state need none, so that others cannot block them."""
     if refusal(request) is None:
         yield
         return
     state = request.app.state
     if state.delta_sync_waiting >= MAX_WAITING:
-        raise CrowdedError(f"{MAX_WAITING} requests wait already; ask again, or with the admin token")
+        raise CrowdedError(f"{MAX_WAITING} requests wait already; retry, or send the admin token")
     state.delta_sync_waiting += 1
     try:
         yield
@@ -163,7 +191,6 @@ def attach(app: FastAPI) -> None:
     """Add the routes and the middleware to vLLM's application."""
     app.state.delta_sync_waiting = 0
     app.state.delta_sync_min_version_seconds = Settings.model_fields["min_version_seconds"].default
-    arrivals = app.state.delta_sync_arrivals = VersionWaiters(lambda: app.state.delta_sync)
+    waiters = app.state.delta_sync_waiters = VersionWaiters(lambda: app.state.delta_sync)
     app.include_router(router)
-    app.include_router(route_target.router)
-    app.add_middleware(Admission, state=app.state, arrivals=arrivals)
+    app.add_middleware(Admission, state=app.state, waiters=waiters)

@@ -1,4 +1,4 @@
-"""Waiting for a version: one look at what is served for all who wait, however many they are."""
+"""``VersionWaiters`` wakes requests that wait for a version; one poll of the receiver serves all of them."""
 
 import asyncio
 import time
@@ -12,41 +12,41 @@ from vllm_delta_sync.engine.observe.readiness import unreachable
 from vllm_delta_sync.errors import BusyError
 
 STEP_SECONDS = 0.01
-OUTLOOK_SECONDS = 0.1
-"""How often it is asked whether what is waited for can still come: that takes longer than a look."""
+UNREACHABLE_CHECK_SECONDS = 0.1
+"""Interval of the check whether versions can still be reached, which takes longer than a poll."""
 
 
 class UnreachableError(BusyError):
-    """What was asked for does not come unless somebody does something."""
+    """The version will not be served without an operator's action."""
 
     kind = "unreachable"
 
 
 class Serving(Protocol):
-    """A controller, or a service."""
+    """``LeaderElection`` or ``ReceiverService``."""
 
     @property
     def receiver(self) -> StatusView:
-        """What is known of the receiver."""
+        """The receiver's state."""
 
 
 class VersionWaiters:
-    """Those who wait for versions of one server, all in one event loop.
+    """Requests that wait for versions of one server, all in one event loop.
 
     Args:
-        serving: whose versions; asked each time.
+        serving: gives the server's receiver, anew at each poll.
     """
 
     def __init__(self, serving: Callable[[], Serving]) -> None:
         self._serving = serving
         self._waiting: set[tuple[int, asyncio.Future[int]]] = set()
-        self._looking: asyncio.Task[None] | None = None
+        self._poll_task: asyncio.Task[None] | None = None
 
-    def served(self, version: int) -> int | None:
-        """The version served, if it is the one given or a later one; None: not yet.
+    def newest_served(self, version: int) -> int | None:
+        """The version served, if it is ``version`` or a later one; None: not yet.
 
         Raises:
-            UnreachableError: not yet, and it does not come by itself.
+            UnreachableError: not yet, and not without an operator's action.
         """
         served = self._serving().receiver.served_version
         if served is not None and served >= version:
@@ -56,40 +56,40 @@ class VersionWaiters:
             raise UnreachableError(reason)
         return None
 
-    async def reach(self, version: int) -> int:
-        """Wait until the version or a later one is served, however long; the one that is.
+    async def wait_for(self, version: int) -> int:
+        """Wait, without a limit, until the version or a later one is served; returns the version served.
 
         Raises:
-            UnreachableError: it does not come by itself, or not any more.
+            UnreachableError: it will not be served without an operator's action.
         """
-        if (served := self.served(version)) is not None:
+        if (served := self.newest_served(version)) is not None:
             return served
         entry = version, asyncio.get_running_loop().create_future()
         self._waiting.add(entry)
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
+        if self._poll_task is None or self._poll_task.done():
+            self._poll_task = asyncio.create_task(self._poll())
         try:
             return await entry[1]
         finally:
             self._waiting.discard(entry)
 
-    async def _look(self) -> None:
-        """Until nobody waits: tell those whose version has come, and those whose version does not."""
-        outlook = 0.0
+    async def _poll(self) -> None:
+        """While requests wait: wake those whose version is served, and those whose version is unreachable."""
+        next_check = 0.0
         while self._waiting:
-            asks = time.monotonic() >= outlook
+            checks = time.monotonic() >= next_check
             try:
-                status = self._status() if asks else None
-                self._settle(self._serving().receiver.served_version, status)
-            except Exception as error:  # noqa: BLE001  theirs to show; nobody may be left waiting for ever
+                status = self._status() if checks else None
+                self._resolve(self._serving().receiver.served_version, status)
+            except Exception as error:  # noqa: BLE001  the waiting requests raise it; none may wait forever
                 for _, future in self._waiting:
                     if not future.done():
                         future.set_exception(error)
-            if asks:
-                outlook = time.monotonic() + OUTLOOK_SECONDS
+            if checks:
+                next_check = time.monotonic() + UNREACHABLE_CHECK_SECONDS
             await asyncio.sleep(STEP_SECONDS)
 
-    def _settle(self, served: int | None, status: Answer | None) -> None:
+    def _resolve(self, served: int | None, status: Answer | None) -> None:
         for version, future in self._waiting:
             if future.done():
                 continue
@@ -99,6 +99,6 @@ class VersionWaiters:
                 future.set_exception(UnreachableError(reason))
 
     def _status(self) -> Answer | None:
-        with suppress(BusyError):  # nobody leads this server at the moment, but soon
+        with suppress(BusyError):  # no API server leads at the moment
             return self._serving().receiver.status()
         return None

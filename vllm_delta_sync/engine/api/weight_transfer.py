@@ -1,9 +1,8 @@
-"""vLLM's own weight transfer API, with the bucket behind it: backend ``delta_bucket``.
+"""vLLM's own weight transfer API with the bucket as its source: backend ``delta_bucket``.
 
-vLLM's engine clients do no more for these calls than to pass them to every worker by itself. Ours must reach all ranks
-together, or none, so they end at the client and go to the controller, which stages beside generation and pauses for the
-commit alone. Every update is whole, so no session is kept between the calls: with several API servers each may go to
-another.
+vLLM's engine clients pass these calls to each worker separately. Our commits must reach all ranks or none, so the calls
+end at the client and go to the receiver, which stages beside generation and pauses only for the commit. Every update is
+complete in itself, so calls share no session: with several API servers, each call may go to another one.
 """
 
 import asyncio
@@ -24,34 +23,34 @@ from vllm_delta_sync.redaction import public_url
 
 BACKEND = patches.TRANSFER_BACKEND
 BACKEND_MODULE = "vllm_delta_sync.engine.entrypoints.transfer_backend"
-"""Imported by vLLM's workers, by this name."""
+"""vLLM's workers import it by this name."""
 PUBLISH_STEP_SECONDS = 0.1
-"""How often a version that is waited for is looked for."""
+"""Interval of polls for a version that is not published yet."""
 LONGEST_WAIT_SECONDS = 3600.0
 Document = TypeVar("Document", bound=BaseModel)
 
 
 class TransferError(UsageError, ValueError):
-    """A weight transfer call asks for what this backend does not do."""
+    """A weight transfer call asks for something that this backend does not support."""
 
     kind = "transfer"
 
 
 class OverdueError(DeltaSyncError):
-    """A version was not served in the time that the caller gave; what is under way goes on."""
+    """A version was not served within the caller's timeout; a running update continues."""
 
     kind = "overdue"
 
 
 class InitInfo(BaseModel):
-    """``init_info``: nothing need be said, as the bucket is a setting."""
+    """``init_info``: may be empty, as the bucket is a setting."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     bucket: str | None = None
 
 
 class UpdateInfo(BaseModel):
-    """``update_info``: the version, the newest if None, and how long to wait until it is published and served."""
+    """``update_info``: the version (None: the newest), and how long to wait until it is published and served."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     version: Annotated[int | None, Field(ge=0, le=MAX_VERSION)] = None
@@ -59,19 +58,19 @@ class UpdateInfo(BaseModel):
 
 
 def register() -> None:
-    """Make the backend known to vLLM, once per process; registering twice is an error there."""
+    """Register the backend with vLLM, once per process, as vLLM raises on a second time."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, BACKEND_MODULE, "BucketTransferEngine")
 
 
-class Checks:
-    """What the calls say, checked.
+class TransferChecks:
+    """Checks the arguments of the calls.
 
     Args:
         bucket: the setting.
-        status: what ``GET /delta_sync/status`` shows.
+        status: gives the body of ``GET /delta_sync/status``.
     """
 
     def __init__(self, bucket: str, status: Callable[[], Answer]) -> None:
@@ -84,22 +83,22 @@ class Checks:
         asked = _parsed(InitInfo, "init_info", init_info).bucket
         if asked is not None and asked != self._bucket:
             raise TransferError(
-                f"init_info.bucket is {public_url(asked)!r}, and {public_url(self._bucket)!r} is followed; leave it "
-                "out, or change the setting bucket"
+                f"init_info.bucket is {public_url(asked)!r}, and {public_url(self._bucket)!r} is followed; omit it, "
+                "or change the setting bucket"
             )
 
     def start(self) -> None:
-        """Raises WeightsLostError: no update could succeed."""
+        """Raises WeightsLostError: no update can succeed."""
         status = self._status()
         if status["state"] == "lost":
             raise WeightsLostError(f"nothing can be updated: {status['last_error']['message']}")
 
     def draft(self) -> None:
-        """Raises TransferError: the draft model of speculative decoding is no part of a run."""
+        """Raises TransferError: a run has no draft model for speculative decoding."""
         raise TransferError(f"backend {BACKEND} updates the served model only; call start_weight_update")
 
     def update(self, update_info: Any) -> UpdateInfo:
-        """What an update asks for. Raises TransferError."""
+        """Parse ``update_info``. Raises TransferError."""
         if isinstance(update_info, list):
             raise TransferError(
                 f"update_info is a list of {len(update_info)}, one for each rank; backend {BACKEND} takes one document "
@@ -107,26 +106,26 @@ class Checks:
             )
         return _parsed(UpdateInfo, "update_info", update_info)
 
-    def reached(self, status: Answer) -> None:
-        """Note what an update led to."""
+    def record_reached(self, status: Answer) -> None:
+        """Remember the version that an update reached."""
         served = status["served"]
         self._reached = None if served is None else served["version"]
 
     def label(self, label: str | None) -> None:
-        """A caller's label must be ours: spans are made of labels, and rest on them being versions.
+        """Check a caller's label: it must be the version served, as spans are derived from labels.
 
         Raises:
-            EngineError: no version is served. TransferError: the label names another than that.
+            EngineError: no version is served. TransferError: the label names another version.
         """
         served = self._status()["served"]
         if served is None:
             raise EngineError("no version is served yet; see /delta_sync/status")
-        # A newer one may have been followed since the update.
+        # Following may have served a newer version since the update.
         if label is not None and label not in (str(served["version"]), str(self._reached)):
             raise TransferError(
                 f"weight_version is {label[:80]!r}, and version {served['version']} is served: backend {BACKEND} "
-                "labels outputs with the run's versions, which say what produced which token; leave it out, or give "
-                "the version that was published"
+                "labels outputs with the run's versions, from which spans are derived; omit it, or give the "
+                "published version"
             )
 
 
@@ -134,25 +133,25 @@ class AsyncTransfer:
     """The calls on an asynchronous client.
 
     Args:
-        ask: ReceiverService.request, awaited.
-        shown: turns an error into what the caller's side can show.
+        ask: awaits ReceiverService.request.
+        convert: converts an error for the caller's side.
     """
 
     def __init__(
         self,
-        checks: Checks,
+        checks: TransferChecks,
         ask: Callable[[str, Any], Awaitable[Answer]],
-        shown: Callable[[DeltaSyncError], Exception] = lambda error: error,
+        convert: Callable[[DeltaSyncError], Exception] = lambda error: error,
     ) -> None:
         self._checks = checks
         self._ask = ask
-        self._shown = shown
+        self._convert = convert
 
     def install(self, client: Any, labels_only: bool = False) -> None:
-        """Put the calls in the place of those of one client.
+        """Replace the calls of one client.
 
         Args:
-            labels_only: there is no backend: vLLM's own calls say so, and labels are still ours.
+            labels_only: no backend is configured: replace only the call for labels. vLLM's other calls raise.
         """
         calls: dict[str, Callable[..., Awaitable[None]]] = {
             "init_weight_transfer_engine": self._init,
@@ -171,10 +170,10 @@ class AsyncTransfer:
             try:
                 await call(*args, **kwargs)
             except DeltaSyncError as error:
-                shown = self._shown(error)
-                if shown is error:
+                convert = self._convert(error)
+                if convert is error:
                     raise
-                raise shown from error
+                raise convert from error
 
         return guarded
 
@@ -182,7 +181,7 @@ class AsyncTransfer:
         self._checks.init(_field(request, "init_info"))
 
     async def _shutdown(self) -> None:
-        """Nothing is held for a trainer."""
+        """Nothing to release."""
 
     async def _start(self) -> None:
         self._checks.start()
@@ -196,10 +195,10 @@ class AsyncTransfer:
         while True:
             try:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                    self._checks.reached(await self._ask("sync", asked.version))
+                    self._checks.record_reached(await self._ask("sync", asked.version))
                 return
             except TimeoutError:
-                raise _late(asked) from None
+                raise _overdue(asked) from None
             except NotFoundError:
                 if deadline is None or time.monotonic() + PUBLISH_STEP_SECONDS >= deadline:
                     raise
@@ -213,18 +212,18 @@ class AsyncTransfer:
 
 
 class RequestSink(Protocol):
-    """What is needed of a controller; see ``api_servers``."""
+    """What is needed of ``LeaderElection``."""
 
     @property
     def receiver(self) -> Any:
-        """Shows ``status()``."""
+        """Has ``status()``."""
 
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
         """See ReceiverService."""
 
 
 def install_on_server(client: Any, controller: RequestSink, bucket: str) -> None:
-    """Put the calls in the place of those of a server's client, unless it was started with another backend.
+    """Replace the calls of a server's client, unless it was started with another backend.
 
     Args:
         bucket: the setting.
@@ -237,12 +236,12 @@ def install_on_server(client: Any, controller: RequestSink, bucket: str) -> None
         outcome: Answer = await asyncio.wrap_future(controller.request(action, argument))
         return outcome
 
-    checks = Checks(bucket, lambda: controller.receiver.status())
+    checks = TransferChecks(bucket, lambda: controller.receiver.status())
     AsyncTransfer(checks, ask, _as_http).install(client, labels_only=backend is None)
 
 
 def _as_http(error: DeltaSyncError) -> Exception:
-    """What vLLM's routes answer with the status that ours would have; anything else is 500 there."""
+    """The error that vLLM's routes answer with our status code; other errors become 500 there."""
     from vllm.exceptions import GracefulHTTPError
 
     failure: Exception = GracefulHTTPError(
@@ -251,8 +250,8 @@ def _as_http(error: DeltaSyncError) -> Exception:
     return failure
 
 
-def install_offline(llm: Any, checks: Checks, to: Callable[[int | None], Answer]) -> None:
-    """Put the calls in the place of those of an ``LLM``, which moves between two ``generate`` calls.
+def install_offline(llm: Any, checks: TransferChecks, to: Callable[[int | None], Answer]) -> None:
+    """Replace the calls of an ``LLM``, whose version changes between two ``generate`` calls.
 
     Args:
         to: OfflineSync.to.
@@ -263,7 +262,7 @@ def install_offline(llm: Any, checks: Checks, to: Callable[[int | None], Answer]
         deadline = time.monotonic() + (asked.timeout_s or 0.0)
         while True:
             try:
-                checks.reached(to(asked.version))
+                checks.record_reached(to(asked.version))
                 return
             except NotFoundError:
                 if time.monotonic() + PUBLISH_STEP_SECONDS >= deadline:
@@ -298,8 +297,9 @@ def _parsed(model: type[Document], name: str, value: Any) -> Document:
         raise TransferError(f"{field}: {problem['msg']}; backend {BACKEND} knows {known}") from error
 
 
-def _late(asked: UpdateInfo) -> OverdueError:
+def _overdue(asked: UpdateInfo) -> OverdueError:
     what = "the newest version" if asked.version is None else f"version {asked.version}"
     return OverdueError(
-        f"{what} was not served within timeout_s = {asked.timeout_s:g}; what was begun goes on, see /delta_sync/status"
+        f"{what} was not served within timeout_s = {asked.timeout_s:g}; a running update continues, see "
+        "/delta_sync/status"
     )

@@ -1,4 +1,4 @@
-"""``--load-format delta_sync``: start from the bucket, with a model folder of config and tokenizer only."""
+"""``DeltaSyncLoader`` is ``--load-format delta_sync``: it loads weights from the bucket; a model folder needs none."""
 
 import gc
 import time
@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.engine import LOAD_FORMAT
-from vllm_delta_sync.engine.follow.standing_orders import chosen_by, peek
+from vllm_delta_sync.engine.follow.standing_orders import apply_order, peek_order
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
@@ -31,10 +31,10 @@ from vllm_delta_sync.settings import HEAD, Settings, load_settings
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """What was handed to a model's ``load_weights``; left on the model as ``delta_sync_loaded``.
+    """What was passed to a model's ``load_weights``; stored on the model as ``delta_sync_loaded``.
 
     Attributes:
-        run: run id. url: where it lies. version: version number. digest: SHA-256 of its manifest.
+        run: run id. url: the run's URL. version: version number. digest: SHA-256 of its manifest.
         fingerprints: hex, one per tensor of the run's table, in its order.
     """
 
@@ -46,7 +46,7 @@ class LoadedVersion:
 
 
 def register() -> None:
-    """Make the format known to vLLM, once per process."""
+    """Register the load format with vLLM, once per process."""
     from vllm.model_executor import model_loader
 
     if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not DeltaSyncLoader:
@@ -61,14 +61,14 @@ def from_rank_0(value: Any) -> Any:
 
 
 def is_rank_0() -> bool:
-    """Whether this process decides for its engine."""
+    """Whether this process chooses for all ranks of its engine."""
     from vllm.distributed import get_world_group
 
     return bool(get_world_group().rank_in_group == 0)
 
 
 class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
-    """Loads what the server is to serve of the run that ``DELTA_SYNC_BUCKET`` names, else its newest good version."""
+    """Loads the version to serve of the run that ``DELTA_SYNC_BUCKET`` names, or else its newest good version."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
@@ -94,21 +94,21 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return open_run(url, settings.keyring(), settings.store(), cache)
 
     @property
-    def _serves_any(self) -> bool:
+    def _serves_quarantined(self) -> bool:
         """Whether quarantined versions are loaded like others."""
         return load_settings().quarantined == "serve"
 
     def download_model(self, model_config: Any) -> None:
-        """Nothing: objects are read as they are needed."""
+        """Nothing to do: objects are read when needed."""
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-        """As vLLM does it, with the run's own output head if it has one."""
+        """Create the model as vLLM does, with the run's own output head if it has one."""
         self._untie(model_config)
         return super().create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def _untie(self, model_config: Any) -> None:
-        # vLLM builds a head of its own where config.json says tied and the checkpoint has one all the same. It looks
-        # for that in the model folder, which has no weights here; vLLM ties again if the two turn out to be equal.
+        # If config.json says tied and the checkpoint has a head anyway, vLLM creates a separate head. It looks for the
+        # head in the model folder, which has no weights here. vLLM ties both again if they turn out equal.
         own_head = any(spec.name.endswith("lm_head.weight") for spec in self.run.table)
         if own_head and getattr(model_config.hf_config, "tie_word_embeddings", False):
             model_config.hf_config.tie_word_embeddings = False
@@ -116,7 +116,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             model_config.word_embeddings_untied_by_checkpoint = True
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Rebuild the version, give every tensor to the model's ``load_weights``, and leave a ``LoadedVersion`` on it.
+        """Rebuild the version, pass every tensor to the model's ``load_weights``, and store a ``LoadedVersion`` on it.
 
         Raises:
             DeltaSyncError: see ``newest_good_manifest`` and ``rebuild``.
@@ -124,10 +124,10 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             EngineError, ChainError: ranks cannot agree on a version.
         """
         began = time.perf_counter()
-        run, chosen = self._agree()
-        held, state = rebuild(run, chosen, model_config.model, self._serves_any)
+        run, choose_version = self._agree_on_version()
+        held, state = rebuild(run, choose_version, model_config.model, self._serves_quarantined)
         if from_rank_0(held.version) != held.version:
-            raise EngineError(f"this rank could rebuild version {held.version} and rank 0 another one; start again")
+            raise EngineError(f"this rank could rebuild version {held.version}, rank 0 another one; restart the server")
         fingerprints = tuple(value.hex() for value in state.fingerprints)
         names = model.load_weights(drain_tensors(run, state))
         if names is not None and model_config.quantization is None:
@@ -137,45 +137,45 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         gc.collect()
         logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)
 
-    def _agree(self) -> tuple[Run, Manifest]:
-        """The run and the version that all ranks load: the head may move while they look."""
+    def _agree_on_version(self) -> tuple[Run, Manifest]:
+        """The run and the version that rank 0 chose for all ranks, as the head may move meanwhile."""
         if not is_rank_0():
-            chosen = from_rank_0(None)
-            if chosen is None:
-                raise EngineError("rank 0 found no version to load; its own error says why")
-            url, version, digest = chosen
+            choose_version = from_rank_0(None)
+            if choose_version is None:
+                raise EngineError("rank 0 found no version to load; its error says why")
+            url, version, digest = choose_version
             run = self.run if url == self.run.bucket.url else self._open(load_settings(), url)
             manifest = run.manifest(version)
             if manifest.digest != digest:
                 raise ChainError(f"version {version} is {manifest.digest} here and {digest} on rank 0")
             return run, manifest
         try:
-            run, manifest = self.chosen()
+            run, manifest = self.choose_version()
         except DeltaSyncError:
             from_rank_0(None)
             raise
         from_rank_0((run.bucket.url, manifest.version, manifest.digest))
         return run, manifest
 
-    def chosen(self) -> tuple[Run, Manifest]:
-        """What is to be served: what a standing order holds, what the target names, else the newest.
+    def choose_version(self) -> tuple[Run, Manifest]:
+        """The version to serve: the one that a standing order holds, the target, or else the newest.
 
         Raises:
             DeltaSyncError: as ``open_run`` and ``newest_good_manifest``.
         """
         settings = load_settings()
-        order = peek(settings)
-        settings = settings if order is None else chosen_by(settings, order)
+        order = peek_order(settings)
+        settings = settings if order is None else apply_order(settings, order)
         run = self.run if order is None or order.bucket is None else self._open(settings, settings.bucket)
-        head = newest_good_manifest(run, self._serves_any, TrustedHead(settings, run.keyring, writes=False))
+        head = newest(run, self._serves_quarantined, TrustedHead(settings, run.keyring, writes=False))
         holds = order is not None and order.holding and order.run == run.info.run
         version = order.version if order is not None and holds else None
         if version is None and settings.target == HEAD:
             return run, head
         try:
-            # Not the newest meanwhile: what is loaded generates as soon as the server answers.
-            manifest = run.resolve(_named(settings.target) if version is None else version)
-            run.verifier.check_descends(head, manifest)
+            # Not the newest for the time being: the loaded version generates as soon as the server answers.
+            manifest = run.resolve(_target_reference(settings.target) if version is None else version)
+            run.authentic.descends(head, manifest)
         except StoreError:
             raise
         except DeltaSyncError as error:
@@ -188,10 +188,9 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             DefaultModelLoader(self.load_config).track_weights_loading(model, names)
         except ValueError as error:
             raise TensorMismatchError(
-                f"run {self.run.info.run} does not have every weight of this model; is config.json that of the run? "
-                f"{error}"
+                f"run {self.run.info.run} lacks weights of this model; does config.json belong to the run? {error}"
             ) from error
 
 
-def _named(target: str) -> int | str:
+def _target_reference(target: str) -> int | str:
     return target if target.startswith(TAG_PREFIX) else int(target)

@@ -1,4 +1,4 @@
-"""vLLM's entry points: the general plugin (every process) and the endpoint plugin (API server)."""
+"""``register`` is vLLM's general plugin (every process), ``EndpointPlugin`` its endpoint plugin (API server)."""
 
 import asyncio
 from argparse import Namespace
@@ -18,7 +18,7 @@ def register() -> None:
     from vllm_delta_sync.engine.core import hooks
     from vllm_delta_sync.engine.entrypoints import load_format
 
-    # In the API server this comes before the engine's processes are started, so they do not get the token.
+    # In the API server this runs before the engine's processes start, so they do not inherit the token.
     admin_token.hide()
     patches.initialize_amx()
     patches.hide_numba_from_kernel_scan()
@@ -29,7 +29,7 @@ def register() -> None:
 
 
 class EndpointPlugin:
-    """Routes under ``/delta_sync`` and the controller that follows the run."""
+    """Adds the routes under ``/delta_sync``, and starts the receiver."""
 
     name = patches.PLUGIN_NAME
     required_tasks = ("generate",)
@@ -41,27 +41,26 @@ class EndpointPlugin:
         routes.attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Check the set-up and start to follow. What is wrong with it ends the server, after one line that says so."""
+        """Check the configuration and start to follow. An error ends the server after one log line."""
         from vllm_delta_sync.engine.entrypoints.serve_command import warn_shared_flags
 
         warn_shared_flags(args)
         try:
             await self._begin(engine_client, state)
         except DeltaSyncError as error:
-            # vLLM would show a traceback, in which that line is lost.
-            logger.critical("%s: %s; the server ends", error.kind, error.message)
+            # vLLM would print a traceback that hides this line.
+            logger.critical("%s: %s; the server exits", error.kind, error.message)
             raise SystemExit(error.exit_code) from None
 
     async def _begin(self, engine_client: Any, state: Any) -> None:
         """As ``init_state``.
 
         Raises:
-            SettingsError: no bucket, or a setting that cannot be used.
+            SettingsError: no bucket, or an invalid setting.
             EngineError: the worker extension is missing, or the layout is not supported.
         """
         from vllm_delta_sync.engine.api import weight_transfer
-        from vllm_delta_sync.engine.api.api_server_group import siblings_of
-        from vllm_delta_sync.engine.api.api_servers import LeaderElection
+        from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
         from vllm_delta_sync.engine.compat.features import check_features
         from vllm_delta_sync.engine.compat.layout_checks import check_layout
         from vllm_delta_sync.engine.core import hooks
@@ -76,12 +75,12 @@ class EndpointPlugin:
         check_features(engine_client.vllm_config)
         check_layout(engine_client.vllm_config, missing=hooks.missing_names())
         port = ServerEnginePort(engine_client, asyncio.get_running_loop(), settings)
-        controller = LeaderElection(lambda: ReceiverService(port, settings), siblings_of(engine_client))
+        controller = LeaderElection(lambda: ReceiverService(port, settings), find_api_server_group(engine_client))
         state.delta_sync = controller
         state.delta_sync_token = settings.admin_token()
         state.delta_sync_min_version_seconds = settings.min_version_seconds
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
-            logger.warning("admin_token_file can be read by others than its owner; run chmod 600 on it")
+            logger.warning("admin_token_file can be read by other users; run chmod 600 on it")
         hooks.fail_when_engine_died(engine_client)
         weight_transfer.install_on_server(engine_client, controller, settings.bucket)
         spans.install(engine_client, state, lambda: controller.receiver.served_run)
@@ -90,5 +89,5 @@ class EndpointPlugin:
 
 
 def endpoint_plugin() -> EndpointPlugin:
-    """Factory that vLLM calls in the API server, if VLLM_PLUGINS names ``delta_sync``."""
+    """The factory that vLLM calls in the API server, if VLLM_PLUGINS names ``delta_sync``."""
     return EndpointPlugin()

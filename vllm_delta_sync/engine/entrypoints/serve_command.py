@@ -1,4 +1,4 @@
-"""``delta-sync serve``: the one command that sets up what ``vllm serve`` needs, and becomes it."""
+"""``delta-sync serve``: sets up what ``vllm serve`` needs, and replaces itself by it."""
 
 import os
 import sys
@@ -23,26 +23,26 @@ from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files
 EXTENSION_FLAG = "--worker-extension-cls"
 LOAD_FORMAT_FLAG = "--load-format"
 OWN_FLAGS = (*Settings.model_fields, "dry_run", "json")
-"""Flags of ``delta-sync serve``, as an ``argparse.Namespace`` has them."""
+"""Flags of ``delta-sync serve``, by their names in an ``argparse.Namespace``."""
 
 
 def serve_command(
     model: str | None, settings: Mapping[str, str], vllm_args: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """What ``exec_serve`` would set and run.
+    """The environment and command of ``exec_serve``.
 
     Args:
         model: folder or public model; None: the run's own files, which are written to a folder of this user.
         settings: our settings by field name, as text.
-        vllm_args: everything else, handed to ``vllm serve`` as it is.
+        vllm_args: all other arguments, passed to ``vllm serve`` unchanged.
 
     Returns:
         environment variables to set, and the command.
 
     Raises:
         UsageError: the arguments name another worker extension, or a server without plugins; or there is no model, and
-            the run keeps no config.json.
-        SettingsError: a setting cannot be used.
+            the run has no config.json.
+        SettingsError: a setting is invalid.
         DeltaSyncError: there is no model, and the run cannot be read.
         EngineError: vLLM is missing, its command cannot start, or the environment chooses a server without plugins.
     """
@@ -56,12 +56,10 @@ def serve_command(
             "is installed. Install the alias: pip install --no-deps requirements/vllm_alias"
         )
     if any(arg == EXTENSION_FLAG or arg.startswith(EXTENSION_FLAG + "=") for arg in vllm_args):
-        raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; leave it out")
+        raise UsageError(f"{EXTENSION_FLAG} is set by delta-sync serve to {WORKER_EXTENSION}; omit it")
     for flag in FLAGS_WITHOUT_PLUGINS:
         if flag in vllm_args:
-            raise UsageError(
-                f"{flag} starts a server that loads no plugins, so nothing would follow the run; leave it out"
-            )
+            raise UsageError(f"{flag} starts a server that loads no plugins, so nothing would follow the run; omit it")
     check_front_end(os.environ)
     environment = {environment_name(field): value for field, value in settings.items()}
     environment["VLLM_PLUGINS"] = patches.allow_list(os.environ.get("VLLM_PLUGINS"))
@@ -81,20 +79,20 @@ def serve_command(
 
 
 def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[str]]:
-    """The folder with the files that a run keeps of its model, and the arguments that go with it."""
+    """Write the model files that a run keeps to a folder; returns it, and further arguments."""
     formats = [_value(vllm_args, at) for at in range(len(vllm_args)) if _flag_at(vllm_args, at) == LOAD_FORMAT_FLAG]
     if any(value != LOAD_FORMAT for value in formats):
         raise UsageError(
-            f"{LOAD_FORMAT_FLAG} is {formats[0]!r}, and there is no MODEL to load that from: give MODEL, or leave "
-            f"{LOAD_FORMAT_FLAG} out, which loads the weights from the bucket"
+            f"{LOAD_FORMAT_FLAG} is {formats[0]!r}, but there is no MODEL to load: give MODEL, or omit "
+            f"{LOAD_FORMAT_FLAG}, which loads the weights from the bucket"
         )
     with open_run(settings.bucket, settings.keyring(), settings.store()) as run:
         folder = settings.models_folder() / run.info.run
         names = [item.name for item in run.info.files]
         if CONFIG_NAME not in names:
             raise UsageError(
-                f"the run at {public_url(settings.bucket)} keeps no {CONFIG_NAME}, so a server cannot start from it "
-                f"alone: give MODEL, a folder with {CONFIG_NAME} and tokenizer, or have the publisher begin a run with "
+                f"the run at {public_url(settings.bucket)} has no {CONFIG_NAME}, so a server cannot start from it "
+                f"alone: give MODEL, a folder with {CONFIG_NAME} and tokenizer, or let the publisher begin a run with "
                 "files="
             )
         _make_own(folder)
@@ -102,56 +100,55 @@ def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[s
     flags = {_flag_at(vllm_args, at) for at in range(len(vllm_args))}
     if missing_files(names) and not flags & {"--tokenizer", "--skip-tokenizer-init"}:
         logger.warning(
-            "the run keeps no tokenizer, so vLLM may not start: give --tokenizer or --skip-tokenizer-init, or MODEL"
+            "the run has no tokenizer, so vLLM may not start: give --tokenizer or --skip-tokenizer-init, or MODEL"
         )
     arguments = [] if formats else [LOAD_FORMAT_FLAG, LOAD_FORMAT]
     if "--served-model-name" not in flags:
-        # The folder would be the model's name otherwise.
+        # Otherwise the folder would become the model's name.
         arguments += ["--served-model-name", public_url(settings.bucket).rstrip("/").rpartition("/")[2]]
     return str(folder), arguments
 
 
 def _make_own(folder: Path) -> None:
-    """Make a folder of this user. Raises StoreError: it cannot be made, or another user may change what is in it."""
+    """Create a folder of this user. Raises StoreError: it cannot be created, or belongs to another user."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.stat().st_uid
     except OSError as error:
         raise StoreError(
-            f"folder {str(folder)!r} cannot be made: {error.strerror}; set cache_dir to another one"
+            f"folder {str(folder)!r} cannot be created: {error.strerror}; set cache_dir to another folder"
         ) from error
     if owner != os.geteuid():
         raise StoreError(
             f"folder {str(folder)!r} belongs to user {owner}, and this process is user {os.geteuid()}; set cache_dir "
-            "to a folder of its own"
+            "to a folder of this user"
         )
 
 
 def _flag_at(arguments: list[str], at: int) -> str:
-    """An argument of vLLM without its value, spelled with dashes: vLLM takes underscores too."""
+    """The name of a vLLM flag, with dashes for underscores, as vLLM accepts both."""
     name = arguments[at].partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def _value(arguments: list[str], at: int) -> str:
-    """The value of the flag there; empty if it has none."""
+    """The value of the flag at an index; empty if it has none."""
     _, equals, value = arguments[at].partition("=")
     return value if equals else "".join(arguments[at + 1 : at + 2])
 
 
 def warn_shared_flags(args: Namespace) -> None:
-    """Log which flags of ``delta-sync serve`` the ``vllm serve`` that runs here has too.
+    """Log which flags of ``delta-sync serve`` the installed ``vllm serve`` has too.
 
-    Here, since vLLM's parser takes seconds to build, which the command that starts the server does not spend on it.
+    The server logs this, not ``delta-sync serve``, as building vLLM's parser takes seconds.
 
     Args:
-        args: what vLLM made of its command line: each of its flags by name.
+        args: vLLM's parsed arguments: each of its flags by name.
     """
     shared = sorted("--" + name.replace("_", "-") for name in OWN_FLAGS if hasattr(args, name))
     if shared:
         logger.warning(
-            "%s %s has flags that `delta-sync serve` takes for itself: %s; write those that are meant for vLLM behind "
-            "`--`",
+            "%s %s has flags that `delta-sync serve` also has: %s; write those that are meant for vLLM behind `--`",
             *patches.distribution_version(),
             ", ".join(shared),
         )
@@ -160,10 +157,10 @@ def warn_shared_flags(args: Namespace) -> None:
 def exec_serve(model: str | None, settings: Mapping[str, str], vllm_args: list[str]) -> NoReturn:
     """Replace this process by ``vllm serve``. Errors as ``serve_command``.
 
-    The admin token is neither in its command line nor in its environment, and so in that of no process it starts."""
+    The admin token is in neither its command line nor its environment, so no process that it starts inherits it."""
     environment, command = serve_command(model, settings, vllm_args)
     chosen = load_settings(dict(settings))
-    # Before minutes of loading: whether what is seen of the run can be kept.
+    # Checked before minutes of loading: can the last seen head be stored?
     TrustedHead(chosen, chosen.keyring())
     os.environ.update(environment)
     admin_token.hide()

@@ -1,7 +1,7 @@
-"""What a worker has behind vLLM's weight transfer API where its backend is ours: a refusal.
+"""``BucketTransferEngine`` refuses weight transfer calls that reach a worker.
 
-The controller moves all ranks at once, so calls end at the engine's client (``engine.api.weight_transfer``). A call
-that reaches a worker all the same must not look as if it had done something.
+The receiver updates all ranks together, so calls end at the engine's client (``engine.api.weight_transfer``). A call
+that reaches a worker must fail instead of silently doing nothing.
 """
 
 from typing import Any, NoReturn
@@ -40,13 +40,13 @@ class BucketTransferEngine(WeightTransferEngine[dict[str, Any], dict[str, Any]])
         _refuse("finish_weight_update")
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def _refuse(method: str) -> NoReturn:
     raise EngineError(
-        f"{method} reached a worker, and the weight transfer backend {BACKEND} is served by the controller, which "
-        "moves all ranks together: on a server name delta_sync in VLLM_PLUGINS and set DELTA_SYNC_BUCKET "
+        f"{method} reached a worker, and the weight transfer backend {BACKEND} is served by the receiver, which "
+        "updates all ranks together: on a server name delta_sync in VLLM_PLUGINS and set DELTA_SYNC_BUCKET "
         "(delta-sync serve does both), otherwise call attach(llm, bucket) or attach_async(engine, bucket) first; "
         "nothing was changed"
     )

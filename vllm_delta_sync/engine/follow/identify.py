@@ -1,4 +1,4 @@
-"""Find out what an engine's weights are: a version of the run followed, or of one that it branches from, or neither."""
+"""``WeightIdentifier`` finds out which version an engine's weights are, of the run followed or of its source runs."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ from vllm_delta_sync.engine.follow.rank_group import ClaimedVersion, GatheredWei
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
-from vllm_delta_sync.engine.planning.lineage import RunVersion, across, line, run_with_id
-from vllm_delta_sync.engine.planning.run_history import History, first_of
+from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry, connect_runs, open_expected_run
+from vllm_delta_sync.engine.planning.run_history import History, version_0_of
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -22,11 +22,15 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.settings import Settings
 
 REFUSALS = (ModelError, ChainError, TensorMismatchError, UnsupportedError)
-"""What no later look can mend before the first version is served, short of another run or another server."""
+"""Errors that no later poll resolves before a version is served; another run or another server does."""
 
 
 class WeightIdentifier:
-    """Compares what ranks hold with what the bucket says. Nothing is believed that the weights do not show."""
+    """Compares hashes of the weights with the bucket's fingerprints. What ranks claim to hold is only a hint.
+
+    Args:
+        refuse: called with an error that ends following.
+    """
 
     def __init__(
         self,
@@ -43,43 +47,45 @@ class WeightIdentifier:
         self._refuse = refuse
         self._unread: DeltaSyncError | None = None
 
-    def prove(self, shown: Callable[[WeightPosition], bool]) -> WeightPosition | None:
-        """Trace and hash the engine's weights, and recognize them; the ranks are told what they hold.
+    def identify(self, may_serve: Callable[[WeightPosition], bool]) -> WeightPosition | None:
+        """Trace and hash the engine's weights, find the version, and set it as the ranks' baseline.
 
         Args:
-            shown: whether a version of this run may be served. One that may not is as another run's: a way leads on.
+            may_serve: whether a version of this run may be served. If not, an update leads on from it, as from a
+                version of another run.
 
         Returns:
-            where they are; None if an anchor has to replace them.
+            the position; None if an anchor has to replace the weights.
 
         Raises:
-            ModelError: the model cannot be patched exactly. ChainError: the weights are no version, and nothing
-            that the run is made of may replace them. NotFoundError: the run that this one branches from is not there.
-            StoreError: the store failed. DeltaSyncError: whether they are the version that ranks believe to hold cannot
-                be told, as that cannot be read; it may later.
+            ModelError: the model cannot be patched exactly.
+            ChainError: the weights are no version, and nothing in the run may replace them.
+            NotFoundError: the run that this one branches from is missing.
+            StoreError: the store failed.
+            DeltaSyncError: the version that the ranks claim to hold cannot be read, which may be temporary.
         """
         self._board.set(state="proving")
         self._unread = None
         held = self._gather()
         first, base = self._history.base()
-        noted = held.noted
-        own = noted is not None and noted.run == first.run
-        place = None if noted is None or not own else self._noted_place(noted, held)
-        if noted is not None and place is not None:
-            return self._adopted(place, noted.fingerprints, shown)
-        different = held.different(base)
-        if not different:
-            return self._adopted(WeightPosition(self._history.run, first), base, shown)
-        place = None if noted is None or own else self._noted_place(noted, held)
-        if noted is not None and place is not None:
-            return self._adopted(place, noted.fingerprints, shown)
+        claimed = held.claimed
+        own = claimed is not None and claimed.run == first.run
+        position = None if claimed is None or not own else self._claimed_position(claimed, held)
+        if claimed is not None and position is not None:
+            return self._accept(position, claimed.fingerprints, may_serve)
+        mismatches = held.mismatches(base)
+        if not mismatches:
+            return self._accept(WeightPosition(self._history.run, first), base, may_serve)
+        position = None if claimed is None or own else self._claimed_position(claimed, held)
+        if claimed is not None and position is not None:
+            return self._accept(position, claimed.fingerprints, may_serve)
         for source, _ in self._history.origins():
-            version_0, of_source = first_of(source)
-            if not held.different(of_source):
-                return self._adopted(WeightPosition(source, version_0), of_source, shown)
-        self._refuse_others(first, different)
-        logger.info("%d tensors differ from version 0; taking an anchor", len(different))
-        self._ranks.adopt(None, base)
+            version_0, of_source = version_0_of(source)
+            if not held.mismatches(of_source):
+                return self._accept(WeightPosition(source, version_0), of_source, may_serve)
+        self._require_anchor_start(first, mismatches)
+        logger.info("%d tensors differ from version 0; taking an anchor", len(mismatches))
+        self._ranks.set_baseline(None, base)
         return None
 
     def _gather(self) -> GatheredWeights:
@@ -119,52 +125,62 @@ class WeightIdentifier:
         if derived:
             size = sum(spec.numel * spec.element.itemsize for spec in table if spec.name in derived)
             logger.info(
-                "%d tensors that the model computes with (%.1f MB) are kept in host memory and loaded again beside the "
-                "model when they change: %s",
+                "the model computes its weights from %d tensors (%.1f MB): they are kept in host memory, and reload "
+                "units run when they change: %s",
                 len(derived),
                 size / 1e6,
                 ", ".join(sorted(derived)[:8]) + (", …" if len(derived) > 8 else ""),
             )
         return held
 
-    def _noted_place(self, noted: ClaimedVersion, held: GatheredWeights) -> WeightPosition | None:
-        """Where the ranks believe to be, if that is a version, and what they hold, and on a way to this run."""
+    def _claimed_position(self, claimed: ClaimedVersion, held: GatheredWeights) -> WeightPosition | None:
+        """The position that the ranks claim; None if their weights differ, or no update leads from it to this run."""
         run = self._history.run
         try:
-            if noted.run == run.info.run:
-                place = WeightPosition(run, self._history.manifest(noted.version))
+            if claimed.run == run.info.run:
+                position = WeightPosition(run, self._history.manifest(claimed.version))
             else:
-                known = next((source for source, _ in self._history.origins() if source.info.run == noted.run), None)
-                source = known or run_with_id(noted.url, noted.run, self._history.keyring, self._history.store)
+                known = next((source for source, _ in self._history.origins() if source.info.run == claimed.run), None)
+                source = known or open_expected_run(
+                    claimed.url, claimed.run, self._history.keyring, self._history.store
+                )
                 if source is None or source.table.digest != run.table.digest:
                     return None
-                place = WeightPosition(source, source.manifest(noted.version))
+                position = WeightPosition(source, source.manifest(claimed.version))
                 ahead = [RunVersion(run, 0), *self._history.origins()]
-                if known is None and across(line(source, place.version), ahead) is None:
+                if known is None and connect_runs(ancestry(source, position.version), ahead) is None:
                     return None
         except StoreError:
             raise
         except DeltaSyncError as error:
-            logger.warning("ranks hold version %d of run %s, of which: %s", noted.version, noted.run, error.message)
+            logger.warning(
+                "ranks claim to hold version %d of run %s, which cannot be checked: %s",
+                claimed.version,
+                claimed.run,
+                error.message,
+            )
             self._unread = error
             return None
-        right = sum(noted.fingerprints, Fingerprint()) == place.manifest.model_fingerprint
-        if not right or len(noted.fingerprints) != len(run.table) or held.different(noted.fingerprints):
+        right = sum(claimed.fingerprints, Fingerprint()) == position.manifest.model_fingerprint
+        if not right or len(claimed.fingerprints) != len(run.table) or held.mismatches(claimed.fingerprints):
             return None
-        return place
+        return position
 
-    def _adopted(
-        self, place: WeightPosition, fingerprints: list[Fingerprint], shown: Callable[[WeightPosition], bool]
+    def _accept(
+        self, position: WeightPosition, fingerprints: list[Fingerprint], may_serve: Callable[[WeightPosition], bool]
     ) -> WeightPosition:
-        own = self._history.is_own(place) and shown(place)
-        self._ranks.adopt(place.version if own else None, fingerprints, None if own else place)
+        own = self._history.is_followed_run(position) and may_serve(position)
+        self._ranks.set_baseline(position.version if own else None, fingerprints, None if own else position)
         logger.info(
-            "weights proven: %d tensors are version %d of run %s", len(fingerprints), place.version, place.run.info.run
+            "weights identified: %d tensors are version %d of run %s",
+            len(fingerprints),
+            position.version,
+            position.run.info.run,
         )
-        return place
+        return position
 
-    def _refuse_others(self, first: Manifest, different: list[int]) -> None:
-        """Raise unless the run begins with an anchor, which is meant to replace whatever a server holds."""
+    def _require_anchor_start(self, first: Manifest, mismatches: list[int]) -> None:
+        """Raise unless the run begins with an anchor, which may replace any weights."""
         table = self._history.run.table
         origins = self._history.origins()
         if first.base is not None and first.base.run is not None and not origins:
@@ -176,11 +192,11 @@ class WeightIdentifier:
         if root.kind == "anchor":
             return
         if self._unread is not None:
-            # What is refused stays so; and the bucket may heal.
+            # Not refused for good: the unreadable version may become readable.
             raise self._unread
         unlike = ChainError(
-            f"this server's weights are not the run's base: {len(different)} of {len(table)} "
-            f"tensors differ, first {table[different[0]].name!r}. Start vLLM from the checkpoint the run refers to "
+            f"this server's weights are not the run's base: {len(mismatches)} of {len(table)} "
+            f"tensors differ, first {table[mismatches[0]].name!r}. Start vLLM from the checkpoint the run refers to "
             f"({root.base.location if root.base else 'unknown'}); if it was, this model keeps those tensors in "
             "another layout than it loads them in, and cannot be patched in place"
         )

@@ -1,4 +1,4 @@
-"""This server's turn to pause, where the setting ``fleet_pauses`` says how many of a run may at once."""
+"""``PauseSlotClient`` takes a pause slot before a commit; setting ``fleet_pauses`` limits a run's concurrent pauses."""
 
 import threading
 import time
@@ -13,37 +13,37 @@ from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.pause_slots import PauseSlot, PauseSlots
 from vllm_delta_sync.settings import Settings
 
-END_SECONDS = 5.0
-"""How long the end of the turn before is waited for, so that two are not written at once."""
+END_WAIT_SECONDS = 5.0
+"""Longest wait for the release of the previous slot, so that two writes do not overlap."""
 
 
 class PauseSlotClient:
-    """Waits for turns, between staging and pause. Without the setting there is nothing to wait for."""
+    """Acquires a slot between staging and pause, and releases it after the commit. Without the setting: nothing."""
 
     def __init__(self, settings: Settings, board: StatusBoard, history: History) -> None:
         self._settings, self._board, self._history = settings, board, history
-        self._ending: threading.Thread | None = None
-        self._open: PauseSlot | None = None
+        self._end_thread: threading.Thread | None = None
+        self._unended: HeldSlot | None = None
         self._failed = ""
         board.set(fleet={"receiver": settings.receiver_id, "pauses": settings.fleet_pauses})
 
     @contextmanager
-    def turn(self, version: int, until: Callable[[], bool]) -> Iterator[float | None]:
-        """Within the block this server may pause; how long that was waited for in ms, or None if ``until`` came first.
+    def slot(self, version: int, until: Callable[[], bool]) -> Iterator[float | None]:
+        """Context manager that holds a slot; yields the wait in ms, or None if ``until`` became True first.
 
-        Only what comes forward by itself takes turns: somebody waits for a server that is told to go back or to
-        another run, and one that serves no version yet does not count. Where the store fails, or lets nobody write, the
-        server goes on without a turn: two at a time are better than one that stays behind for ever.
+        Only background updates wait for a slot. A rollback or a change of runs was requested by an operator who waits,
+        and a server that serves no version yet does not count. If the store fails or is read-only, the server commits
+        without a slot: two concurrent pauses are better than a server that stays behind.
         """
-        slots, receiver = self._settings.fleet_pauses, self._settings.receiver_id
-        if slots is None or receiver is None or not self._comes_forward(version):
+        limit, receiver = self._settings.fleet_pauses, self._settings.receiver_id
+        if limit is None or receiver is None or not self._moves_forward(version):
             yield 0.0
             return
         began = time.monotonic()
-        turns = PauseSlots(self._history.run, receiver, slots, self._longest_pause())
-        held, given_up = self._taken(turns, version, until)
+        slots = PauseSlots(self._history.run, receiver, limit, self._longest_pause())
+        held, given_up = self._acquire(slots, version, until)
         waited = time.monotonic() - began
-        metrics.observe_turn(waited)
+        metrics.observe_slot_wait(waited)
         if given_up:
             yield None
             return
@@ -51,54 +51,54 @@ class PauseSlotClient:
             yield 1e3 * waited
         finally:
             if held is not None:
-                self._end(turns, held)
+                self._end(slots, held)
 
-    def _comes_forward(self, version: int) -> bool:
+    def _moves_forward(self, version: int) -> bool:
         served = self._board.served
         return served is not None and served.run == self._history.run.info.run and version > served.version
 
     def _longest_pause(self) -> float:
-        waits = self._settings.wait_seconds if self._settings.pause_mode == "wait" else 0.0
-        return waits + self._settings.pause_seconds
+        drain = self._settings.wait_seconds if self._settings.pause_mode == "wait" else 0.0
+        return drain + self._settings.pause_seconds
 
-    def _taken(self, turns: PauseSlots, version: int, until: Callable[[], bool]) -> tuple[PauseSlot | None, bool]:
-        """The turn, None where turns cannot be had; and whether something else comes first."""
-        if self._ending is not None:
-            self._ending.join(END_SECONDS)
-        if self._open is not None:
-            # Or this server would wait for a turn of its own.
+    def _acquire(self, slots: PauseSlots, version: int, until: Callable[[], bool]) -> tuple[HeldSlot | None, bool]:
+        """The slot, None without one; and whether the wait ended because ``until`` became True."""
+        if self._end_thread is not None:
+            self._end_thread.join(END_WAIT_SECONDS)
+        if self._unended is not None:
+            # This server would otherwise wait for its own slot.
             with suppress(DeltaSyncError):
-                turns.release(self._open)
-                self._open = None
-        self._board.set(waiting=True)
+                slots.end(self._unended)
+                self._unended = None
+        self._board.set(waiting_for_slot=True)
         try:
-            held = turns.acquire(version, until)
+            held = slots.take(version, until)
         except DeltaSyncError as error:
             if self._failed != error.kind:
                 self._failed = error.kind
                 logger.warning(
-                    "taking versions without a turn, so more than fleet_pauses = %d servers may be paused at once: %s",
+                    "committing without a pause slot, so more than fleet_pauses = %d servers may be paused at once: %s",
                     self._settings.fleet_pauses,
                     error.message,
                 )
             return None, False
         finally:
-            self._board.set(waiting=False)
+            self._board.set(waiting_for_slot=False)
         if held is not None and self._failed:
             self._failed = ""
-            logger.info("turns can be taken again")
+            logger.info("pause slots are available again")
         return held, held is None
 
-    def _end(self, turns: PauseSlots, held: PauseSlot) -> None:
-        """Beside what follows: a store that is slow, or down, must not keep a commit from being confirmed."""
-        self._open = held
+    def _end(self, slots: PauseSlots, held: HeldSlot) -> None:
+        """Release the slot in a thread: a slow or failing store must not delay the confirmation of the commit."""
+        self._unended = held
 
         def end() -> None:
             try:
-                turns.release(held)
-                self._open = None
+                slots.end(held)
+                self._unended = None
             except DeltaSyncError as error:
-                logger.info("a turn ends when its time is over, others may wait for that: %s", error.message)
+                logger.info("could not release the pause slot, so others wait until it expires: %s", error.message)
 
-        self._ending = threading.Thread(target=end, name="delta-sync-turn", daemon=True)
-        self._ending.start()
+        self._end_thread = threading.Thread(target=end, name="delta-sync-turn", daemon=True)
+        self._end_thread.start()

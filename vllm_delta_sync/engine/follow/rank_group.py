@@ -1,4 +1,4 @@
-"""All ranks of an engine as one: starts operations, waits, and combines what each rank measured."""
+"""``RankGroup`` runs operations on all ranks of an engine, and combines what they measured."""
 
 import time
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ POLL_LONGEST_S = 0.02
 
 @dataclass(frozen=True)
 class ClaimedVersion:
-    """What ranks believe to hold: run, its URL, version, fingerprints per tensor id of that run."""
+    """What ranks claim to hold: run id, its URL, version, fingerprints per tensor id of that run."""
 
     run: str
     url: str
@@ -30,22 +30,22 @@ class ClaimedVersion:
 
 @dataclass
 class GatheredWeights:
-    """What an engine's weights are, over all ranks.
+    """Hashes of an engine's weights, over all ranks.
 
     Attributes:
         fingerprints: per tensor id; None where no rank loads the tensor.
         conflicting: tensor ids of which ranks hold copies that differ.
-        noted: what the ranks believe to hold, or None.
+        claimed: the version that all ranks claim to hold, or None.
         answers: per rank, for status.
     """
 
     fingerprints: list[Fingerprint | None]
     conflicting: set[int]
-    noted: ClaimedVersion | None
+    claimed: ClaimedVersion | None
     answers: list[Answer]
 
-    def different(self, expected: list[Fingerprint]) -> list[int]:
-        """Tensor ids whose weights are not the expected ones; tensors that nobody loads count as right."""
+    def mismatches(self, expected: list[Fingerprint]) -> list[int]:
+        """Ids of tensors that differ from the expected fingerprints. Tensors that no rank loads count as equal."""
         return [
             tensor
             for tensor, (found, right) in enumerate(zip(self.fingerprints, expected, strict=True))
@@ -54,29 +54,29 @@ class GatheredWeights:
 
 
 class RankGroup:
-    """The ranks behind a port.
+    """The ranks behind an engine port.
 
     Attributes:
-        ownership: who holds what; known after ``gather``.
-        keys: sequence of keys.json that ranks must find where they read documents by themselves.
+        ownership: which rank holds which part of each tensor; known after ``gather``.
+        keys_sequence: sequence number of keys.json that ranks must at least find when they read documents.
     """
 
     def __init__(self, port: EnginePort, stage_seconds: float) -> None:
         self._port = port
         self._seconds = stage_seconds
         self.ownership: Ownership | None = None
-        self.keys = 0
+        self.keys_sequence = 0
         self._table: TensorTable | None = None
         self._declared = Fingerprint()
 
     def gather(self, table: TensorTable, arguments: Answer) -> GatheredWeights:
-        """Trace every rank's routes, prove that all ranks together hold whole tensors, and hash what they hold.
+        """Trace every rank's routes, prove that all ranks together hold whole tensors, and hash the tensors.
 
         Raises:
             ModelError: a tensor cannot be routed, or is held in part.
         """
-        answers = self.operate("identify", arguments)
-        ownership = prove_ownership(
+        answers = self.run_operation("prove", arguments)
+        ownership = assign(
             table,
             [[[region_from_plain(region) for region in of] for of in answer["regions"]] for answer in answers],
         )
@@ -84,33 +84,35 @@ class RankGroup:
         found: list[Fingerprint | None] = []
         conflicting = set()
         for tensor in range(len(table)):
-            value = ownership.combine(tensor, [_parse(answer["measured"][tensor]) for answer in answers])
+            value = ownership.combine(tensor, [_parse_fingerprints(answer["measured"][tensor]) for answer in answers])
             if value is None:
                 conflicting.add(tensor)
             found.append(value if ownership.is_loaded(tensor) else None)
-        return GatheredWeights(found, conflicting, _noted(answers), answers)
+        return GatheredWeights(found, conflicting, _claimed_version(answers), answers)
 
-    def adopt(self, version: int | None, fingerprints: list[Fingerprint], place: WeightPosition | None = None) -> None:
-        """Tell every rank what all ranks together hold; None: weights that are no version of the run followed.
+    def set_baseline(
+        self, version: int | None, fingerprints: list[Fingerprint], position: WeightPosition | None = None
+    ) -> None:
+        """Set what all ranks together hold; version None: weights that are no version of the run followed.
 
         Args:
-            place: what they are instead, to be said again by ranks that are asked again.
+            position: the version of another run that they are instead; ranks claim it in the next ``gather``.
         """
-        ownership = self._proven()
+        ownership = self._known_ownership()
         loaded = [ownership.is_loaded(tensor) for tensor in range(len(fingerprints))]
         hexes = [value.hex() for value in fingerprints]
         groups = PerRank(ownership.groups(rank) for rank in range(len(ownership.slots)))
         arguments: Answer = {"version": version, "fingerprints": hexes, "groups": groups, "loaded": loaded}
-        if place is not None:
-            arguments["claimed"] = {
-                "run": place.run.info.run,
-                "url": place.run.bucket.url,
-                "version": place.version,
+        if position is not None:
+            arguments["note"] = {
+                "run": position.run.info.run,
+                "url": position.run.bucket.url,
+                "version": position.version,
             }
         for answer in self._port.call("set_version", arguments):
             raise_if_error(answer)
 
-    def stage(self, leg: UpdatePlan, held: int | None, rescan: list[int]) -> tuple[Answer, list[str]]:
+    def stage(self, plan: UpdatePlan, held: int | None, rescan: list[int]) -> tuple[Answer, list[str]]:
         """Stage one commit on every rank.
 
         Args:
@@ -118,17 +120,17 @@ class RankGroup:
 
         Returns:
             {"ms": slowest rank's timings, "bytes": largest rank's, "elements": written over all ranks, "store": each
-            one's use of stores}, and the names of rescanned tensors that are not what they should be.
+            rank's use of stores}, and the names of rescanned tensors that differ.
         """
-        arguments = {"plan": leg.to_plain(), "current": held, "rescan": rescan, "keys": self.keys}
+        arguments = {"leg": plan.to_plain(), "held": held, "rescan": rescan, "keys": self.keys_sequence}
         return self._staged("stage", arguments, rescan)
 
     def repair(self, target: Manifest) -> Answer:
-        """Stage on every rank whatever makes its weights the target; as ``stage``."""
-        return self._staged("repair", {"manifest": target.to_bytes().decode(), "keys": self.keys}, [])[0]
+        """Stage on every rank what replaces its weights by the target; returns as ``stage``."""
+        return self._staged("repair", {"manifest": target.to_bytes().decode(), "keys": self.keys_sequence}, [])[0]
 
     def _staged(self, operation: str, arguments: Answer, rescan: list[int]) -> tuple[Answer, list[str]]:
-        answers = self.operate(operation, arguments)
+        answers = self.run_operation(operation, arguments)
         declared = {answer["declared"] for answer in answers}
         if len(declared) != 1:
             raise EngineError(f"ranks staged different changes: {', '.join(sorted(declared))}")
@@ -140,25 +142,25 @@ class RankGroup:
             "elements": sum(answer["elements"] for answer in answers),
             "store": [answer["store"] for answer in answers],
         }
-        return found, self._differing(rescan, answers)
+        return found, self._mismatching_names(rescan, answers)
 
-    def matches(self, answers: list[Answer]) -> bool:
-        """Whether commits changed the weights as the staged version declares, over all ranks, copies alike."""
+    def matches_declared(self, answers: list[Answer]) -> bool:
+        """Whether the commits on all ranks changed the weights by the declared fingerprint, and copies agree."""
         measured = [
             {int(group): Fingerprint.from_hex(value) for group, value in answer["measured"].items()}
             for answer in answers
         ]
-        return self._proven().combine_groups(measured) == self._declared
+        return self._known_ownership().combine_groups(measured) == self._declared
 
     def scan(self, tensors: list[int]) -> tuple[Fingerprint | None, list[str]]:
         """Gather and hash tensors.
 
         Returns:
-            their sum (None if copies differ), with what the history declares for those that nobody loads; and the names
-            of those that are not what they should be.
+            the sum of their fingerprints (None if copies differ), where tensors that no rank loads count as declared;
+            and the names of those that differ.
         """
-        answers = self.operate("scan", {"tensors": tensors})
-        return self._sum(tensors, answers), self._differing(tensors, answers)
+        answers = self.run_operation("scan", {"tensors": tensors})
+        return self._sum(tensors, answers), self._mismatching_names(tensors, answers)
 
     def describe(self) -> list[Answer]:
         """See RankWorker.describe."""
@@ -167,20 +169,22 @@ class RankGroup:
             raise_if_error(answer)
         return answers
 
-    def trust(self, touches: list[int]) -> None:
-        """Tell every rank that its weights were rescanned.
+    def clear_external_writes(self, touches: list[int]) -> None:
+        """Tell every rank that its weights were rescanned and are right.
 
         Args:
-            touches: per rank, how often somebody else had touched them when they were.
+            touches: per rank, its count of external writes before the rescan.
         """
         for answer in self._port.call("clear_external_write", {"external_writes": PerRank(touches)}):
             raise_if_error(answer)
 
     def _combined(self, tensor: int, answers: list[Answer]) -> Fingerprint | None:
-        ownership = self._proven()
+        ownership = self._known_ownership()
         if not ownership.is_loaded(tensor):
-            return Fingerprint.from_hex(_of(answers[0]["expected"], tensor))
-        return ownership.combine(tensor, [_parse(_of(answer["measured"], tensor)) for answer in answers])
+            return Fingerprint.from_hex(_by_tensor(answers[0]["held"], tensor))
+        return ownership.combine(
+            tensor, [_parse_fingerprints(_by_tensor(answer["measured"], tensor)) for answer in answers]
+        )
 
     def _sum(self, tensors: Iterable[int], answers: list[Answer]) -> Fingerprint | None:
         total = Fingerprint()
@@ -191,28 +195,28 @@ class RankGroup:
             total += value
         return total
 
-    def _differing(self, tensors: Iterable[int], answers: list[Answer]) -> list[str]:
+    def _mismatching_names(self, tensors: Iterable[int], answers: list[Answer]) -> list[str]:
         table = self._table
         if table is None:
-            raise EngineError("the ranks have not been asked yet what they hold")
+            raise EngineError("the ranks' weights were not gathered yet")
         found = {name for answer in answers for name in answer["dead"]}
         for tensor in tensors:
-            held = {_of(answer["expected"], tensor) for answer in answers}
+            held = {_by_tensor(answer["held"], tensor) for answer in answers}
             value = self._combined(tensor, answers)
             if value is None or held != {value.hex()}:
                 found.add(table[tensor].name)
         return sorted(found)
 
-    def _proven(self) -> Ownership:
+    def _known_ownership(self) -> Ownership:
         if self.ownership is None:
-            raise EngineError("the ranks have not been asked yet what they hold")
+            raise EngineError("the ranks' weights were not gathered yet")
         return self.ownership
 
-    def operate(self, operation: str, arguments: Answer) -> list[Answer]:
+    def run_operation(self, operation: str, arguments: Answer) -> list[Answer]:
         """Start an operation on every rank and poll until all are done.
 
         Raises:
-            EngineError: a rank does not come to an end in time; it may still, and is busy until then.
+            EngineError: a rank does not finish in time. It is busy until it does.
         """
         for answer in self._port.call("start", {"operation": operation, "arguments": arguments}):
             raise_if_error(answer)
@@ -227,8 +231,8 @@ class RankGroup:
                 break
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{operation} has run for {self._seconds:.0f} s on rank {', '.join(map(str, running))} without an "
-                    "end; what is served stays"
+                    f"{operation} has run for {self._seconds:.0f} s on rank {', '.join(map(str, running))} without "
+                    "finishing; the served version stays"
                 )
             pause = min(2 * pause, POLL_LONGEST_S)
         answers = self._port.call("outcome", {})
@@ -237,18 +241,18 @@ class RankGroup:
         return answers
 
 
-def _parse(values: list[str]) -> list[Fingerprint]:
+def _parse_fingerprints(values: list[str]) -> list[Fingerprint]:
     return [Fingerprint.from_hex(value) for value in values]
 
 
-def _of(mapping: dict[Any, Any], tensor: int) -> Any:
-    # Some ways from a worker to the controller turn keys into text.
+def _by_tensor(mapping: dict[Any, Any], tensor: int) -> Any:
+    # Some transports between worker and controller turn integer keys into text.
     return mapping[tensor] if tensor in mapping else mapping[str(tensor)]
 
 
-def _noted(answers: list[Answer]) -> ClaimedVersion | None:
-    notes = [answer["claimed"] for answer in answers]
-    if notes[0] is None or any(note != notes[0] for note in notes):
+def _claimed_version(answers: list[Answer]) -> ClaimedVersion | None:
+    claims = [answer["noted"] for answer in answers]
+    if claims[0] is None or any(claim != claims[0] for claim in claims):
         return None
-    note = notes[0]
-    return ClaimedVersion(note["run"], note["url"], note["version"], _parse(note["fingerprints"]))
+    claim = claims[0]
+    return ClaimedVersion(claim["run"], claim["url"], claim["version"], _parse_fingerprints(claim["fingerprints"]))

@@ -1,314 +1,624 @@
-"""The receiver's logic: follow a run through whatever engine it is given, forward and back, and on to another run.
+"""``Receiver`` follows a run with one engine: poll, plan, stage, commit, report.
 
-Knows buckets and manifests, and an engine only as an ``EnginePort``; so the vLLM server and the offline ``LLM`` share
-it. One thread drives it; ``status`` may be called from any.
+It knows the engine only as an ``EnginePort``, so the vLLM server and the offline ``LLM`` share it. One thread drives
+it; ``status`` may be called from any thread.
 """
 
+import time
 from collections.abc import Callable
 
-from vllm_delta_sync.engine.commit.transaction import Answer
-from vllm_delta_sync.engine.follow.receiver_base import STAGE_SECONDS as STAGE_SECONDS
-from vllm_delta_sync.engine.follow.receiver_base import ReceiverBase
+from vllm_delta_sync.engine.commit.transaction import Answer, EnginePort, LabelKeepingPort
+from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.follow.run_session import RunSession
-from vllm_delta_sync.engine.follow.standing_orders import sibling
-from vllm_delta_sync.engine.follow.updater import not_served
+from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore, apply_order, sibling_url
+from vllm_delta_sync.engine.follow.updater import WeightUpdater, mismatch_error
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.observe.status import STATES, StatusBoard
+from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
+from vllm_delta_sync.engine.planning.run_history import History
+from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
     DeltaSyncError,
     EngineError,
+    FingerprintError,
     NotFoundError,
     StoreError,
     WeightsLostError,
 )
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.settings import HEAD, Settings
 
+STAGE_SECONDS = 1800.0
+"""Staging or a rescan that takes longer than this is reported as hanging."""
 
-class Receiver(ReceiverBase):
-    """Follows a run with one engine, and does what it is told: by the setting, and by requests.
+
+class Receiver:
+    """Keeps an engine on the version that the settings, and requests at run time, ask for.
+
+    Args:
+        orders: where standing orders are stored; None: they end with this process.
 
     Raises:
-        SettingsError: as ``Course``.
+        SettingsError: a file of ``trusted_keys`` cannot be read, or ``state_dir`` cannot be written.
+
+    Attributes:
+        goal_version: the version that the running update leads to; None when idle.
+        announced_version: the version that a notice named, prefetched by the next poll; None: no notice came.
     """
 
+    def __init__(
+        self,
+        port: EnginePort,
+        settings: Settings,
+        stage_seconds: float = STAGE_SECONDS,
+        orders: StandingOrderStore | None = None,
+    ) -> None:
+        self.port = LabelKeepingPort(port)
+        self._configured = settings
+        self._orders = orders
+        order = None if orders is None else orders.load()
+        chosen = settings if order is None else apply_order(settings, order)
+        self.board = StatusBoard(settings.policy, chosen.target, settings.max_lag)
+        self.board.trust = lambda: self.history.trusted_head.document()
+        self.board.set(holding=order is not None and order.holding)
+        self.goal_version: int | None = None
+        self.announced_version: int | None = None
+        self._ranks = RankGroup(self.port, stage_seconds)
+        self._session = RunSession(self.port, chosen, self.board, self._ranks)
+        # The standing order whose version is not served yet; set only after a restart.
+        self._pending_order = order if order is not None and order.version is not None else None
+        # Whether the ranks were last bound to another run than the one followed.
+        self._bound_to_other_run = False
+        # The run that the weights were compared with and do not match. Comparing again would hash the whole model.
+        self._unmatched_run: str | None = None
+
+    # What is followed and served
+
     @property
-    def waits(self) -> bool:
-        """Whether the last look found that the target names nothing to go to: nothing failed."""
-        return self._followed.waits
+    def settings(self) -> Settings:
+        """The settings with the bucket and the target in force."""
+        return self._session.settings
+
+    @property
+    def history(self) -> History:
+        """The history of the run followed."""
+        return self._session.history
+
+    @property
+    def planner(self) -> UpdatePlanner:
+        """The planner of the run followed."""
+        return self._session.planner
+
+    @property
+    def _updater(self) -> WeightUpdater:
+        return self._session.updater
+
+    @property
+    def served_version(self) -> int | None:
+        """The version that answers now; None until the weights are identified as a version."""
+        served = self.board.served
+        return None if served is None else served.version
+
+    @property
+    def served_run(self) -> str | None:
+        """The run of ``served_version``."""
+        served = self.board.served
+        return None if served is None else served.run
+
+    @property
+    def run_id(self) -> str | None:
+        """The run followed; None until it was opened."""
+        return self.board.run
+
+    @property
+    def has_pending_order(self) -> bool:
+        """Whether a standing order from before a restart names a version that is not served yet."""
+        return self._pending_order is not None
+
+    @property
+    def target_unavailable(self) -> bool:
+        """Whether the setting ``target`` names no version that can be served now, which is no failure."""
+        return self._session.target_unavailable
+
+    @property
+    def can_repair(self) -> bool:
+        """Whether weights were changed from outside and can be restored."""
+        return self._updater.repair_target is not None
+
+    def status(self) -> Answer:
+        """The body of ``GET /delta_sync/status``."""
+        return self.board.document()
+
+    def is_replaced(self) -> bool:
+        """Whether another run lies at the URL than the one known. Raises DeltaSyncError if that cannot be read."""
+        return self.history.is_replaced()
+
+    # Following
 
     def advance(self, version: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
-        """Bring the engine to a version; versions in between are folded into few commits.
+        """Bring the engine to a version in as few commits as possible.
 
         Args:
-            version: None: what the setting ``target`` says.
-            until: asked between two commits; if True, what is left waits for the next call.
+            version: None: the version that the setting ``target`` names.
+            until: checked between two commits; if True, the rest waits for the next call.
 
         Raises:
-            DeltaSyncError: the first thing that failed; what is served then is ``served_version``.
+            DeltaSyncError: the first failure; ``served_version`` says what is served then.
         """
-        stopped_by = self._look()
-        self._restore()
+        stopped_by = self._poll()
+        self._restore_served()
         if version is not None:
-            self._followed.check_asked(version, self.served_version)
-        elif self._owed is not None:
-            self._pay(until)
+            self._session.check_requested(version, self.served_version)
+        elif self._pending_order is not None:
+            self._resume_pending_order(until)
             return
         elif self.board.holding and self.served_version is not None:
             raise BusyError(
                 f"this server is held at version {self.served_version}; POST /delta_sync/release to follow again"
             )
-        with self._failing():
-            self.aim = self._wanted(stopped_by) if version is None else version
-            place = self._place()
-            target = self._followed.named(stopped_by) if version is None else version
-            # A hold that came before anything was served keeps the first version that is.
+        with self._reporting_errors():
+            self.goal_version = self._newest_allowed(stopped_by) if version is None else version
+            position = self._ensure_position()
+            target = self._session.resolve_followed_target(stopped_by) if version is None else version
+            # A hold that came before any version was served keeps the first version that is.
             stays = self.board.holding and version is None
-            self.aim = target
-            self.ways.named = target if version is not None or self.settings.target != HEAD else None
+            self.goal_version = target
+            explicit = version is not None or self.settings.target != HEAD
+            self.planner.requested_version = target if explicit else None
             if self.served_version is None or (self.served_version < target and not stays):
                 self.history.check_fresh()
             while self.served_version is None or (self.served_version < target and not stays and not until()):
-                self._mover.step(place, target, until)
-                place = self._served_place() or place
+                self._updater.commit_next(position, target, until)
+                position = self._served_position() or position
             if version is None and self.settings.target == HEAD and stopped_by is not None:
                 raise stopped_by
         if version is not None:
-            self._owed = None
-        self._rest_well()
-        self._keep()
+            self._pending_order = None
+        self._mark_healthy()
+        self._save_order()
 
-    def _wanted(self, stopped_by: DeltaSyncError | None) -> int | None:
-        """The newest version that may be shown, where none is served yet; None: any."""
-        if self.served_version is not None or self.settings.target == HEAD:
-            return None
-        try:
-            return self._followed.named(stopped_by)
-        except StoreError:
-            raise
-        except DeltaSyncError:
-            # Said once it is known what is served meanwhile.
-            return None
-
-    def _pay(self, until: Callable[[], bool]) -> None:
-        """Come to the version of an order of before the restart; nothing newer is shown on the way."""
-        owed, head = self._owed, self.history.head
-        if owed is None or owed.version is None:
-            return
-        with self._failing():
-            if owed.run != self.history.run.info.run:
-                self._owed = None
-                raise ChainError(
-                    f"this server was to hold version {owed.version} of run {owed.run}, and run "
-                    f"{self.history.run.info.run} lies there now: it holds what it started with"
-                )
-            if head is None or owed.version > head.version:
-                raise NotFoundError(
-                    f"this server is to hold version {owed.version}, as it was told before its restart, and that is "
-                    "not published; POST /delta_sync/release to follow, or give another order"
-                )
-            self.aim = owed.version
-            self._go(self._place(), owed.version, until)
-            if self.served_version != owed.version:
-                return
-            self._owed = None
-        self._rest_well()
-
-    def mend(self) -> None:
-        """Bring weights that somebody changed back to the version served before, held or not; see ``can_repair``."""
-        self._look()
-        if self._restore():
-            self.board.rest(error=None)
-
-    def rollback(self, version: int) -> None:
-        """Go back to an older version, then hold: by the undo log, without the bucket; or, where that does not reach,
-        through the chain, staged like any other. One commit either way.
+    def observe(self) -> None:
+        """Poll the bucket and check what is served without moving it; policy ``manual`` does this between requests.
 
         Raises:
-            NotFoundError: it is not published, or not kept any more. ChainError: it is newer than what is served, or
-                nothing leads there. DeltaSyncError: what failed; what is served then is ``served_version``.
+            DeltaSyncError: the failure that the next ``advance`` would meet too.
         """
-        self._begin()
+        stopped_by = self._poll()
+        try:
+            with self._reporting_errors():
+                if self.served_version is not None:
+                    self._updater.check_external_writes()
+                elif self._unmatched_run != self.run_id:
+                    self._unmatched_run = None if self._identify(self._session) else self.run_id
+                if stopped_by is not None:
+                    raise stopped_by
+        except BusyError:
+            # The engine is asleep, which is no error here.
+            self.board.settle(error=None)
+            return
+        self._mark_healthy()
+
+    def check_served(self) -> None:
+        """Check for external writes to the weights that are served; for times in which no version is committed."""
+        self._require_usable()
+        try:
+            with self._reporting_errors():
+                self._updater.check_external_writes()
+        except BusyError:
+            # The engine is asleep, which is no error here.
+            self.board.settle(error=None)
+
+    def repair(self) -> None:
+        """Restore the version served before, held or not, if weights were changed from outside (``can_repair``)."""
+        self._poll()
+        if self._restore_served():
+            self.board.settle(error=None)
+
+    # Requests
+
+    def hold(self) -> None:
+        """Stay at the version served until ``release``."""
+        self.board.set(holding=True)
+        if self.board.state == "idle":
+            self.board.settle()
+        self._save_order()
+
+    def release(self) -> None:
+        """End a hold and drop a pending order."""
+        self.board.set(holding=False)
+        self._pending_order = None
+        if self.board.state == "held":
+            self.board.settle()
+        self._save_order()
+
+    def rollback(self, version: int) -> None:
+        """Serve an older version and hold it, in one commit.
+
+        The undo log is used if it reaches the version, without the bucket. Otherwise the version is staged from the
+        bucket like any other.
+
+        Raises:
+            NotFoundError: the version is not published, or no longer retained. ChainError: it is newer than the served
+                one, or no update leads there. DeltaSyncError: what failed; see ``served_version``.
+        """
+        self._require_usable()
         served = self.board.served
         if served is None:
-            raise EngineError("no version is served yet; there is nothing to go back from")
+            raise EngineError("no version is served yet; there is nothing to roll back from")
         if version in self.board.undo and version < served.version:
-            with self._failing():
-                self._mover.check_touched()
-                self._mover.go_back(version, served)
+            with self._reporting_errors():
+                self._updater.check_external_writes()
+                self._updater.rollback_to(version, served)
         elif version != served.version:
-            self._go_back(version)
-        self._owed = None
+            self._rollback_through_bucket(version)
+        self._pending_order = None
         self.hold()
 
-    def _go_back(self, version: int) -> None:
-        self._look()
-        self._restore()
+    def _rollback_through_bucket(self, version: int) -> None:
+        self._poll()
+        self._restore_served()
         served = self.served_version
-        self._followed.check_asked(version, None)
+        self._session.check_requested(version, None)
         if served is not None and version > served:
             raise ChainError(
-                f'version {version} follows version {served}, which is served; POST /delta_sync/sync {{"version": '
+                f'version {version} is newer than the served version {served}; POST /delta_sync/sync {{"version": '
                 f"{version}}} goes forward"
             )
-        with self._failing():
-            self._go(self._place(), version)
-        self._rest_well()
+        with self._reporting_errors():
+            self._move_to(self._ensure_position(), version)
+        self._mark_healthy()
 
     def target(self, named: str, bucket: str | None = None) -> None:
-        """Follow something else from now on, newer or older; a hold ends.
+        """Follow another target from now on, newer or older; ends a hold.
 
         Args:
             named: head, a version, or tag:NAME. bucket: URL of a run beside the configured one; None: the run followed.
 
         Raises:
-            UsageError: the bucket is no such run. NotFoundError: there is no such run, version or tag. ChainError: the
-                run has other tensors or another base. DeltaSyncError: what failed. What is followed stays, unless some
-                of the way was made: then it goes on, and the status says what is in the way.
+            UsageError: the bucket is not beside the configured one. NotFoundError: there is no such run, version or
+                tag. ChainError: the run has other tensors or another base. DeltaSyncError: what failed. The old target
+                stays in force unless a commit towards the new one was made; then the new target stays, and the status
+                shows the error.
         """
-        url = self.settings.bucket if bucket is None else sibling(self._configured.bucket, bucket)
+        url = self.settings.bucket if bucket is None else sibling_url(self._configured.bucket, bucket)
         chosen = self._configured.model_copy(update={"target": named, "bucket": url})
-        was, served = self.settings, self.board.served
-        self._begin()
+        before, served = self.settings, self.board.served
+        self._require_usable()
         try:
             if url != self.settings.bucket:
-                self._switch(chosen)
+                self._switch_run(chosen)
             else:
-                self._turn_to(chosen)
+                self._retarget(chosen)
         except DeltaSyncError:
-            moved = self.settings != was or self.board.served is not served
+            moved = self.settings != before or self.board.served is not served
             if not moved or self.settings != chosen or self.board.served is None:
                 raise
         self.board.set(target=named)
         self.release()
 
-    def _turn_to(self, chosen: Settings) -> None:
-        stopped_by = self._look()
-        self._restore()
-        target = self._followed.meant(chosen.target, stopped_by, self.served_version or 0)
-        was, served = self.settings, self.board.served
-        with self._failing():
-            self.aim = target
-            place = self._place()
-            self._followed.settings = chosen
+    def _retarget(self, chosen: Settings) -> None:
+        """Follow another target of the same run."""
+        stopped_by = self._poll()
+        self._restore_served()
+        target = self._session.resolve_target(chosen.target, stopped_by, self.served_version or 0)
+        before, served = self.settings, self.board.served
+        with self._reporting_errors():
+            self.goal_version = target
+            position = self._ensure_position()
+            self._session.settings = chosen
             try:
-                self._go(place, target)
+                self._move_to(position, target)
             except BaseException:
-                # The head is followed all the same, when it can be; a version that cannot be served is no target.
+                # The head stays the target, as it can be reached later. A version that cannot be served does not.
                 if chosen.target != HEAD and (self.board.served is served or self.board.served is None):
-                    self._followed.settings = was
+                    self._session.settings = before
                 raise
-        self._rest_well()
+        self._mark_healthy()
 
-    def _switch(self, chosen: Settings) -> None:
-        """Follow another run. What is served stays, under its own run's name, until the first commit of the new one."""
-        home, served = self._followed, self.board.served
-        there = RunSession(self.port, chosen, self.board, self._ranks)
-        there.open()
-        stopped_by = there.history.look()
-        target = there.meant(chosen.target, stopped_by)
+    def _switch_run(self, chosen: Settings) -> None:
+        """Follow another run. The served version stays, under its own run's id, until the new run's first commit."""
+        current, served = self._session, self.board.served
+        other = RunSession(self.port, chosen, self.board, self._ranks)
+        other.open()
+        stopped_by = other.history.poll()
+        target = other.resolve_target(chosen.target, stopped_by)
         if served is None:
-            self._begin_with(there)
+            self._start_with(other)
             return
-        there.check_kin(home, served.version)
-        run = there.history.run.info.run
-        with self._failing():
-            self._mover.check_touched()
-            self._strayed, self._ranks.keys = True, there.history.keys
-            self.aim = target
+        other.check_related(current, served.version)
+        run = other.history.run.info.run
+        with self._reporting_errors():
+            self._updater.check_external_writes()
+            self._bound_to_other_run, self._ranks.keys_sequence = True, other.history.keys_sequence
+            self.goal_version = target
             try:
-                there.history.check_fresh()
-                place = self._prove(there)
+                other.history.check_fresh()
+                position = self._identify(other)
                 while self.board.served is not None and self.board.served.run != run:
-                    there.ways.named = target
-                    there.mover.step(place, target)
+                    other.planner.requested_version = target
+                    other.updater.commit_next(position, target)
             except BaseException as error:
                 if self.board.served is None or self.board.served.run != run:
-                    self._give_up(there, error)
+                    self._abort_switch(other, error)
                     raise
-            self._followed, self._strayed = there, False
-            logger.info("run %s is followed from now on, in place of run %s", run, served.run)
-            self._go(self._served_place(), target)
-        self._rest_well()
+            self._session, self._bound_to_other_run = other, False
+            logger.info("now following run %s instead of run %s", run, served.run)
+            self._move_to(self._served_position(), target)
+        self._mark_healthy()
 
-    def _give_up(self, there: RunSession, error: BaseException) -> None:
-        if there.mover.damaged is not None:
-            self._mover.damaged = there.mover.damaged
-        self._ranks.keys = self.history.keys
+    def _abort_switch(self, other: RunSession, error: BaseException) -> None:
+        if other.updater.repair_target is not None:
+            self._updater.repair_target = other.updater.repair_target
+        self._ranks.keys_sequence = self.history.keys_sequence
         if isinstance(error, WeightsLostError):
             return
         try:
-            self._come_home()
+            self._reverify_served()
         except DeltaSyncError as second:
-            # Whatever is done next tries it again first.
-            logger.warning("what is served could not be proven again yet: %s", second.message)
+            # The next action verifies first.
+            logger.warning("could not verify the served weights again yet: %s", second.message)
 
-    def _begin_with(self, there: RunSession) -> None:
-        """Nothing is served of the run followed, so there is nothing to be kept until the other one is."""
-        self._followed = there
-        self.board.set(run=there.history.run.info.run, head=None, goal=None, undo=[], broken=False)
-        self.board.set(holding=False, target=there.settings.target)
-        self._owed = None
+    def _start_with(self, other: RunSession) -> None:
+        """Switch runs before any version is served: there is nothing to keep meanwhile."""
+        self._session = other
+        self.board.set(run=other.history.run.info.run, head=None, goal=None, undo=[], invalidated=False)
+        self.board.set(holding=False, target=other.settings.target)
+        self._pending_order = None
         self.advance()
-
-    def check(self) -> None:
-        """Look after what is served, where no new version makes that happen: did anybody else write weights?"""
-        self._begin()
-        try:
-            with self._failing():
-                self._mover.check_touched()
-        except BusyError:
-            # Asleep: nothing is wanted of it now.
-            self.board.rest(error=None)
-
-    def observe(self) -> None:
-        """Look into the bucket and at what is served, and move nothing: what policy ``manual`` does until it is asked.
-
-        Raises:
-            DeltaSyncError: what the next ``advance`` would fail with too.
-        """
-        stopped_by = self._look()
-        try:
-            with self._failing():
-                if self.served_version is not None:
-                    self._mover.check_touched()
-                elif self._in_vain != self.run_id:
-                    self._in_vain = None if self._prove(self._followed) else self.run_id
-                if stopped_by is not None:
-                    raise stopped_by
-        except BusyError:
-            # Asleep: nothing is wanted of it now.
-            self.board.rest(error=None)
-            return
-        self._rest_well()
-
-    def hold(self) -> None:
-        """Keep what is served, whatever is published, until ``release``."""
-        self.board.set(holding=True)
-        if self.board.state == "idle":
-            self.board.rest()
-        self._keep()
-
-    def release(self) -> None:
-        """Follow again."""
-        self.board.set(holding=False)
-        self._owed = None
-        if self.board.state == "held":
-            self.board.rest()
-        self._keep()
 
     def verify(self) -> Answer:
         """Rescan every rank's weights: ``verdict`` is True only if they are the served version's, bit for bit.
 
-        ``chain`` says whether the bucket still holds the served version as it was served; None if that cannot be told,
-        and then, as where it is False, ``reason`` says why. It has no influence on what is served.
+        ``chain`` says whether the bucket still holds the served version unchanged; None if that is unknown. Where it is
+        None or False, ``reason`` says why. ``chain`` has no influence on what is served.
         """
-        self._begin()
+        self._require_usable()
         served = self.board.served
         if served is None:
             raise EngineError("no version is served yet; there is nothing to verify against")
-        outcome = self._mover.rescan(served)
+        outcome = self._updater.verify(served)
         if not outcome["verdict"]:
-            self._mover.distrust(not_served(served, outcome["mismatched"]))
-        chain, reason = self.history.confirms(served)
+            self._updater.invalidate(mismatch_error(served, outcome["mismatched"]))
+        chain, reason = self.history.compare_with_bucket(served)
         return {**outcome, "chain": chain, "reason": reason}
+
+    # Polling
+
+    def _poll(self) -> DeltaSyncError | None:
+        self._require_usable()
+        try:
+            return self._read_head()
+        except DeltaSyncError as error:
+            explained = self._session.revocation.explain_blocked(error)
+            self.fail(explained)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _read_head(self) -> DeltaSyncError | None:
+        """Open the run if it is new, and find the newest good manifest; returns what is wrong with the one after it."""
+        self.board.set(polls=self.board.polls + 1)
+        with self.history.prefetching(self.announced_version):
+            if self.is_replaced():
+                self._open_run()
+            if self.board.state == "waiting_for_run":
+                self.board.set(state="proving" if self.board.served is None else "idle")
+            stopped_by = self.history.poll(self.board.served)
+        self._ranks.keys_sequence = self.history.keys_sequence
+        self.planner.refresh()
+        self.board.set(head=self.history.head, goal=self._session.goal, polled_at=time.monotonic())
+        self._session.log_skipped()
+        return stopped_by
+
+    def _open_run(self) -> None:
+        before = self.run_id
+        self._session.open()
+        run = self.history.run
+        if before is not None:
+            logger.warning("run %s was replaced by run %s in the same place", before, run.info.run)
+        known = self.board.served is not None
+        # Before the label is cleared, which may fail: the weights served are no version of this run.
+        self.board.set(run=run.info.run, served=None, head=None, goal=None, undo=[], invalidated=False)
+        # A refusal concerned the other run. This one may not be complete yet.
+        self.board.set(state="waiting_for_run")
+        if known:
+            self.port.label(None)
+
+    def _newest_allowed(self, stopped_by: DeltaSyncError | None) -> int | None:
+        """The newest version that may be served while none is served yet; None: any."""
+        if self.served_version is not None or self.settings.target == HEAD:
+            return None
+        try:
+            return self._session.resolve_followed_target(stopped_by)
+        except StoreError:
+            raise
+        except DeltaSyncError:
+            # Raised again by ``advance``, once the weights are identified.
+            return None
+
+    # Identifying and moving
+
+    def _require_usable(self) -> None:
+        """Raise if nothing can be done with this engine now; finish what an earlier failure left behind."""
+        if self.board.state == "lost":
+            raise WeightsLostError(STATES["lost"])
+        self.port.set_due_label()
+        if self._bound_to_other_run:
+            with self._reporting_errors():
+                self._reverify_served()
+
+    def _ensure_position(self) -> WeightPosition | None:
+        """What the ranks hold: identified if unknown, otherwise checked for external writes."""
+        served = self._served_position()
+        if served is None:
+            return self._identify(self._session)
+        self._updater.check_external_writes()
+        return served
+
+    def _served_position(self) -> WeightPosition | None:
+        served = self.board.served
+        return None if served is None else WeightPosition(self.history.run, served)
+
+    def _identify(self, session: RunSession) -> WeightPosition | None:
+        """Find out what the engine holds; None: weights that an anchor may replace."""
+        newest, order = self.goal_version, self._pending_order
+
+        def may_serve(position: WeightPosition) -> bool:
+            # Only the version that is to be held, and nothing newer than requested, not even in between.
+            if order is not None and newest in (None, order.version):
+                return position.version == order.version
+            return newest is None or position.version <= newest
+
+        position = session.identifier.identify(may_serve)
+        if position is not None and session.history.is_followed_run(position) and may_serve(position):
+            self.port.label(position.version)
+            session.updater.mark_served(position.manifest)
+        return position
+
+    def _reverify_served(self) -> None:
+        """Have the ranks identify the served version again, after they were bound to another run."""
+        served = self.board.served
+        position = self._session.identifier.identify(lambda position: True)
+        self._bound_to_other_run = False
+        if served is None:
+            return
+        same = position is not None and position.manifest.digest == served.digest
+        if position is None or not same or not self.history.is_followed_run(position):
+            changed = FingerprintError(
+                f"served weights are not version {served.version}: they were changed from outside"
+            )
+            self._updater.invalidate(changed)
+            raise changed
+        self.port.label(served.version)
+        self._updater.mark_served(served)
+
+    def _move_to(self, position: WeightPosition | None, target: int, until: Callable[[], bool] = lambda: False) -> None:
+        """Go to a version that was requested explicitly, forward or back."""
+        self.goal_version = self.planner.requested_version = target
+        while self.served_version != target:
+            if self.served_version is None or self.served_version < target:
+                self.history.check_fresh()
+            self._updater.commit_next(position, target, until)
+            position = self._served_position() or position
+            if until():
+                return
+
+    # Restoring
+
+    def _restore_served(self) -> bool:
+        """Leave a version whose signature was revoked, and repair changed weights; returns whether it repaired."""
+        with self._reporting_errors():
+            self._session.revocation.handle()
+            if self._updater.repair_target is None:
+                return False
+            try:
+                self._repair_weights(self._updater.repair_target)
+            except DeltaSyncError as error:
+                raise self._session.revocation.explain_hopeless(error) from error
+        self._save_order()
+        return True
+
+    def _repair_weights(self, changed: Manifest) -> None:
+        """Restore the version that was changed; the head instead, if that version is no longer retained."""
+        goal = self.board.goal
+        try:
+            self._updater.repair(changed)
+        except (StoreError, EngineError, FingerprintError):
+            raise
+        except DeltaSyncError:
+            follows = self.settings.target == HEAD and not self.board.holding
+            if not follows or goal is None or goal <= changed.version:
+                raise
+            newer = self.history.manifest(goal)
+            self.history.check_in_history(newer)
+            self.history.check_fresh()
+            self._updater.repair(newer)
+
+    # Standing orders
+
+    def _resume_pending_order(self, until: Callable[[], bool]) -> None:
+        """Go to the version of an order from before the restart; nothing newer is served in between."""
+        order, head = self._pending_order, self.history.head
+        if order is None or order.version is None:
+            return
+        with self._reporting_errors():
+            if order.run != self.history.run.info.run:
+                self._pending_order = None
+                raise ChainError(
+                    f"the standing order holds version {order.version} of run {order.run}, but the bucket now has run "
+                    f"{self.history.run.info.run}: this server holds what it started with"
+                )
+            if head is None or order.version > head.version:
+                raise NotFoundError(
+                    f"the standing order from before the restart holds version {order.version}, which is not "
+                    "published; POST /delta_sync/release to follow, or give another order"
+                )
+            self.goal_version = order.version
+            self._move_to(self._ensure_position(), order.version, until)
+            if self.served_version != order.version:
+                return
+            self._pending_order = None
+        self._mark_healthy()
+
+    def _save_order(self) -> None:
+        """Store the target and the hold in force, so that they survive a restart."""
+        if self._orders is None:
+            return
+        configured, chosen, order = self._configured, self.settings, self._pending_order
+        held = (self.board.served or self._updater.repair_target) if self.board.holding else None
+        run, version = (None, None) if held is None else (held.run, held.version)
+        if order is not None and self.board.holding:
+            run, version = order.run, order.version
+        self._orders.save(
+            StandingOrder(
+                setting=configured.target,
+                target=None if chosen.target == configured.target else chosen.target,
+                bucket=None if chosen.bucket == configured.bucket else chosen.bucket,
+                holding=self.board.holding,
+                run=run,
+                version=version,
+            )
+        )
+
+    # Reporting
+
+    def fail(self, error: DeltaSyncError) -> None:
+        """Show an error in the status until something succeeds; end the engine if its weights are unknown."""
+        if not isinstance(error, WeightsLostError):
+            self.board.report_error(error)
+        elif self.board.state != "lost":
+            self.board.report_error(error, "lost")
+            logger.critical("%s: %s", error.kind, error.message)
+            try:
+                self.port.end(error.message)
+            except DeltaSyncError as second:
+                logger.critical("%s: %s", second.kind, second.message)
+
+    def _mark_healthy(self) -> None:
+        """Clear the last error; an expired head stays visible, even where no new version comes."""
+        self.board.settle(error=None)
+        if self.history.expired is not None:
+            self.board.report_error(self.history.expired)
+
+    def _reporting_errors(self) -> "_ErrorReporter":
+        return _ErrorReporter(self)
+
+
+class _ErrorReporter:
+    """Context manager: shows an error raised inside in the status, and settles the state at the end."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        receiver = self._receiver
+        if isinstance(error, DeltaSyncError):
+            receiver.fail(error)
+        receiver.goal_version = None
+        if receiver.board.state in ("proving", "staging", "draining", "committing", "verifying", "repairing"):
+            receiver.board.settle()

@@ -1,4 +1,4 @@
-"""Away from a version whose signer's word holds no more: by the undo log, or to one rebuilt from the bucket."""
+"""``RevocationHandler`` leaves a served version whose signature a key revocation made invalid."""
 
 from vllm_delta_sync.engine.follow.updater import WeightUpdater
 from vllm_delta_sync.engine.logger import logger
@@ -9,99 +9,98 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.documents import TAG_PREFIX
 from vllm_delta_sync.settings import HEAD, Settings
 
-MEND = (
-    "the weights that generate are still its, and are not named as any version's. Publish a version, or make readable "
-    "what the bucket holds of those before, and they are replaced; or start this server again"
+REMEDY = (
+    "its weights still generate, without a version label. Publish a version, or make an earlier one in the bucket "
+    "readable, and it replaces them; or restart this server"
 )
 
 
 class RevocationHandler:
-    """Decides what takes the place of weights that may not be believed any more."""
+    """Chooses the version that replaces one with a revoked signature: from the undo log, or rebuilt from the bucket."""
 
-    def __init__(self, settings: Settings, board: StatusBoard, history: History, mover: WeightUpdater) -> None:
-        self._serves_any = settings.quarantined == "serve"
+    def __init__(self, settings: Settings, board: StatusBoard, history: History, updater: WeightUpdater) -> None:
+        self._serves_quarantined = settings.quarantined == "serve"
         self._board = board
         self._history = history
-        self._mover = mover
+        self._updater = updater
         self._reason: SignatureError | None = None
 
-    def leave(self) -> None:
-        """If what is served, or was and is to be restored, has fallen: go back to a version that has not, or choose
-        one to be restored in its place.
+    def handle(self) -> None:
+        """If the served version, or the one to repair, has a revoked signature, roll back or set another repair target.
 
         Raises:
-            SignatureError: there is none; what it is that is served is said no more. BusyError, WeightsLostError,
-                StoreError: see ``WeightUpdater.go_back``.
+            SignatureError: no version can replace it; its label is cleared.
+            BusyError, WeightsLostError, StoreError: see ``WeightUpdater.rollback_to``.
         """
-        if self._mover.damaged is None:
+        if self._updater.repair_target is None:
             self._reason = None
-        held = self._board.served or self._mover.damaged
-        fallen = None if held is None else self._history.fallen(held)
-        if held is None or fallen is None:
+        held = self._board.served or self._updater.repair_target
+        revoked_signature = None if held is None else self._history.revoked_signature(held)
+        if held is None or revoked_signature is None:
             return
-        logger.warning("%s: %s", fallen.kind, fallen.message)
+        logger.warning("%s: %s", revoked_signature.kind, revoked_signature.message)
         goal = self._choose()
-        if self._board.served is not None and self._go_back(held, goal):
+        if self._board.served is not None and self._rollback(held, goal):
             return
         if self._board.served is not None:
-            self._mover.distrust(fallen)
-        self._reason = fallen
+            self._updater.invalidate(revoked_signature)
+        self._reason = revoked_signature
         if isinstance(goal, DeltaSyncError):
-            # It stays what is to be restored, is found fallen at each look, and so never is.
-            self._mover.damaged = held
-            raise self.hopeless(goal)
-        self._mover.damaged = goal
+            # It stays the repair target, and every poll finds it revoked, so it is never restored.
+            self._updater.repair_target = held
+            raise self.explain_hopeless(goal)
+        self._updater.repair_target = goal
 
-    def blocked(self, error: DeltaSyncError) -> DeltaSyncError:
-        """What it means that a look failed: if what is served has fallen, that nothing takes its place."""
+    def explain_blocked(self, error: DeltaSyncError) -> DeltaSyncError:
+        """The error for a failed poll: if the served signature is revoked, it says that no version can take over."""
         served = self._board.served
         try:
-            fallen = None if served is None else self._history.fallen(served)
+            revoked_signature = None if served is None else self._history.revoked_signature(served)
         except DeltaSyncError:
             return error
-        if fallen is None:
+        if revoked_signature is None:
             return error
         before = ", ".join(map(str, self._board.undo)) or "none"
         return SignatureError(
-            f"{fallen.message}; and nothing in the bucket can take its place ({error.kind}: {error.message}). Go back "
-            f"with POST /delta_sync/rollback to a version that you trust (`undo` has {before}), or start this server "
-            "from one"
+            f"{revoked_signature.message}; nothing in the bucket can take its place ({error.kind}: {error.message}). "
+            f"Roll back to a version that you trust with POST /delta_sync/rollback (`undo` has {before}), or start "
+            "this server from one"
         )
 
-    def hopeless(self, error: DeltaSyncError) -> DeltaSyncError:
-        """What it means that weights could not be restored: if they have fallen, that they generate still."""
+    def explain_hopeless(self, error: DeltaSyncError) -> DeltaSyncError:
+        """The error for a failed repair: if the signature is revoked, it says that these weights still generate."""
         if self._reason is None or isinstance(error, BusyError | WeightsLostError):
             return error
         return SignatureError(
-            f"{self._reason.message}; nothing could take its place yet ({error.kind}: {error.message}): {MEND}"
+            f"{self._reason.message}; nothing could take its place yet ({error.kind}: {error.message}): {REMEDY}"
         )
 
     def _choose(self) -> Manifest | DeltaSyncError:
-        """What is to be served instead, or why nothing can be."""
+        """The version to serve instead, or the error that says why there is none."""
         try:
             goal = self._history.manifest(self._nearest())
-            self._history.check_ours(goal)
+            self._history.check_in_history(goal)
         except DeltaSyncError as error:
             return error
         return goal
 
     def _nearest(self) -> int:
-        """The version that the setting ``target`` names; the newest there is where it is not published yet.
+        """The version that the target names; the newest one if it is not published yet.
 
         Raises:
-            NotFoundError: every version is quarantined, or there is no such tag. Else as ``Run.resolve``.
+            NotFoundError: every version is quarantined, or there is no such tag. Other errors as ``Run.resolve``.
         """
-        head, goal, named = self._history.head, self._board.goal, self._board.target
-        if named.startswith(TAG_PREFIX):
-            return self._history.run.resolve(named).version
-        if named != HEAD and head is not None and int(named) <= head.version:
-            return int(named)
+        head, goal, target = self._history.head, self._board.goal, self._board.target
+        if target.startswith(TAG_PREFIX):
+            return self._history.run.resolve(target).version
+        if target != HEAD and head is not None and int(target) <= head.version:
+            return int(target)
         if goal is None:
             raise NotFoundError(f"every version of run {self._history.run.info.run} is quarantined")
         return goal
 
-    def _go_back(self, held: Manifest, goal: Manifest | DeltaSyncError) -> bool:
-        """To the newest version in the undo log that is part of the history; False if that cannot be."""
+    def _rollback(self, held: Manifest, goal: Manifest | DeltaSyncError) -> bool:
+        """Roll back to the newest good version in the undo log; False if that is impossible."""
         newest = goal if isinstance(goal, Manifest) else self._history.head
         undo = [] if newest is None else [version for version in self._board.undo if version <= newest.version]
         back = next((version for version in undo if self._is_sound(version)), None)
@@ -109,26 +108,26 @@ class RevocationHandler:
             return False
         holding = self._board.holding
         try:
-            self._mover.check_touched()
-            self._mover.go_back(back, held)
+            self._updater.check_external_writes()
+            self._updater.rollback_to(back, held)
         except (BusyError, WeightsLostError):
             raise
         except DeltaSyncError as error:
-            logger.warning("version %d could not be gone back to: %s", back, error.message)
+            logger.warning("could not roll back to version %d: %s", back, error.message)
             return False
         finally:
-            # That nobody asked for.
+            # ``rollback_to`` sets a hold, which nothing requested here.
             self._board.set(holding=holding)
         return True
 
     def _is_sound(self, version: int) -> bool:
-        behind = self._history.behind.get(version)
-        if behind is None:
+        manifest = self._history.undo_manifests.get(version)
+        if manifest is None:
             return False
-        if behind.quarantine is not None and not self._serves_any:
+        if manifest.quarantine is not None and not self._serves_quarantined:
             return False
         try:
-            self._history.check_ours(behind)
+            self._history.check_in_history(manifest)
         except DeltaSyncError:
             return False
         return True

@@ -1,30 +1,29 @@
-"""One run as it is followed: what is known of it, and what moves the engine along it."""
+"""``RunSession`` holds the parts that follow one run: history, planner, updater, identifier, revocation."""
 
 from vllm_delta_sync.engine.commit.transaction import EnginePort
 from vllm_delta_sync.engine.follow.identify import WeightIdentifier
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
-from vllm_delta_sync.engine.follow.rescan_cursor import RescanCursor
 from vllm_delta_sync.engine.follow.revocation import RevocationHandler
-from vllm_delta_sync.engine.follow.updater import WeightUpdater
+from vllm_delta_sync.engine.follow.updater import RescanCursor, WeightUpdater
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
-from vllm_delta_sync.engine.planning.lineage import RunVersion, across, line
-from vllm_delta_sync.engine.planning.planner import UpdatePlanner
+from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry, connect_runs
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.run.documents import TAG_PREFIX
 from vllm_delta_sync.settings import HEAD, Settings
 
 
 class RunSession:
-    """A run, for one engine.
+    """One run, followed by one engine; resolves targets to versions.
 
     Args:
-        settings: with the bucket and the target that are in force.
+        settings: with the bucket and the target in force.
 
     Attributes:
-        waits: whether the last look found that the target names nothing to go to: nothing failed.
+        target_unavailable: whether the target named no version that can be served when last resolved.
 
     Raises:
         SettingsError: a file of ``trusted_keys`` cannot be read, or ``state_dir`` cannot be written.
@@ -34,13 +33,13 @@ class RunSession:
         keyring = settings.keyring()
         self.settings = settings
         self._board = board
-        self.waits = False
-        self._skipped = -1
+        self.target_unavailable = False
+        self._last_skipped = -1
         self.history = History(settings.bucket, keyring, TrustedHead(settings, keyring), settings.store())
-        self.ways = UpdatePlanner(self.history, self.serves_any)
-        self.mover = WeightUpdater(port, settings, board, self.history, self.ways, ranks)
-        self.leaving = RevocationHandler(settings, board, self.history, self.mover)
-        self.prover = WeightIdentifier(settings, board, self.history, ranks, self._refuse)
+        self.planner = UpdatePlanner(self.history, self.serves_any)
+        self.updater = WeightUpdater(port, settings, board, self.history, self.planner, ranks)
+        self.revocation = RevocationHandler(settings, board, self.history, self.updater)
+        self.identifier = WeightIdentifier(settings, board, self.history, ranks, self._refuse)
 
     @property
     def serves_any(self) -> bool:
@@ -49,118 +48,118 @@ class RunSession:
 
     @property
     def goal(self) -> int | None:
-        """Newest version that following the head leads to; None if there is none."""
+        """The newest version that a receiver of the head serves; None if there is none."""
         head = self.history.head
         return None if head is None else head.version if self.serves_any else head.sound
 
     def open(self) -> None:
-        """Open whatever run is at the URL now. Errors as ``History.open``."""
+        """Open the run that is at the URL now. Errors as ``History.open``."""
         run = self.history.open()
-        self.ways.forget()
-        self.mover.rotation = RescanCursor([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
-        self.mover.damaged = None
-        self._skipped = -1
+        self.planner.reset()
+        self.updater.rescan_cursor = RescanCursor([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
+        self.updater.repair_target = None
+        self._last_skipped = -1
 
-    def meant(self, named: str, stopped_by: DeltaSyncError | None, served: int = 0) -> int:
-        """The version that somebody means who asks for a target now, older than what is served or not.
+    def resolve_target(self, target: str, stopped_by: DeltaSyncError | None, served: int = 0) -> int:
+        """The version that a requested target names now; it may be older than the served one.
 
         Args:
-            served: what is served of this run, 0 if nothing is.
+            served: the version served of this run, 0 if none.
 
         Raises:
-            NotFoundError: there is none. Else as ``Run.resolve``.
+            NotFoundError: there is no such version. Other errors as ``Run.resolve``.
         """
         head, goal = self.history.head, self.goal
         if head is None:
             raise NotFoundError("no version of that run is published yet")
-        if named.startswith(TAG_PREFIX):
-            return self.history.run.resolve(named).version
-        if named != HEAD:
-            if int(named) > head.version:
-                raise stopped_by or NotFoundError(f"version {named} is not published; the head is {head.version}")
-            return int(named)
+        if target.startswith(TAG_PREFIX):
+            return self.history.run.resolve(target).version
+        if target != HEAD:
+            if int(target) > head.version:
+                raise stopped_by or NotFoundError(f"version {target} is not published; the head is {head.version}")
+            return int(target)
         if goal is None:
             raise NotFoundError("every version of that run is quarantined; ask for one by its number")
-        # What is served may be newer than the newest manifest that can still be read, or quarantined.
+        # The served version may be newer than the newest readable manifest, or quarantined.
         return max(goal, served)
 
-    def check_kin(self, home: "RunSession", served: int) -> None:
-        """Raise ChainError unless weights of another run lead to this one's.
+    def check_related(self, current: "RunSession", served: int) -> None:
+        """Raise ChainError unless deltas can lead from the run followed so far to this one.
 
         Args:
-            home: the other one. served: the version of it that is served.
+            current: the run followed so far. served: the version of it that is served.
         """
-        own, other = self.history.run, home.history.run
+        own, other = self.history.run, current.history.run
         if own.table.digest != other.table.digest:
             raise ChainError(
-                f"run {own.info.run} has other tensors than run {other.info.run}, which is followed; what is served "
-                "stays"
+                f"run {own.info.run} has other tensors than run {other.info.run}, which is followed; the served "
+                "version stays"
             )
-        if across(line(other, served), [RunVersion(own, 0), *self.history.origins()]) is None:
+        if connect_runs(ancestry(other, served), [RunVersion(own, 0), *self.history.origins()]) is None:
             raise ChainError(
                 f"run {own.info.run} neither branches from run {other.info.run}, which is followed, nor begins with "
-                "the same weights; what is served stays"
+                "the same weights; the served version stays"
             )
 
-    def check_asked(self, version: int, served: int | None) -> None:
-        """Raise if a version cannot be asked for. What the caller got wrong is not recorded as the last error."""
+    def check_requested(self, version: int, served: int | None) -> None:
+        """Raise if a request names an invalid version; the status does not record this as the last error."""
         head = self.history.head
         if head is None or version > head.version:
             newest = "nothing is published yet" if head is None else f"the head is {head.version}"
             raise NotFoundError(f"version {version} is not published; {newest}")
         if served is not None and version < served:
-            raise ChainError(f"version {version} precedes the served version {served}; go back with rollback")
+            raise ChainError(f"version {version} precedes the served version {served}; use rollback")
 
-    def named(self, stopped_by: DeltaSyncError | None) -> int:
-        """The version that the target means now.
+    def resolve_followed_target(self, stopped_by: DeltaSyncError | None) -> int:
+        """The version that the target in force names now.
 
         Raises:
-            NotFoundError: it is not published yet. ChainError: it lies behind what is served.
+            NotFoundError: it is not published yet. ChainError: it is older than the served version.
         """
-        head, named = self.history.head, self.settings.target
+        head, target = self.history.head, self.settings.target
         held = self._board.served
         served = 0 if held is None else held.version
-        self._board.set(beyond=False)
-        self.waits = False
+        self._board.set(ahead_of_target=False)
+        self.target_unavailable = False
         if head is None:
             raise NotFoundError(f"no version is published at {self.settings.bucket!r} yet")
-        if named == HEAD:
+        if target == HEAD:
             goal = self._board.goal
             if goal is None and held is None:
-                self.waits = True
+                self.target_unavailable = True
                 raise NotFoundError(
                     f"every version of the run at {self.settings.bucket!r} is quarantined; publish a sound one, or ask "
                     "for one by its number"
                 )
-            # What is served may be newer than the newest manifest that can still be read, or quarantined.
+            # The served version may be newer than the newest readable manifest, or quarantined.
             return max(served if goal is None else goal, served)
-        self.waits = True
-        if named.startswith(TAG_PREFIX):
-            target = self.history.run.resolve(named).version
+        self.target_unavailable = True
+        if target.startswith(TAG_PREFIX):
+            version = self.history.run.resolve(target).version
         else:
-            target = int(named)
-            if target > max(head.version, served):
+            version = int(target)
+            if version > max(head.version, served):
                 raise stopped_by or NotFoundError(
-                    f"the target is version {target}, which is not published yet; the head is {head.version}"
+                    f"the target is version {version}, which is not published yet; the head is {head.version}"
                 )
-        if target < served:
-            self._board.set(beyond=True)
+        if version < served:
+            self._board.set(ahead_of_target=True)
             raise ChainError(
-                f"the target ({named}) is version {target}, and version {served} is served; a server does not "
-                f'go back by itself: POST /delta_sync/rollback {{"version": {target}}}, or POST it as target'
+                f"the target ({target}) is version {version}, and version {served} is served; a server does not roll "
+                f'back by itself: POST /delta_sync/rollback {{"version": {version}}}, or POST it as target'
             )
-        self.waits = False
-        return target
+        self.target_unavailable = False
+        return version
 
-    def tell_skipped(self) -> None:
-        """One line for the quarantined versions at the end of the chain, each named once."""
+    def log_skipped(self) -> None:
+        """Log the quarantined versions up to the head in one line, each version once."""
         head, goal = self.history.head, self._board.goal
-        if head is None or head.quarantine is None or head.version <= self._skipped:
+        if head is None or head.quarantine is None or head.version <= self._last_skipped:
             return
         if goal == head.version or self.settings.target != HEAD:
             return
-        first = max(self._skipped, -1 if goal is None else goal) + 1
-        self._skipped = head.version
+        first = max(self._last_skipped, -1 if goal is None else goal) + 1
+        self._last_skipped = head.version
         logger.warning(
             "version%s %s quarantined and skipped: %s",
             f" {first}" if first == head.version else f"s {first} to {head.version}",
@@ -170,6 +169,6 @@ class RunSession:
 
     def _refuse(self, error: DeltaSyncError) -> None:
         served = self._board.served
-        # Weights that are no version of this run may well be the other one's that is served.
+        # If another run's version is served, the weights may well be that.
         if served is None or served.run == self.history.run.info.run:
-            self.mover.distrust(error)
+            self.updater.invalidate(error)

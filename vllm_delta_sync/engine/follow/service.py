@@ -1,4 +1,4 @@
-"""The thread that follows a run: wakes on a notice, a request or the clock, and drives the receiver."""
+"""``ReceiverService`` is the thread that drives the receiver; a notice, a request or the clock wakes it."""
 
 import atexit
 import queue
@@ -22,68 +22,70 @@ from vllm_delta_sync.settings import Settings
 LONGEST_RETRY_SECONDS = 30.0
 LONGEST_REPAIR_SECONDS = 600.0
 NOTICE_WAIT_SECONDS = 0.5
-SHORTEST_LOOK_SECONDS = 0.02
-LEAVE_SECONDS = 5.0
-"""How long the end of this process may be held up to say so in the bucket."""
+MIN_POLL_SECONDS = 0.02
+END_HEARTBEAT_SECONDS = 5.0
+"""Longest delay of this process's exit for the last heartbeat."""
 
 
 class ReceiverService:
-    """Owns the receiver's thread and, if a notice address is set, a thread that listens there.
+    """Owns the receiver's thread, and threads for notices and the heartbeat where the settings ask for them.
 
     Raises:
         SettingsError: the keys for notices cannot be used.
 
     Attributes:
-        receiver: for ``status`` and ``served_version``, from any thread.
-        show: what requests are answered with; the receiver's status, where nobody has more to say.
+        receiver: ``status`` and ``served_version`` may be read from any thread.
+        status_document: what requests are answered with; the API server leader adds fields to the receiver's status.
     """
 
     def __init__(self, port: EnginePort, settings: Settings) -> None:
         self._notice_keys = client_keys(settings.notice_key, settings.notice_server_key)
         self.receiver = Receiver(port, settings, orders=StandingOrderStore(settings))
-        self.show: Callable[[], dict[str, Any]] = self.receiver.status
-        self.receiver.board.export()
+        self.status_document: Callable[[], dict[str, Any]] = self.receiver.status
+        self.receiver.board.export_metrics()
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._announced: Notice | None = None
-        self._patience = SHORTEST_LOOK_SECONDS
+        self._notice_delay = MIN_POLL_SECONDS
         self._failures = 0
-        self._told = RepeatedErrors()
+        self._throttle = RepeatedErrors()
         self._threads = [threading.Thread(target=self._follow, name="delta-sync", daemon=True)]
-        self._keeper: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         if settings.receiver_id is not None:
-            self._keeper = Heartbeat(self.receiver, settings.receiver_id, settings.lease_seconds)
-            self.receiver.board.watch(self._keeper.nudge)
-            keep = threading.Thread(target=self._keeper.keep, args=(self._stop,), name="delta-sync-keeper", daemon=True)
-            self._keeping = len(self._threads)
+            self._heartbeat = Heartbeat(self.receiver, settings.receiver_id, settings.lease_seconds)
+            self.receiver.board.watch(self._heartbeat.notify)
+            keep = threading.Thread(
+                target=self._heartbeat.run, args=(self._stop,), name="delta-sync-keeper", daemon=True
+            )
+            self._heartbeat_index = len(self._threads)
             self._threads.append(keep)
         if settings.notice is not None:
             self.receiver.board.set(listens=True)
             self._threads.append(threading.Thread(target=self._listen, name="delta-sync-notice", daemon=True))
 
     def start(self) -> None:
-        """Begin to follow."""
-        if self._keeper is not None:
-            atexit.register(self._leave)
+        """Start all threads."""
+        if self._heartbeat is not None:
+            atexit.register(self._end_heartbeat)
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Ask the threads to end; they are daemons and hold nothing that must be saved."""
-        atexit.unregister(self._leave)
+        """Ask the threads to end. They are daemons and hold no unsaved state."""
+        atexit.unregister(self._end_heartbeat)
         self._stop.set()
         self._wake.set()
-        self._nudge()
+        self._notify_heartbeat()
 
-    def _leave(self) -> None:
-        """The process ends: say so to those who would wait for this server."""
+    def _end_heartbeat(self) -> None:
+        """Write the last heartbeat when the process exits, so that the fleet does not wait for this server."""
         self.stop()
-        self._threads[self._keeping].join(LEAVE_SECONDS)
+        self._threads[self._heartbeat_index].join(END_HEARTBEAT_SECONDS)
 
     def join(self, timeout: float) -> None:
-        """Wait for the threads to end, after ``stop``, each for so many seconds at most."""
+        """Wait for the threads to end, after ``stop``; ``timeout`` in seconds, per thread."""
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout)
@@ -96,7 +98,7 @@ class ReceiverService:
                 URL of a run or None), ``hold``, ``release`` or ``verify``.
 
         Returns:
-            the status reached, or the verdict; or the error.
+            a future of the status reached (of the verdict for ``verify``), or of the error.
         """
         future: Future[Any] = Future()
         self._requests.put((action, argument, future))
@@ -105,49 +107,49 @@ class ReceiverService:
 
     def _follow(self) -> None:
         while not self._stop.is_set():
-            looked = time.monotonic()
+            polled = time.monotonic()
             self._serve_requests()
             announced, self._announced = self._announced, None
-            self.receiver.expected = None if announced is None else announced.version
-            self._look_after()
-            self._weigh(announced)
-            self._nudge()
-            self._rest(looked)
-            # Whoever asks, the bucket is looked at so often and no oftener.
-            self._stop.wait(max(0.0, looked + SHORTEST_LOOK_SECONDS - time.monotonic()))
+            self.receiver.announced_version = None if announced is None else announced.version
+            self._run_once()
+            self._adjust_notice_delay(announced)
+            self._notify_heartbeat()
+            self._wait_for_work(polled)
+            # However many requests come, the bucket is polled no more often than this.
+            self._stop.wait(max(0.0, polled + MIN_POLL_SECONDS - time.monotonic()))
 
-    def _rest(self, looked: float) -> None:
-        """Wait for the clock or a request; or for a notice, and until it may cost a look."""
+    def _wait_for_work(self, polled: float) -> None:
+        """Wait for the next poll, for a request, or for a notice and its delay."""
         due = time.monotonic() + self._delay()
         while not self._stop.is_set() and self._requests.empty():
-            if self._announced is not None and not self._is_news(self._announced):
+            if self._announced is not None and not self._is_new(self._announced):
                 self._announced = None
-            until = due if self._announced is None else min(due, looked + self._patience)
+            until = due if self._announced is None else min(due, polled + self._notice_delay)
             left = until - time.monotonic()
             if left <= 0:
                 return
             self._wake.wait(left)
             self._wake.clear()
 
-    def _weigh(self, announced: Notice | None) -> None:
-        """Have notices wait longer for their look each time that one was false: anybody may be able to send them."""
+    def _adjust_notice_delay(self, announced: Notice | None) -> None:
+        """Double the delay of polls after a false notice, as anyone may send notices; reset it after a true one."""
         if announced is None:
             return
-        if not self._is_news(announced):
-            self._patience = SHORTEST_LOOK_SECONDS
+        if not self._is_new(announced):
+            self._notice_delay = MIN_POLL_SECONDS
         else:
-            self._patience = min(2 * self._patience, max(self._settings.poll_seconds, SHORTEST_LOOK_SECONDS))
+            self._notice_delay = min(2 * self._notice_delay, max(self._settings.poll_seconds, MIN_POLL_SECONDS))
 
     def _delay(self) -> float:
         if not self._failures:
             return self._settings.poll_seconds
-        # A repair reads the whole model.
+        # A repair reads the whole model, so it is retried less often.
         error = self.receiver.board.error
         reads = self.receiver.can_repair and (error is None or error["kind"] != SignatureError.kind)
         longest = LONGEST_REPAIR_SECONDS if reads else LONGEST_RETRY_SECONDS
         return float(min(longest, self._settings.poll_seconds * 2 ** min(self._failures - 1, 10)))
 
-    def _look_after(self) -> None:
+    def _run_once(self) -> None:
         receiver = self.receiver
         state, served = receiver.board.state, receiver.served_version
         follows = self._settings.policy == "follow"
@@ -158,50 +160,50 @@ class ReceiverService:
             if state == "refused" and not receiver.can_repair and not self._replaced():
                 return
             if receiver.can_repair and follows:
-                receiver.mend()
-            elif receiver.owes or (follows and (served is None or not receiver.board.holding)):
-                receiver.advance(until=self._is_asked)
+                receiver.repair()
+            elif receiver.has_pending_order or (follows and (served is None or not receiver.board.holding)):
+                receiver.advance(until=self._has_requests)
             elif not follows and not receiver.can_repair:
                 receiver.observe()
             elif served is not None:
-                receiver.check()
+                receiver.check_served()
             self._failures = 0
         except NotFoundError as error:
-            # Waiting for a publisher is no failure: keep looking at the usual pace.
-            self._failures = 0 if receiver.board.head is None or self._waits() else self._failures + 1
-            self._say(error)
+            # Waiting for a publisher is no failure: the poll interval stays.
+            self._failures = 0 if receiver.board.head is None or self._awaits_target() else self._failures + 1
+            self._log_error(error)
         except DeltaSyncError as error:
-            self._failures = 0 if self._waits() else self._failures + 1
-            self._say(error)
-        except Exception as error:  # the thread must outlive any bug, and status must show it
+            self._failures = 0 if self._awaits_target() else self._failures + 1
+            self._log_error(error)
+        except Exception as error:  # the thread must survive any bug, and the status must show it
             self._failures += 1
             failure = EngineError(f"unexpected {type(error).__name__}: {error}")
             self.receiver.fail(failure)
-            if self._told.is_due(failure.message):
-                logger.exception("the receiver failed unexpectedly; it goes on, and tries again")
+            if self._throttle.is_due(failure.message):
+                logger.exception("the receiver failed unexpectedly; it will retry")
 
-    def _waits(self) -> bool:
-        """Whether all is well but that the setting ``target`` names nothing to go to."""
-        return self.receiver.waits and self.receiver.served_version is not None
+    def _awaits_target(self) -> bool:
+        """Whether the only problem is that the target names no version that can be served now."""
+        return self.receiver.target_unavailable and self.receiver.served_version is not None
 
-    def _is_asked(self) -> bool:
-        """Between two commits: whether somebody waits for an answer."""
-        self._nudge()
+    def _has_requests(self) -> bool:
+        """Whether a request waits; called between two commits."""
+        self._notify_heartbeat()
         return not self._requests.empty()
 
-    def _nudge(self) -> None:
-        if self._keeper is not None:
-            self._keeper.nudge()
+    def _notify_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.notify()
 
     def _replaced(self) -> bool:
-        """Whether another run lies at the URL than the one that was refused."""
+        """Whether another run has replaced the refused one."""
         try:
             return self.receiver.is_replaced()
         except DeltaSyncError:
             return False
 
-    def _say(self, error: DeltaSyncError) -> None:
-        if self._told.is_due(f"{error.kind}: {error.message}"):
+    def _log_error(self, error: DeltaSyncError) -> None:
+        if self._throttle.is_due(f"{error.kind}: {error.message}"):
             logger.warning("%s: %s", error.kind, error.message)
 
     def _serve_requests(self) -> None:
@@ -214,7 +216,7 @@ class ReceiverService:
                 continue
             try:
                 future.set_result(self._act(action, argument))
-            except Exception as error:  # noqa: BLE001  handed to whoever asked, through the future
+            except Exception as error:  # noqa: BLE001  the caller gets it through the future
                 future.set_exception(error)
 
     def _act(self, action: str, argument: Any) -> Any:
@@ -233,10 +235,10 @@ class ReceiverService:
             receiver.hold()
         else:
             receiver.release()
-        return self.show()
+        return self.status_document()
 
     def _listen(self) -> None:
-        """Take notices; the run's id is the topic, so wait until it is known."""
+        """Receive notices. The topic is the run's id, so wait until the run is known."""
         subscriber: NoticeSubscriber | None = None
         topic: str | None = None
         while not self._stop.is_set():
@@ -251,15 +253,15 @@ class ReceiverService:
                     subscriber, topic = self._subscribe(run), run
                 notice = subscriber.receive(NOTICE_WAIT_SECONDS)
                 if notice is not None:
-                    self.receiver.board.set(heard=time.monotonic())
-                if notice is not None and self._is_news(notice):
+                    self.receiver.board.set(notice_heard_at=time.monotonic())
+                if notice is not None and self._is_new(notice):
                     self._announced = notice
                     self._wake.set()
-            except Exception as error:  # the thread must outlive any bug: the status says that it listens
+            except Exception as error:  # the thread must survive any bug, as the status says that it listens
                 if isinstance(error, NoticeError):
-                    self._say(error)
-                elif self._told.is_due(f"notices {type(error).__name__}: {error}"):
-                    logger.exception("listening for notices failed unexpectedly; it is tried again")
+                    self._log_error(error)
+                elif self._throttle.is_due(f"notices {type(error).__name__}: {error}"):
+                    logger.exception("listening for notices failed unexpectedly; it will be retried")
                 if subscriber is not None:
                     subscriber.close()
                 subscriber = None
@@ -278,8 +280,8 @@ class ReceiverService:
             log=logger,
         )
 
-    def _is_news(self, notice: Notice) -> bool:
-        """Whether a notice names a version that is not known yet, or is known otherwise: any other costs no look."""
+    def _is_new(self, notice: Notice) -> bool:
+        """Whether a notice names an unknown version, or another manifest of the head; only then it causes a poll."""
         head = self.receiver.board.head
         if head is None or notice.version > head.version:
             return True

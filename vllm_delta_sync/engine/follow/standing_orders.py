@@ -1,8 +1,8 @@
-"""Standing orders: what somebody told a server at run time and what outlives it; a target, and a hold.
+"""``StandingOrderStore`` keeps the target and the hold that an operator set at run time across restarts.
 
-One small file per configured run URL (and ``receiver_id``), written before the order is answered. A damaged one means
-that there was an order: the server holds what it starts with until it is told otherwise, since the order may have been
-to keep away from the newest version.
+Each configured run URL (and ``receiver_id``) has one small file, written before the request is answered. A damaged file
+means that there was an order. The server then holds the version it starts with until the next order, as the lost order
+may have been to avoid the newest version.
 """
 
 import fcntl
@@ -27,12 +27,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class StandingOrder(BaseModel):
-    """What is in force.
+    """An operator's order.
 
     Attributes:
-        setting: what the setting ``target`` was when it was given; another one wins over it.
-        target, bucket: chosen at run time; None: as set. The bucket is one beside the configured one.
-        holding: whether new versions are left alone. run, version: at what it holds; None if nothing was served yet.
+        setting: the setting ``target`` when the order was given; if it has changed since, the order is dropped.
+        target, bucket: chosen at run time; None: as configured. The bucket lies beside the configured one.
+        holding: whether new versions are not taken. run, version: what is held; None if no version was served yet.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -45,8 +45,8 @@ class StandingOrder(BaseModel):
     version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None = None
 
     @property
-    def is_none(self) -> bool:
-        """Whether all is as the settings say."""
+    def is_empty(self) -> bool:
+        """Whether the order changes nothing."""
         return self.target is None and self.bucket is None and not self.holding
 
     def __str__(self) -> str:
@@ -58,133 +58,133 @@ class StandingOrder(BaseModel):
 
 
 class StandingOrderStore:
-    """Where a server's order is kept. Nothing here fails: an order that cannot be kept ends with the process.
+    """The file with a server's standing order. If it cannot be written, a warning is logged.
 
     Attributes:
-        path: the file; None if there is no place for one.
+        path: the file; None if there is no usable folder.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._lock: TextIO | None = None
-        self._kept: StandingOrder | None = None
+        self._saved: StandingOrder | None = None
         self.path: Path | None = None
-        self._why_not = ""
+        self._problem = ""
         try:
             name = open_bucket(settings.bucket, settings.store()).url
             if settings.receiver_id is not None:
                 name = f"{name}\n{settings.receiver_id}"
             self.path = settings.state_folder() / f"{sha256(name.encode()).hexdigest()[:32]}.order"
         except SettingsError as error:
-            self._why_not = error.message
+            self._problem = error.message
 
     def load(self) -> StandingOrder | None:
-        """The order in force; None if there is none. One that holds no version if what is kept cannot be read."""
+        """The stored order, or None. If the file cannot be read: an order that holds, without a version."""
         if self.path is None or not os.path.lexists(self.path):
             return None
         unread = StandingOrder(setting=self._settings.target, holding=True)
         try:
-            if not self._own():
-                logger.warning("a standing order is not taken: %s", self._why_not)
+            if not self._acquire():
+                logger.warning("the standing order is ignored: %s", self._problem)
                 return None
-            self._kept = self.parsed(_read(self.path))
+            self._saved = self.parse(_read(self.path))
         except (OSError, ValueError, DeltaSyncError) as error:
             reason = error.strerror if isinstance(error, OSError) else _first_line(error)
             logger.warning(
-                "the standing order in %r cannot be read (%s), so nobody knows which version it was to keep: this "
-                "server holds what it starts with. POST /delta_sync/release to follow, or give another order",
+                "the standing order in %r cannot be read (%s), so the version that it holds is unknown: this server "
+                "holds the version it starts with. POST /delta_sync/release to follow, or give another order",
                 str(self.path), reason,
             )  # fmt: skip
             return unread
-        if self._kept.setting != self._settings.target:
+        if self._saved.setting != self._settings.target:
             logger.warning(
                 "the setting target is %s, and was %s when the standing order (%s) was given: the setting wins, and "
                 "the order is dropped",
-                self._settings.target, self._kept.setting, self._kept,
+                self._settings.target, self._saved.setting, self._saved,
             )  # fmt: skip
             self.save(StandingOrder(setting=self._settings.target))
             return None
-        logger.info("standing order: %s", self._kept)
-        return self._kept
+        logger.info("standing order: %s", self._saved)
+        return self._saved
 
     def save(self, order: StandingOrder) -> None:
-        """Keep an order, durably; an empty one removes what is kept."""
-        if order == self._kept or (self._kept is None and order.is_none and not self._is_there()):
+        """Store an order durably; an empty order removes the file."""
+        if order == self._saved or (self._saved is None and order.is_empty and not self._is_there()):
             return
         try:
-            if self.path is not None and self._own():
-                if order.is_none:
+            if self.path is not None and self._acquire():
+                if order.is_empty:
                     _remove(self.path)
                 else:
                     _write(self.path, order.model_dump_json())
-                self._kept = None if order.is_none else order
+                self._saved = None if order.is_empty else order
                 return
         except OSError as error:
-            self._why_not = f"{str(self.path)!r} cannot be written: {error.strerror}"
+            self._problem = f"{str(self.path)!r} cannot be written: {error.strerror}"
         logger.warning(
-            "the standing order (%s) is in force, and ends with this process: %s; set state_dir to a directory that "
-            "this user can write",
-            order, self._why_not,
+            "the standing order (%s) is in force, but will not survive a restart: %s; set state_dir to a directory "
+            "that this user can write",
+            order, self._problem,
         )  # fmt: skip
 
     def _is_there(self) -> bool:
         return self.path is not None and os.path.lexists(self.path)
 
-    def _own(self) -> bool:
-        """Whether the file is this server's: another one of this user, for the same run, has its own orders."""
+    def _acquire(self) -> bool:
+        """Lock the file for this server; False if another server of this user has it."""
         if self._lock is not None or self.path is None:
             return self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         lock = os.fdopen(descriptor, "r+")
         try:
-            # A record lock: none that this process forks keeps it.
+            # A record lock: forked processes do not inherit it.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             lock.close()
-            self._why_not = (
-                f"{str(self.path)!r} is in use by another server of this user that follows the same run; give each a "
-                "receiver_id, or a state_dir"
+            self._problem = (
+                f"{str(self.path)!r} is in use by another server of this user that follows the same run; give each "
+                "server its own receiver_id or state_dir"
             )
             return False
         self._lock = lock
         return True
 
-    def parsed(self, data: bytes) -> StandingOrder:
-        """An order from its bytes. Raises ValueError, UsageError: it is none, or its run is not beside ours."""
+    def parse(self, data: bytes) -> StandingOrder:
+        """Parse an order. Raises ValueError: invalid bytes. UsageError: its run is not beside the configured one."""
         order = StandingOrder.model_validate_json(data)
         if order.bucket is not None:
-            sibling(self._settings.bucket, order.bucket)
+            sibling_url(self._settings.bucket, order.bucket)
         return order
 
 
-def peek(settings: Settings) -> StandingOrder | None:
-    """The order that a server with these settings will find, without taking the file; None if it will find none."""
+def peek_order(settings: Settings) -> StandingOrder | None:
+    """The order that a server with these settings will load, or None; does not lock the file."""
     kept = StandingOrderStore(settings)
     try:
-        order = None if kept.path is None else kept.parsed(_read(kept.path))
+        order = None if kept.path is None else kept.parse(_read(kept.path))
     except (OSError, ValueError, DeltaSyncError):
         return None
     return order if order is not None and order.setting == settings.target else None
 
 
-def chosen_by(settings: Settings, order: StandingOrder) -> Settings:
-    """Settings with what an order says in place of theirs."""
-    said = {"target": order.target, "bucket": order.bucket}
-    return settings.model_copy(update={name: value for name, value in said.items() if value is not None})
+def apply_order(settings: Settings, order: StandingOrder) -> Settings:
+    """Settings with the order's target and bucket."""
+    overrides = {"target": order.target, "bucket": order.bucket}
+    return settings.model_copy(update={name: value for name, value in overrides.items() if value is not None})
 
 
-def sibling(configured: str, asked: str) -> str:
-    """The URL of a run beside the configured one, which somebody asked for.
+def sibling_url(configured: str, asked: str) -> str:
+    """The requested URL, if it is a run beside the configured one.
 
     Raises:
-        UsageError: it is not in the same store, under the same prefix, by another name.
+        UsageError: it is not in the same store under the same prefix.
     """
-    parent, own = _parted(configured)
-    beside, name = _parted(asked)
+    parent, own = _split_url(configured)
+    beside, name = _split_url(asked)
     if beside != parent or _NAME.fullmatch(name) is None or not own:
         raise UsageError(
-            "field 'bucket' names no run beside the configured one; give that one's URL with another last part, of "
+            "field 'bucket' names no run beside the configured one; give the configured URL with another last part, of "
             "letters, digits, '.', '_' and '-'"
         )
     if name == own:
@@ -192,12 +192,12 @@ def sibling(configured: str, asked: str) -> str:
     root = configured.rstrip("/")
     found = root[: len(root) - len(root.rpartition("/")[2])] + name
     if store_of(found) != store_of(configured):
-        raise UsageError(f"the configured run is all of {store_of(configured)!r}: there is none beside it")
+        raise UsageError(f"the configured run is the whole of {store_of(configured)!r}: no run lies beside it")
     return found
 
 
-def _parted(url: str) -> tuple[str, str]:
-    """What a URL's last part stands in, and that part; nothing is decoded, so that nothing can be spelled otherwise."""
+def _split_url(url: str) -> tuple[str, str]:
+    """A URL's parent and last part. Nothing is decoded, so that an encoded spelling cannot pass the check."""
     text = url.rstrip("/")
     if scheme_of(text) == "file":
         text = text.removeprefix("file://")
@@ -212,7 +212,7 @@ def _read(path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise ValueError("others than this user may have written it")
+            raise ValueError("other users may have written it")
         data = file.read(MAX_ORDER_BYTES + 1)
     if len(data) > MAX_ORDER_BYTES:
         raise ValueError(f"it has more than {MAX_ORDER_BYTES} bytes")

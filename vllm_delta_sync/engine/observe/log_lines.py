@@ -1,4 +1,4 @@
-"""What the log says: one line for each change of the weights served, and errors now and then."""
+"""Log lines for changes of the served weights, and ``RepeatedErrors``, which limits repeated ones."""
 
 import re
 import threading
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.format.manifest import Manifest
 
-ORDER = ("fetch", "verify", "decode", "route", "rescan", "turn", "wait", "pause", "commit", "resume")
-"""Of the phases in ``timings_ms``; those up to ``turn`` pass beside generation."""
-TOLD_MS = 0.05
-"""What takes less is left out of the line: it had next to nothing to do."""
+PHASE_ORDER = ("fetch", "verify", "decode", "route", "rescan", "turn", "wait", "pause", "commit", "resume")
+"""Order of the phases in ``timings_ms``; those up to ``turn`` run beside generation."""
+MIN_SHOWN_MS = 0.05
+"""Shorter phases are left out of the line."""
 _WORDS = {
     "fetch": "fetched",
     "verify": "verified",
@@ -25,81 +25,81 @@ _WORDS = {
 
 
 REPEAT_SECONDS = 60.0
-REMEMBERED = 64
+MAX_REMEMBERED = 64
 
 
 class RepeatedErrors:
-    """Which errors were told within the last minute. Those that differ in numbers only, such as times, are one."""
+    """Remembers which errors were logged within ``seconds``. Texts that differ only in numbers count as the same."""
 
     def __init__(self, seconds: float = REPEAT_SECONDS) -> None:
         self._seconds = seconds
-        self._told: OrderedDict[str, float] = OrderedDict()
+        self._logged: OrderedDict[str, float] = OrderedDict()
         self._lock = threading.Lock()
 
     def is_due(self, text: str) -> bool:
-        """Whether to tell it; if so, it counts as told."""
+        """Whether to log this text now; True counts it as logged."""
         key, now = re.sub(r"[0-9]+", "0", text), time.monotonic()
         with self._lock:
-            told = self._told.get(key)
-            if told is not None and now - told < self._seconds:
+            logged = self._logged.get(key)
+            if logged is not None and now - logged < self._seconds:
                 return False
-            self._told[key] = now
-            self._told.move_to_end(key)
-            while len(self._told) > REMEMBERED:
-                self._told.popitem(last=False)
+            self._logged[key] = now
+            self._logged.move_to_end(key)
+            while len(self._logged) > MAX_REMEMBERED:
+                self._logged.popitem(last=False)
             return True
 
 
 def ordered(ms: Mapping[str, float]) -> dict[str, float]:
-    """Timings in the order in which they pass, with what is not known left out."""
-    known = {phase: ms[phase] for phase in ORDER if phase in ms}
+    """Timings in the order of ``PHASE_ORDER``, then any others."""
+    known = {phase: ms[phase] for phase in PHASE_ORDER if phase in ms}
     return known | {phase: value for phase, value in ms.items() if phase not in known}
 
 
-def forward(leg: UpdatePlan, ms: Mapping[str, float], elements: int) -> str:
-    """Versions were served; ``elements``: how many the commit wrote, over all ranks."""
-    target = leg.target
-    if leg.steps and leg.versions > 1:
-        # What several versions changed is known of each; most of it is the same elements again.
-        what = f"{leg.versions} versions in one commit, {elements:,} elements written, {_size(leg.payload_bytes)}"
-    elif leg.steps:
-        share = 100 * leg.changed / max(1, target.total)
-        what = f"{_share(share)} % changed, {_size(leg.payload_bytes)}"
-    elif leg.rebuild:
+def forward(plan: UpdatePlan, ms: Mapping[str, float], elements: int) -> str:
+    """The line for a commit forward; ``elements``: elements that it wrote, over all ranks."""
+    target = plan.target
+    if plan.steps and plan.versions > 1:
+        # A sum over the versions would count most elements several times.
+        what = f"{plan.versions} versions in one commit, {elements:,} elements written, {_size(plan.payload_bytes)}"
+    elif plan.steps:
+        share = 100 * plan.changed / max(1, target.total)
+        what = f"{_share(share)} % changed, {_size(plan.payload_bytes)}"
+    elif plan.rebuild:
         what = "rebuilt whole"
     else:
-        what = f"taken whole, {_size(leg.payload_bytes)}"
-    return f"{_named(target)} served: {what}; {durations(ms)}"
+        what = f"taken whole, {_size(plan.payload_bytes)}"
+    return f"{_label(target)} served: {what}; {durations(ms)}"
 
 
 def back(target: Manifest, left: int, ms: Mapping[str, float]) -> str:
-    """An older version is served again."""
-    return f"{_named(target)} served: gone back from version {left}; {durations(ms)}"
+    """The line for a rollback."""
+    return f"{_label(target)} served: rolled back from version {left}; {durations(ms)}"
 
 
 def repaired(target: Manifest, ms: Mapping[str, float]) -> str:
-    """Weights that somebody else had changed are a version again."""
-    return f"{_named(target)} served: weights that were changed from outside are replaced; {durations(ms)}"
+    """The line for a repair after an external write."""
+    return f"{_label(target)} served: weights that were changed from outside are repaired; {durations(ms)}"
 
 
 def durations(ms: Mapping[str, float]) -> str:
     """``timings_ms`` in words, such as ``fetched 210 ms, decoded 12, paused 14 (committed 9, resumed 1)``."""
-    told = [f"{word} {_ms(ms[phase])}" for phase, word in _WORDS.items() if ms.get(phase, 0) >= TOLD_MS]
+    parts = [f"{word} {_ms(ms[phase])}" for phase, word in _WORDS.items() if ms.get(phase, 0) >= MIN_SHOWN_MS]
     if "pause" in ms:
-        parts = [
+        details = [
             f"{word} {_ms(ms[phase])}"
             for phase, word in (("commit", "committed"), ("resume", "resumed"))
             if phase in ms
         ]
-        told.append(f"paused {_ms(ms['pause'])}" + (f" ({', '.join(parts)})" if parts else ""))
-    if told:
-        # The unit once: whoever reads on knows it.
-        first, space, rest = told[0].partition(" (")
-        told[0] = f"{first} ms{space}{rest}"
-    return ", ".join(told)
+        parts.append(f"paused {_ms(ms['pause'])}" + (f" ({', '.join(details)})" if details else ""))
+    if parts:
+        # The unit stands only after the first number.
+        first, space, rest = parts[0].partition(" (")
+        parts[0] = f"{first} ms{space}{rest}"
+    return ", ".join(parts)
 
 
-def _named(manifest: Manifest) -> str:
+def _label(manifest: Manifest) -> str:
     return f"version {manifest.version} (step {manifest.step})"
 
 

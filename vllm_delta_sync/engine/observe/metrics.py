@@ -1,10 +1,10 @@
-"""What a server tells Prometheus, on vLLM's own ``/metrics``.
+"""Prometheus metrics of a server, on vLLM's own ``/metrics``.
 
-vLLM shows the default registry of ``prometheus_client``; with several API servers it adds up files that each process
-keeps (``PROMETHEUS_MULTIPROC_DIR``). So there is no collector here that is asked when somebody looks: everything is
-written when it happens. Counters and histograms of all processes add up; gauges are written by the process that leads
-alone, and the newest wins, so that whoever leads next replaces them. Ages are given as points in time for the same
-reason: ``time() - delta_sync_look_timestamp_seconds``.
+vLLM exports the default registry of ``prometheus_client``. With several API servers, it merges files that each process
+writes (``PROMETHEUS_MULTIPROC_DIR``), so a collector that runs at scrape time is impossible: every value is written
+when it changes. Counters and histograms of all processes are summed. Gauges are written by the API server leader only,
+and the newest value wins, so the next leader replaces them. Ages are exported as points in time for the same reason:
+``time() - delta_sync_look_timestamp_seconds``.
 
 Without ``prometheus_client``, nothing is counted.
 """
@@ -22,7 +22,7 @@ BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-"""Upper bounds in seconds: a pause takes milliseconds, an anchor over a slow line minutes."""
+"""Upper bounds in seconds: a pause takes milliseconds, an anchor over a slow link minutes."""
 PHASES = ("fetch", "verify", "decode", "route", "rescan", "turn", "wait", "commit", "resume")
 OUTCOMES = ("served", "late", "unreachable", "malformed")
 MOVES = ("forward", "rollback", "repair")
@@ -30,7 +30,7 @@ MOVES = ("forward", "rollback", "repair")
 HISTOGRAMS = {
     "phase_seconds": "what the parts of a commit take, on the slowest rank, as in timings_ms of the status",
     "pause_seconds": "how long generation stands still for a commit, at most: wait, commit and resume",
-    "output_gap_seconds": "between two output tokens of a request which different versions sampled",
+    "output_gap_seconds": "time between two output tokens of a request that different versions sampled",
     "admission_seconds": "how long requests with X-Delta-Sync-Min-Version were kept waiting",
 }
 COUNTERS = {
@@ -43,15 +43,15 @@ COUNTERS = {
 GAUGES = {
     "served_version": "version whose weights answer now; NaN until one is proven",
     "served_step": "the trainer's step of that version; NaN until one is proven",
-    "head_version": "newest version seen in the bucket; NaN before the first look",
+    "head_version": "newest version seen in the bucket; NaN before the first poll",
     "lag_versions": "versions from the served one to the newest that following leads to; NaN where one is not known",
     "ready": "1 if GET /delta_sync/ready says yes, else 0",
-    "undo_versions": "versions that can be gone back to from memory",
+    "undo_versions": "versions that a rollback can reach without the bucket",
     "look_timestamp_seconds": "Unix time at which the bucket was last read without an error; NaN before",
     "served_timestamp_seconds": "Unix time since which the served version is served; NaN where there is none",
     "state": "1 for the state that the status names, 0 for each other",
 }
-"""Names without prefix, and help."""
+"""Names without prefix, and help texts."""
 LABELS = {
     "phase_seconds": ("phase", PHASES),
     "admission_seconds": ("outcome", OUTCOMES),
@@ -59,14 +59,14 @@ LABELS = {
     "failures_total": ("kind", ()),
     "state": ("state", ()),
 }
-"""Those that have one, with its values; none: kinds of errors, and states."""
+"""Metrics with a label, and its values; empty: error kinds, and states."""
 
 _lock = threading.Lock()
 _made: dict[str, Any] = {}
 
 
 def _metric(name: str) -> Any | None:
-    """A metric, registered when it is first asked for, with every value of its label, so that it begins at zero."""
+    """A metric, registered at first use with every value of its label, so that each begins at zero."""
     with _lock:
         if name not in _made:
             client = _client()
@@ -75,7 +75,7 @@ def _metric(name: str) -> Any | None:
 
 
 def _client() -> ModuleType | None:
-    # Late: vLLM sets PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads while it is imported.
+    # Imported late: vLLM sets PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads on import.
     try:
         import prometheus_client
     except ModuleNotFoundError:
@@ -110,36 +110,36 @@ def _count(name: str, amount: float = 1, *labels: str) -> None:
 
 
 def register() -> None:
-    """Show histograms and counters from now on, at zero."""
+    """Register histograms and counters, at zero."""
     for name in (*HISTOGRAMS, *COUNTERS):
         _metric(name)
 
 
-def observe_gap(seconds: float) -> None:
-    """A request's output went on with another version: from the last token before the change to the first after it."""
+def observe_output_gap(seconds: float) -> None:
+    """Record the time between a request's last token of one version and its first token of the next."""
     _observe("output_gap_seconds", seconds)
 
 
-def observe_turn(seconds: float) -> None:
-    """This replica waited for its turn to pause, whether it got it or not."""
+def observe_slot_wait(seconds: float) -> None:
+    """Record the wait for a pause slot, whether it was acquired or not."""
     _observe("phase_seconds", seconds, "turn")
 
 
 def observe_admission(outcome: str, seconds: float) -> None:
-    """A request asked for a version that it wanted at least.
+    """Record a request with a minimum version.
 
     Args:
-        outcome: ``served``, ``late``, ``unreachable`` or ``malformed``. seconds: that it was kept waiting.
+        outcome: ``served``, ``late``, ``unreachable`` or ``malformed``. seconds: how long it waited.
     """
     _observe("admission_seconds", seconds, outcome)
 
 
 def count_move(move: str, ms: Mapping[str, float], versions: int = 0, payload_bytes: int = 0, changed: int = 0) -> None:
-    """The weights that are served were changed.
+    """Record a change of the served weights.
 
     Args:
         move: ``forward``, ``rollback`` or ``repair``. ms: see ``timings_ms`` in the status.
-        versions, payload_bytes, changed: that came out of the bucket for it; bytes, and elements.
+        versions, payload_bytes, changed: versions, bytes and changed elements read from the bucket for it.
     """
     _count("commits_total", 1, move)
     _count("versions_total", versions)
@@ -149,20 +149,20 @@ def count_move(move: str, ms: Mapping[str, float], versions: int = 0, payload_by
         if phase == "pause":
             _observe("pause_seconds", value / 1e3)
         elif phase in PHASES and phase != "turn":
-            # Turns are observed where they are waited for, in vain too.
+            # ``observe_slot_wait`` records this phase, also where no commit follows.
             _observe("phase_seconds", value / 1e3, phase)
 
 
 def count_failure(kind: str) -> None:
-    """An attempt failed; ``kind`` of its error."""
+    """Record a failure by its error's ``kind``."""
     _count("failures_total", 1, kind)
 
 
 def show(values: Mapping[str, float | None], state: str, states: Iterable[str]) -> None:
-    """What the server shows from now on. Only for the process that leads.
+    """Set all gauges; called in the API server leader only.
 
     Args:
-        values: by name in ``GAUGES``, without ``state``; None: there is none. states: all that there are.
+        values: by name in ``GAUGES``, except ``state``; None becomes NaN. states: all states that exist.
     """
     for name, value in values.items():
         gauge = _metric(name)

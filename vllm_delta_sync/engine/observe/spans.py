@@ -1,10 +1,11 @@
-"""Which weights produced which output tokens: ``delta_sync`` in answers of completions and chat completions.
+"""Spans: which version produced which output tokens, as ``delta_sync`` in completions and chat completions.
 
-vLLM labels every engine step with a weight version and keeps the offsets per output, but its OpenAI routes drop
-them. Each request's outputs are watched on their way through the engine client; a finished response gets the spans of
-its choices, and a stream gets them in its last chunk (``span_stream``).
+vLLM labels every engine step with a weight version and keeps the offsets per output, but its OpenAI routes drop them.
+``SpanRecord`` watches each request's outputs on their way through the engine client. A finished response gets the spans
+of its choices, a stream gets them in its last chunk (``add_spans``).
 """
 
+import json
 import time
 from array import array
 from bisect import bisect_right
@@ -16,13 +17,12 @@ from typing import Any
 
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
-from vllm_delta_sync.engine.observe.span_stream import amended
 
 _current: "ContextVar[SpanRecord | None]" = ContextVar("delta_sync_spans", default=None)
 
 
 class TokenTimes:
-    """When the output tokens of one choice came."""
+    """Arrival times of the output tokens of one choice."""
 
     __slots__ = ("_ends", "_times")
 
@@ -30,14 +30,14 @@ class TokenTimes:
         self._ends = array("Q")
         self._times = array("d")
 
-    def note(self, tokens: int, now: float) -> None:
-        """So many more tokens came now, in seconds of any clock."""
+    def record(self, tokens: int, now: float) -> None:
+        """Record that ``tokens`` more tokens came at ``now``, in seconds of any clock."""
         if tokens:
             self._ends.append(tokens + (self._ends[-1] if self._ends else 0))
             self._times.append(now)
 
-    def gap(self, token: int) -> float | None:
-        """Seconds that passed before this token came, by its index; None if nothing came before it."""
+    def seconds_before(self, token: int) -> float | None:
+        """Seconds between a token, by its index, and the output before it; None if there is none."""
         at = bisect_right(self._ends, token)
         return self._times[at] - self._times[at - 1] if 0 < at < len(self._times) else None
 
@@ -47,8 +47,8 @@ class SpanRecord:
     """Spans of one HTTP request, collected as its outputs finish.
 
     Attributes:
-        streams: whether outputs come piece by piece. started, finished: how many prompts were handed to the engine,
-            and how many have had their last output.
+        streams: whether the response is streamed. started, finished: prompts handed to the engine, and prompts whose
+            last output came.
     """
 
     streams: bool = False
@@ -58,41 +58,41 @@ class SpanRecord:
 
     @property
     def complete(self) -> bool:
-        """Whether no output is to come any more."""
+        """Whether all prompts have finished."""
         return 0 < self.started == self.finished
 
     def document(self, run: str | None) -> dict[str, Any]:
-        """The member ``delta_sync`` of an answer."""
+        """The member ``delta_sync`` of a response."""
         return {"run": run, "spans": sorted(self.spans, key=lambda span: (span["index"], span["start"]))}
 
     async def watch(self, prompt: int, choices: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """Pass outputs through and note the spans of those that have them (finished ones)."""
-        clocks = [TokenTimes() for _ in range(choices)] if self.streams else []
-        # Closed with this one, not when it is collected: that is how the engine learns that a client has gone.
+        """Pass outputs through and record the spans of finished ones."""
+        times = [TokenTimes() for _ in range(choices)] if self.streams else []
+        # Closed with this generator, not at garbage collection: the close tells the engine that the client left.
         async with aclosing(outputs):
             async for output in outputs:
                 for completion in output.outputs:
-                    if clocks:
-                        clocks[completion.index].note(len(completion.token_ids), time.monotonic())
-                    self._take(prompt * choices, completion, clocks)
+                    if times:
+                        times[completion.index].record(len(completion.token_ids), time.monotonic())
+                    self._record_spans(prompt * choices, completion, times)
                 self.finished += output.finished
                 yield output
 
-    def _take(self, first: int, completion: Any, clocks: list[TokenTimes]) -> None:
+    def _record_spans(self, first: int, completion: Any, times: list[TokenTimes]) -> None:
         for span in completion.weight_versions or ():
             version = int(span.version) if span.version.isdecimal() else None
             index = first + completion.index
             self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
-            gap = clocks[completion.index].gap(span.start) if clocks and span.start else None
+            gap = times[completion.index].seconds_before(span.start) if times and span.start else None
             if gap is not None:
-                metrics.observe_gap(gap)
+                metrics.observe_output_gap(gap)
 
 
 def install(engine_client: Any, state: Any, run_id: Callable[[], str | None]) -> None:
-    """Wrap the shared engine client and the two OpenAI serving objects of an API server.
+    """Wrap the engine client and the two OpenAI serving objects of an API server.
 
     Args:
-        run_id: the run that versions belong to.
+        run_id: gives the run that versions belong to.
     """
     patches.wrap_method(engine_client, "generate", _generate)
     for attribute, method in (
@@ -124,7 +124,7 @@ def _respond(run_id: Callable[[], str | None]) -> Callable[..., Any]:
         began = run_id()
 
         def run() -> str | None:
-            # Versions of two runs in one answer cannot be told apart, so none is named.
+            # Versions of two runs in one response cannot be told apart, so no run is named.
             ends = run_id()
             return ends if began in (None, ends) else None
 
@@ -134,9 +134,73 @@ def _respond(run_id: Callable[[], str | None]) -> Callable[..., Any]:
         finally:
             _current.reset(token)
         if isinstance(response, AsyncGenerator):
-            return amended(response, lambda: record.document(run()) if record.complete else None)
+            return add_spans(response, lambda: record.document(run()) if record.complete else None)
         if hasattr(response, "choices"):
             response.delta_sync = record.document(run())
         return response
 
     return respond
+
+
+DATA = "data: "
+END = "\n\n"
+DONE = f"{DATA}[DONE]{END}"
+COMMON = ("id", "object", "created", "model")
+"""Fields that every chunk of a stream has."""
+
+
+async def add_spans(
+    stream: AsyncGenerator[str, None], document: Callable[[], dict[str, Any] | None]
+) -> AsyncGenerator[str, None]:
+    """Pass a stream's server-sent events on, and add a member ``delta_sync`` to the last one before ``[DONE]``.
+
+    Args:
+        document: gives the member's value; None while output is still to come. A chunk is held back until the next one
+            only once this gives a value, as only then it may be the last.
+    """
+    held = last = None
+    async with aclosing(stream):
+        async for chunk in stream:
+            value = document()
+            if chunk == DONE:
+                if value is not None and (closing := _closing(held, last, value)) is not None:
+                    yield closing
+                elif held is not None:
+                    yield held
+                held = None
+                yield chunk
+                continue
+            if held is not None:
+                yield held
+                held = None
+            if value is None:
+                yield chunk
+            else:
+                held = chunk
+            last = chunk
+    if held is not None:
+        yield held
+
+
+def _closing(held: str | None, last: str | None, value: dict[str, Any]) -> str | None:
+    """The chunk held back, with the member; an extra chunk if none is held back. None: the stream has failed."""
+    parsed = _parsed(held or last)
+    if parsed is None:
+        return None
+    member = f'"delta_sync":{json.dumps(value, separators=(",", ":"))}}}{END}'
+    if held is not None:
+        # Inserted as text, so that the rest of the chunk stays the same byte for byte.
+        return f"{held.rstrip()[:-1]},{member}"
+    common = {name: parsed[name] for name in COMMON if name in parsed}
+    return f"{DATA}{json.dumps({**common, 'choices': []}, separators=(',', ':'))[:-1]},{member}"
+
+
+def _parsed(chunk: str | None) -> dict[str, Any] | None:
+    """The chunk if it has choices; None otherwise, for example for an error."""
+    if chunk is None or not chunk.startswith(DATA):
+        return None
+    try:
+        parsed = json.loads(chunk.removeprefix(DATA))
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) and "choices" in parsed else None

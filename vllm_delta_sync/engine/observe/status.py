@@ -1,4 +1,4 @@
-"""What a receiver shows of itself: written by its one thread, read by any."""
+"""``StatusBoard`` holds everything in ``GET /delta_sync/status``; one thread writes it, any thread reads it."""
 
 import functools
 import importlib.metadata
@@ -36,8 +36,8 @@ State = Literal[
 STATES: dict[State, str] = {
     "waiting_for_run": "the bucket holds no run yet, or cannot be read; see last_error",
     "proving": "tracing the model's loader and comparing its weights with the run's",
-    "refused": "this model cannot follow this run, or its weights are no version any more; see last_error",
-    "idle": "serving; nothing under way",
+    "refused": "this model cannot follow this run, or its weights are no longer a version; see last_error",
+    "idle": "serving; no update in progress",
     "held": "serving one version and not following, until POST /delta_sync/release; or serving a newer version than "
     "the setting target names, see last_error",
     "staging": "fetching, verifying, decoding and routing versions, beside generation",
@@ -45,8 +45,8 @@ STATES: dict[State, str] = {
     "committing": "the engine is paused and weights are being patched",
     "verifying": "rescanning all weights against what the history declares",
     "repairing": "weights were changed from outside; the version served before is being rebuilt from the bucket",
-    "lost": "a commit could neither be finished nor taken back, or generation does not resume: the engine is ended, "
-    "start the server again",
+    "lost": "a commit could neither be finished nor reverted, or generation does not resume: the engine has ended, "
+    "restart the server",
 }
 RECENT_COMMITS = 64
 
@@ -55,17 +55,19 @@ class StatusBoard:
     """Everything in ``GET /delta_sync/status``.
 
     Attributes:
-        served: the version that answers now; None until the weights are proven to be one. head: newest known.
-        goal: newest version that following the head leads to; None if there is none.
+        served: the version that answers now; None until the weights are identified as one. head: newest known version.
+        goal: the version that a receiver of the head serves; None if there is none.
         target: what is followed: head, a version, or tag:NAME.
-        holding: whether new versions are left alone. beyond: whether what is served is newer than the setting target.
-        asleep: whether the engine's weights were in no memory when it was last asked.
-        broken: whether the weights were found to be no version any more. looks: how often the bucket was looked into.
-        used: what ranks have used stores for, as of the last staging.
-        fleet: under which name it is told what is served, and how many may pause at once; None: not. waiting: for its
-            turn to pause.
-        listens: whether notices are set up. heard: when the last one came, by the monotonic clock.
-        looked: when the bucket was last read without an error, by the monotonic clock; None before.
+        holding: whether new versions are not taken.
+        ahead_of_target: whether the served version is newer than the target.
+        asleep: whether the engine's weights were out of memory when last asked.
+        invalidated: whether the weights were found to be no version. polls: how often the bucket was polled.
+        rank_store_use: the ranks' use of stores, as of the last staging.
+        fleet: this receiver's id and the setting ``fleet_pauses``; None: unset.
+        waiting_for_slot: whether a commit waits for a pause slot.
+        listens: whether notices are set up. notice_heard_at: when the last one came, by the monotonic clock.
+        polled_at: when the bucket was last read without an error, by the monotonic clock; None before.
+        trust: gives the field ``trust``.
     """
 
     def __init__(self, policy: str, target: str = "head", max_lag: int | None = None) -> None:
@@ -81,48 +83,49 @@ class StatusBoard:
         self.head: Manifest | None = None
         self.goal: int | None = None
         self.holding = False
-        self.beyond = False
-        self.broken = False
+        self.ahead_of_target = False
+        self.invalidated = False
         self.asleep = False
         self.ranks: list[Answer] = []
         self.undo: list[int] = []
         self.timings: dict[str, float] = {}
         self.commits = 0
-        self.looks = 0
-        self.looked: float | None = None
-        self._since: tuple[Manifest | None, float] = None, 0.0
-        self.used: list[Answer] = []
+        self.polls = 0
+        self.polled_at: float | None = None
+        self._served_since: tuple[Manifest | None, float] = None, 0.0
+        self.rank_store_use: list[Answer] = []
         self.listens = False
-        self.heard: float | None = None
+        self.notice_heard_at: float | None = None
         self.fleet: Answer = {"receiver": None, "pauses": None}
-        self.waiting = False
+        self.waiting_for_slot = False
+        self.trust: Callable[[], Answer | None] = lambda: None
         self._watchers: list[Callable[[], None]] = []
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call back, from whatever thread, after every change."""
+        """Call ``changed`` after every change, from any thread."""
         self._watchers.append(changed)
 
     def set(self, **values: Any) -> None:
-        """Change attributes at once, so that nobody reads half of it."""
+        """Change several attributes atomically."""
         with self._lock:
             for name, value in values.items():
                 if not hasattr(self, name):
                     raise AttributeError(name)
                 setattr(self, name, value)
-            if self.served is not self._since[0]:
-                self._since = self.served, time.monotonic()
+            if self.served is not self._served_since[0]:
+                self._served_since = self.served, time.monotonic()
         for changed in self._watchers:
             changed()
 
-    def rest(self, **values: Any) -> None:
-        """Nothing is under way any more."""
-        state: State = "refused" if self.broken else "waiting_for_run"
+    def settle(self, **values: Any) -> None:
+        """Set the state that the served version implies, after an action has ended; ``values`` as ``set``."""
+        state: State = "refused" if self.invalidated else "waiting_for_run"
         if self.served is not None:
-            state = "held" if self.holding or self.beyond else "idle"
+            state = "held" if self.holding or self.ahead_of_target else "idle"
         self.set(state=state, **values)
 
-    def show_error(self, error: DeltaSyncError, state: State | None = None) -> None:
-        """Show an error until something succeeds. ``refused`` and ``lost`` stay as they are."""
+    def report_error(self, error: DeltaSyncError, state: State | None = None) -> None:
+        """Show an error until something succeeds. The states ``refused`` and ``lost`` stay."""
         metrics.count_failure(error.kind)
         shown = {"kind": error.kind, "message": error.message}
         if state is not None:
@@ -130,17 +133,17 @@ class StatusBoard:
         elif self.state in ("refused", "lost"):
             self.set(error=shown)
         else:
-            self.rest(error=shown)
+            self.settle(error=shown)
 
-    def committed(self, leg: UpdatePlan, timings: dict[str, float]) -> None:
+    def record_commit(self, plan: UpdatePlan, timings: dict[str, float]) -> None:
         """Record a commit of one or more versions."""
         rounded = {name: round(value, 3) for name, value in ordered({"turn": 0.0, **timings}).items()}
         entry = {
-            "version": leg.target.version,
-            "step": leg.target.step,
-            "versions": leg.versions,
-            "changed": leg.changed,
-            "payload_bytes": leg.payload_bytes,
+            "version": plan.target.version,
+            "step": plan.target.step,
+            "versions": plan.versions,
+            "changed": plan.changed,
+            "payload_bytes": plan.payload_bytes,
             "timings_ms": rounded,
         }
         with self._lock:
@@ -152,8 +155,9 @@ class StatusBoard:
 
     def document(self) -> Answer:
         """The body of ``GET /delta_sync/status``."""
+        trust = self.trust()
         with self._lock:
-            standing = self._standing()
+            standing = self._core_fields()
             return {
                 "run": self.run,
                 **standing,
@@ -162,19 +166,20 @@ class StatusBoard:
                 "ranks": list(self.ranks),
                 "timings_ms": dict(self.timings),
                 "commits": self.commits,
-                "looks": self.looks,
-                "looked_seconds": _age(self.looked),
+                "looks": self.polls,
+                "looked_seconds": _age(self.polled_at),
                 "notice": self._notice(),
-                "fleet": {**self.fleet, "waiting": self.waiting},
+                "fleet": {**self.fleet, "waiting": self.waiting_for_slot},
                 "store": self._store(),
                 "versions": dict(versions()),
                 "recent": list(self._recent),
+                "trust": trust,
             }
 
-    def _standing(self) -> Answer:
+    def _core_fields(self) -> Answer:
         return {
-            "served": _point(self.served),
-            "head": _point(self.head),
+            "served": _version_document(self.served),
+            "head": _version_document(self.head),
             "lag": self._lag(),
             "state": self.state,
             "last_error": self.error,
@@ -186,24 +191,24 @@ class StatusBoard:
     def _lag(self) -> int | None:
         if self.served is None or self.head is None:
             return None
-        # The newest manifest that can be read may be older than what is served.
+        # The newest readable manifest may be older than the served version.
         return 0 if self.goal is None else max(0, self.goal - self.served.version)
 
-    def export(self) -> None:
-        """Show all this to Prometheus from now on, after every change."""
+    def export_metrics(self) -> None:
+        """Write the gauges of Prometheus now and after every change."""
 
         def show() -> None:
             with self._lock:
-                ready = readiness(self._standing(), self._max_lag, self.asleep)["ready"]
-                served, head, looked = self.served, self.head, self.looked
+                ready = readiness(self._core_fields(), self._max_lag, self.asleep)["ready"]
+                served, head, polled = self.served, self.head, self.polled_at
                 values = {
                     "served_version": None if served is None else served.version,
                     "served_step": None if served is None else served.step,
                     "head_version": None if head is None else head.version,
                     "lag_versions": self._lag(),
                     "undo_versions": len(self.undo),
-                    "look_timestamp_seconds": None if looked is None else _wall(looked),
-                    "served_timestamp_seconds": None if served is None else _wall(self._since[1]),
+                    "look_timestamp_seconds": None if polled is None else _wall_clock(polled),
+                    "served_timestamp_seconds": None if served is None else _wall_clock(self._served_since[1]),
                 }
                 state = self.state
             metrics.show({**values, "ready": float(ready)}, state, STATES)
@@ -213,17 +218,17 @@ class StatusBoard:
         show()
 
     def _store(self) -> Answer:
-        # A rank may live in this process.
-        parts = {use["process"]: use for use in [*self.used, store_usage()]}.values()
+        # A rank may run in this process, and must not count twice.
+        parts = {use["process"]: use for use in [*self.rank_store_use, store_use()]}.values()
         return {name: round(sum(part[name] for part in parts), 3) for name in PROCESS.snapshot()}
 
     def _notice(self) -> Answer:
-        # Without the address: it is nobody's business who may ask for the status.
-        return {"listens": self.listens, "heard_seconds": _age(self.heard)}
+        # Without the address, as anyone may read the status.
+        return {"listens": self.listens, "heard_seconds": _age(self.notice_heard_at)}
 
 
-def _wall(moment: float) -> float:
-    """A moment of the monotonic clock, by the one that others see."""
+def _wall_clock(moment: float) -> float:
+    """Unix time of a moment of the monotonic clock."""
     return time.time() - (time.monotonic() - moment)
 
 
@@ -233,7 +238,7 @@ def _age(moment: float | None) -> float | None:
 
 @functools.cache
 def versions() -> Answer:
-    """What is installed, by name; ``tested``: whether this release was tested with that vLLM. None: not installed."""
+    """Installed versions by package name (None: not installed); ``tested``: whether this vLLM release was tested."""
     try:
         vllm: str | None = patches.distribution_version()[1]
     except EngineError:
@@ -245,7 +250,7 @@ def versions() -> Answer:
     return {"vllm": vllm, "torch": torch, "vllm_delta_sync": __version__, "tested": patches.is_tested(vllm or "")}
 
 
-def _point(manifest: Manifest | None) -> Answer | None:
+def _version_document(manifest: Manifest | None) -> Answer | None:
     if manifest is None:
         return None
     reasons = [] if manifest.quarantine is None else manifest.quarantine.reasons

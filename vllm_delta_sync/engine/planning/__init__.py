@@ -1,5 +1,5 @@
-"""Choose how to get from the weights that are held to the version that is wanted.
+"""Plan the update from the weights held to the wanted version.
 
-May import ``engine.commit`` and what is below. Begin with ``planner``; ``trusted_head`` refuses a head that is older
-than what was seen before.
+May import ``engine.commit`` and what is below. Begin with ``update_planner``; ``trusted_head`` refuses a head that is
+older than what was seen before.
 """

@@ -1,4 +1,4 @@
-"""What one commit takes, and where it starts; as objects for the controller, as plain data for the ranks."""
+"""``UpdatePlan``: what one commit takes. ``WeightPosition``: where it starts. Both run on controller and ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from vllm_delta_sync.run.read_plan import Step
 Key = tuple[str, str]
 """Run id and key of a document."""
 REBUILD = "rebuild"
-"""Stands for the key of a document where a version is rebuilt from whatever there is."""
+"""In place of a document's key: the version is rebuilt from what the bucket holds."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class UpdatePlan:
 
     Attributes:
         target: the version of the followed run that it ends at.
-        steps: folded into one; of several runs, if the way leads across branches. Empty: the target is taken whole.
-        anchor: the anchor beside the chain that holds the target; None if the target is an anchor itself.
-        rebuild: whether each rank makes the target from whatever there is.
+        steps: merged into one commit; of several runs, if the path crosses branches. Empty: the target is read whole.
+        anchor: the standalone anchor that holds the target; None if the target is an anchor itself.
+        rebuild: whether each rank rebuilds the target from what the bucket holds.
     """
 
     target: Manifest
@@ -47,22 +47,22 @@ class UpdatePlan:
 
     @property
     def versions(self) -> int:
-        """How many versions it spans."""
+        """How many versions the commit spans."""
         return sum(_span(step) for step in self.steps) or 1
 
     @property
-    def needs_base_bits(self) -> bool:
-        """Whether a step is decoded against the weights held."""
-        return any(needs_base_bits(step.document) for step in self.steps)
+    def needs_weights(self) -> bool:
+        """Whether decoding a step needs the weights held."""
+        return any(needs_weights(step.document) for step in self.steps)
 
     @property
     def changed(self) -> int:
-        """Elements carried."""
+        """Changed elements in all steps."""
         return sum(step.changed for step in self.steps) if self.steps else self.target.total
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of objects to read; 0 where only the ranks find out."""
+        """Bytes of objects to read; 0 for a rebuild, as only the ranks know them."""
         if self.steps:
             return sum(step.payload_bytes for step in self.steps)
         return 0 if self.rebuild else (self.anchor or self.target).payload_bytes
@@ -77,7 +77,7 @@ class UpdatePlan:
         return self.target.run, anchor_key(version) if self.anchor is not None else version_key(version)
 
     def to_plain(self) -> dict[str, Any]:
-        """For the way to the ranks. Runs other than the followed one go by URL and digest of run.json."""
+        """Plain data for the ranks. Other runs than the followed one are named by URL and digest of run.json."""
         return {
             "target": _text(self.target),
             "steps": [

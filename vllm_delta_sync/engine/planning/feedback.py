@@ -1,4 +1,4 @@
-"""What a receiver has learnt of documents that it staged or committed: which to avoid, and how many to take at once."""
+"""``PlanFeedback`` records what staging and commits found out: documents to avoid, and how many steps to take."""
 
 from collections.abc import Iterable
 
@@ -14,109 +14,112 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.run.read_plan import Step
 
-LONGEST = 1024
-"""Steps in one commit."""
+MAX_STEPS = 1024
+"""Most steps in one commit."""
 
 
 class PlanFeedback:
-    """What one run has taught.
+    """Feedback about the documents of a run and its branches.
 
     Attributes:
-        bad: what turned out to be bad since the last look into the bucket, and why.
-        avoid: the same, by run: keys of documents. The sets stay the same objects until the next look.
-        longest: steps to take in one commit.
+        bad: documents that turned out to be bad since the last poll, and why.
+        avoid: the same keys by run id. The sets stay the same objects until the next poll.
+        max_steps: most steps in one commit.
     """
 
     def __init__(self) -> None:
-        self.longest = LONGEST
-        self._longest_until = -1
+        self.max_steps = MAX_STEPS
+        self._max_steps_until = -1
         self.bad: dict[Key, DeltaSyncError] = {}
         self.avoid: dict[str, set[str]] = {}
-        # Digest and message per document that was committed and taken back: trying again would only pause again.
+        # Digest and message per document whose commit was reverted: trying again would only pause again.
         self._rejected: dict[Key, tuple[str, str]] = {}
         self._undecodable: set[Key] = set()
-        self._told = False
+        self._rebuild_logged = False
 
-    def forget(self) -> None:
-        """Another run is followed."""
+    def reset(self) -> None:
+        """Forget everything: another run is followed."""
         self.refresh()
         self._rejected.clear()
         self._undecodable.clear()
-        self._told = False
-        self.longest, self._longest_until = LONGEST, -1
+        self._rebuild_logged = False
+        self.max_steps, self._max_steps_until = MAX_STEPS, -1
 
     def refresh(self) -> None:
-        """The bucket was looked into again: what was bad may have healed."""
+        """Forget what was bad, after a poll: it may be good now."""
         self.bad.clear()
         self.avoid.clear()
 
-    def without(self, leg: UpdatePlan, error: DeltaSyncError) -> bool:
-        """Staging a commit failed: do not plan it so again. False if the error says nothing about the versions."""
-        index = failed_step(error)
+    def exclude(self, plan: UpdatePlan, error: DeltaSyncError) -> bool:
+        """Record that staging failed, so that it is planned otherwise; False if the error is not about the versions."""
+        index = blamed(error)
         passing = isinstance(error, StoreError | MemoryLimitError)
-        if index is None and len(leg.steps) > 1:
-            if self._shorten(leg):
+        if index is None and len(plan.steps) > 1:
+            if self._shorten(plan):
                 return True
-            index = len(leg.steps) - 1
-        key = leg.key(index or 0)
-        if isinstance(error, UnsupportedError) and leg.needs_base_bits and key not in self._undecodable:
+            index = len(plan.steps) - 1
+        key = plan.key(index or 0)
+        if isinstance(error, UnsupportedError) and plan.needs_weights and key not in self._undecodable:
             self._undecodable.add(key)
-            self._tell(leg, error)
+            self._log_rebuild(plan, error)
             return True
         if passing or key in self.bad:
             return False
-        self.mark(key, error)
+        self.mark_bad(key, error)
         return True
 
-    def _tell(self, leg: UpdatePlan, error: DeltaSyncError) -> None:
-        """Once: under the same cuts, the versions after it go the same way."""
-        if not self._told:
+    def _log_rebuild(self, plan: UpdatePlan, error: DeltaSyncError) -> None:
+        """Log a rebuild once: with the same sharding, later versions need one too."""
+        if not self._rebuild_logged:
             logger.warning(
-                "version %d is rebuilt from the bucket, which reads all of the model, and so will be those like it: %s",
-                leg.target.version,
+                "version %d is rebuilt from the bucket, which reads the whole model; later versions may be too: %s",
+                plan.target.version,
                 error.message,
             )
-        self._told = True
+        self._rebuild_logged = True
 
-    def mismatched(self, leg: UpdatePlan, reason: str) -> None:
-        """A commit was taken back though the weights were right: one of its steps is wrong."""
-        if len(leg.steps) > 1 and self._shorten(leg):
+    def record_mismatch(self, plan: UpdatePlan, reason: str) -> None:
+        """Record that a commit was reverted although the weights before it were right: one of its steps is wrong."""
+        if len(plan.steps) > 1 and self._shorten(plan):
             return
-        document = leg.steps[-1].document if leg.steps else leg.anchor or leg.target
-        key = leg.key(len(leg.steps) - 1)
+        document = plan.steps[-1].document if plan.steps else plan.anchor or plan.target
+        key = plan.key(len(plan.steps) - 1)
         self._rejected[key] = (document.digest, reason)
-        self.mark(key, FingerprintError(reason))
-        # It is found.
-        self.longest, self._longest_until = LONGEST, -1
+        self.mark_bad(key, FingerprintError(reason))
+        # The bad step is found, so long commits are allowed again.
+        self.max_steps, self._max_steps_until = MAX_STEPS, -1
 
-    def committed(self, version: int) -> None:
-        """A version was committed."""
+    def record_commit(self, version: int) -> None:
+        """Record that a version was committed."""
         self._undecodable.clear()
-        if version >= self._longest_until:
-            self.longest = LONGEST
+        if version >= self._max_steps_until:
+            self.max_steps = MAX_STEPS
 
-    def _shorten(self, leg: UpdatePlan) -> bool:
-        """Take fewer steps at once until those of ``leg`` are behind; False if it was as short as can be."""
-        if self.longest <= len(leg.steps) // 2:
+    def _shorten(self, plan: UpdatePlan) -> bool:
+        """Halve the steps per commit until the plan's target is passed; False if one step is left."""
+        if self.max_steps <= len(plan.steps) // 2:
             return False
-        self.longest, self._longest_until = max(1, len(leg.steps) // 2), max(self._longest_until, leg.target.version)
+        self.max_steps, self._max_steps_until = (
+            max(1, len(plan.steps) // 2),
+            max(self._max_steps_until, plan.target.version),
+        )
         return True
 
-    def mark(self, key: Key, error: DeltaSyncError) -> None:
-        """A document is bad."""
+    def mark_bad(self, key: Key, error: DeltaSyncError) -> None:
+        """Avoid a document until the next poll."""
         self.bad[key] = error
         self.avoid.setdefault(key[0], set()).add(key[1])
 
-    def meets_rejected(self, steps: Iterable[Step]) -> bool:
-        """Whether a step was committed and taken back before; it is marked as bad then."""
+    def contains_rejected(self, steps: Iterable[Step]) -> bool:
+        """Whether a step's commit was reverted before; marks the step as bad if so."""
         for step in steps:
             key = step_key(step)
             digest, reason = self._rejected.get(key, ("", ""))
             if digest == step.document.digest:
-                self.mark(key, FingerprintError(reason))
+                self.mark_bad(key, FingerprintError(reason))
                 return True
         return False
 
-    def meets_undecodable(self, steps: Iterable[Step]) -> bool:
-        """Whether a step cannot be decoded with what the ranks hold of each tensor."""
+    def contains_undecodable(self, steps: Iterable[Step]) -> bool:
+        """Whether a step cannot be decoded with the parts of tensors that the ranks hold."""
         return any(step_key(step) in self._undecodable for step in steps)

@@ -1,4 +1,4 @@
-"""Runs that branch from runs: version 0 of a branch is a version of its source, so a way may lead across both."""
+"""Paths across branches: version 0 of a branch is a version of its source run, so deltas lead from one to the other."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.trust import Keyring
 
-DEEPEST = 64
-"""Branches of branches that are looked into."""
+MAX_DEPTH = 64
+"""Most branches of branches that are followed to their source."""
 
 
 class RunVersion(NamedTuple):
@@ -27,18 +27,18 @@ class RunSegment(NamedTuple):
     last: int
 
 
-def line(run: Run, version: int) -> list[RunVersion]:
-    """A version, and the versions of other runs that its run, and theirs, begin with: youngest first.
+def ancestry(run: Run, version: int) -> list[RunVersion]:
+    """A version, and the versions of source runs that its run descends from, youngest first.
 
-    Ends where a source is not there any more, has other tensors, or lies in another kind of store: where it lies is
-    what the bucket's data say, and must not decide which protocol this server speaks. Among local directories any may
-    be named: what is read there is a run, or refused.
+    Ends where a source is missing, has other tensors, or lies in another kind of store. The source's URL is untrusted
+    data of the bucket and must not choose the protocol that this server speaks. It may name any local directory: what
+    is read there is a run, or is refused.
 
     Raises:
         StoreError: the store failed. NotFoundError, FormatError, ChainError: a run has no good version 0.
     """
     found = [RunVersion(run, version)]
-    while len(found) < DEEPEST:
+    while len(found) < MAX_DEPTH:
         first = run.manifest(0)
         if first.base is None or first.base.run is None or first.base.version is None:
             break
@@ -48,7 +48,7 @@ def line(run: Run, version: int) -> list[RunVersion]:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            logger.warning("the run that run %s branches from cannot be used: %s", run.info.run, error.message)
+            logger.warning("cannot use the run that run %s branches from: %s", run.info.run, error.message)
             break
         if source.table.digest != run.table.digest or any(source.info.run == known.run.info.run for known in found):
             source.close()
@@ -61,11 +61,11 @@ def line(run: Run, version: int) -> list[RunVersion]:
 def _check_store(run: Run, location: str) -> None:
     own = store_of(run.bucket.url)
     if store_of(location) != own:
-        raise ChainError(f"it is said to lie at {location[:200]!r}; from the store {own!r} no other one is opened")
+        raise ChainError(f"its URL is {location[:200]!r}, in another store than {own!r}")
 
 
-def across(held: list[RunVersion], wanted: list[RunVersion]) -> list[RunSegment] | None:
-    """How to get from the first point of one line to the first of another; None if they have nothing in common.
+def connect_runs(held: list[RunVersion], wanted: list[RunVersion]) -> list[RunSegment] | None:
+    """The segments that lead from the first version of one ancestry to the first of another; None if none do.
 
     Raises:
         StoreError: the store failed.
@@ -78,7 +78,7 @@ def across(held: list[RunVersion], wanted: list[RunVersion]) -> list[RunSegment]
                     RunSegment(other.run, point.version, other.version),
                     *(RunSegment(run, 0, version) for run, version in reversed(wanted[:down])),
                 ]
-    if not held or not wanted or not _begin_alike(held[-1].run, wanted[-1].run):
+    if not held or not wanted or not _have_same_start(held[-1].run, wanted[-1].run):
         return None
     return [
         *(RunSegment(run, version, 0) for run, version in held),
@@ -86,8 +86,8 @@ def across(held: list[RunVersion], wanted: list[RunVersion]) -> list[RunSegment]
     ]
 
 
-def _begin_alike(one: Run, other: Run) -> bool:
-    """Whether two runs begin with the same weights, such as those of one public model."""
+def _have_same_start(one: Run, other: Run) -> bool:
+    """Whether two runs begin with the same weights, for example of one public model."""
     if one.table.digest != other.table.digest:
         return False
     try:
@@ -98,8 +98,8 @@ def _begin_alike(one: Run, other: Run) -> bool:
         return False
 
 
-def run_with_id(url: str, run_id: str, keyring: Keyring, store: StoreOptions | None = None) -> Run | None:
-    """The run at a URL, if it is the one meant, can be read, and is signed as the keyring asks for."""
+def open_expected_run(url: str, run_id: str, keyring: Keyring, store: StoreOptions | None = None) -> Run | None:
+    """The run at a URL, if it has the id, is readable, and is signed as the keyring requires; else None."""
     try:
         run = open_run(url, keyring, store)
     except DeltaSyncError:

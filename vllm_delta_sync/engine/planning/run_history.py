@@ -1,11 +1,11 @@
-"""What a receiver knows of the run that it follows: its manifests, and those of the runs it branches from."""
+"""``History`` reads the run that a receiver follows: its head, its manifests, and the runs it branches from."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
-from vllm_delta_sync.engine.planning.lineage import RunVersion, line
+from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, SignatureError, StoreError
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -14,33 +14,35 @@ from vllm_delta_sync.trust import Keyring
 
 
 class History:
-    """The run at a URL, as far as it is known.
+    """The run at a URL.
 
     Args:
-        keyring: whose signatures to ask for. witness: refuses what contradicts what was seen before.
-        store: how to talk to the store; None: as the settings say.
+        keyring: keys that must have signed the run. trusted_head: refuses heads older than one seen before.
+        store: options of the store; None: from the environment.
 
     Attributes:
-        head: newest good version.
-        expired: what was wrong with the age of HEAD.json at the last look.
-        behind: manifests of the versions in the undo log, so that going back needs no network.
+        head: manifest of the newest good version; None before the first poll.
+        expired: set if HEAD.json had expired at the last poll.
+        undo_manifests: manifests of the versions in the undo log, so that a rollback needs no network.
     """
 
-    def __init__(self, url: str, keyring: Keyring, witness: TrustedHead, store: StoreOptions | None = None) -> None:
+    def __init__(
+        self, url: str, keyring: Keyring, trusted_head: TrustedHead, store: StoreOptions | None = None
+    ) -> None:
         self._url = url
         self.store = store
         self.keyring = keyring
-        self.witness = witness
+        self.trusted_head = trusted_head
         self._run: Run | None = None
         self._origins: list[RunVersion] = []
         self.head: Manifest | None = None
         self.expired: ExpiredError | None = None
         self._stopped_by: DeltaSyncError | None = None
-        self.behind: dict[int, Manifest] = {}
+        self.undo_manifests: dict[int, Manifest] = {}
 
     @property
     def run(self) -> Run:
-        """The run; NotFoundError before it was opened."""
+        """The run. Raises NotFoundError before it was opened."""
         if self._run is None:
             raise NotFoundError(f"no run at {self._url!r} yet")
         return self._run
@@ -50,64 +52,65 @@ class History:
         return self._run is None or not self._run.is_current()
 
     def open(self) -> Run:
-        """Open the run that is at the URL now. Errors as ``open_run``, ``TrustedHead.recall`` and ``admit``."""
-        self.witness.recall()
+        """Open the run that is at the URL now. Errors as ``open_run``, ``TrustedHead.reload_last_seen`` and
+        ``check_run``."""
+        self.trusted_head.reload_last_seen()
         run = open_run(self._url, self.keyring, self.store)
-        self.witness.admit(run)
+        self.trusted_head.check_run(run)
         self._run = run
         self._origins = []
         self.head = None
-        self.behind.clear()
+        self.undo_manifests.clear()
         return self._run
 
-    def looking(self, expected: int | None) -> AbstractContextManager[object]:
-        """Within the block a look is begun ahead, where the run is known; see ``Run.prefetching``."""
+    def prefetching(self, expected: int | None) -> AbstractContextManager[object]:
+        """Context manager that prefetches for a poll, once the run is known; see ``Run.looking``."""
         if self._run is None:
             return nullcontext()
         return self._run.prefetching(None if self.head is None else self.head.version, expected)
 
-    def look(self, served: Manifest | None = None) -> DeltaSyncError | None:
-        """Find the newest good manifest; returns what is wrong beyond it.
+    def poll(self, served: Manifest | None = None) -> DeltaSyncError | None:
+        """Find the newest good manifest; returns what is wrong with the one after it.
 
         Args:
-            served: the version served, from which it must descend.
+            served: the version served, from which the head must descend.
 
         Raises:
-            ReplayError, ForkError: see ``TrustedHead.accept``; ``head`` is as before. Else as ``TrustedHead.recall``
-                and ``Run.reachable_head``.
+            ReplayError, ForkError: see ``TrustedHead.accept_head``; ``head`` is unchanged. Other errors as
+                ``TrustedHead.reload_last_seen`` and ``Run.reachable_head``.
         """
-        self.witness.recall()
+        self.trusted_head.reload_last_seen()
         try:
             head, stopped_by = self.run.reachable_head()
         except NotFoundError as error:
-            self.witness.admit(self.run)
-            raise self.witness.missed(error) from error
+            self.trusted_head.check_run(self.run)
+            raise self.trusted_head.empty_run_error(error) from error
         except DeltaSyncError:
-            # What was learnt of keys counts all the same.
-            self.witness.admit(self.run)
+            # Key revocations count even if no head is readable.
+            self.trusted_head.check_run(self.run)
             raise
-        self.expired = self.witness.expiry(self.run, stopped_by)
-        self.witness.accept(self.run, head, stopped_by, served)
+        self.expired = self.trusted_head.check_expiry(self.run, stopped_by)
+        self.trusted_head.accept_head(self.run, head, stopped_by, served)
         self.head, self._stopped_by = head, stopped_by
         return stopped_by
 
     def check_fresh(self) -> None:
-        """Raise if no new version is to be taken, because HEAD.json has run out; see ``TrustedHead.check_fresh``."""
-        self.witness.check_fresh(self.run, self._stopped_by, self.expired)
+        """Raise if no new version may be taken because HEAD.json has expired; see ``TrustedHead.check_fresh``."""
+        self.trusted_head.check_fresh(self.run, self._stopped_by, self.expired)
 
-    def fallen(self, held: Manifest) -> SignatureError | None:
-        """What is wrong with a version that was believed when it was taken; see ``TrustedHead.fallen``."""
-        return self.witness.fallen(self.run, held)
+    def revoked_signature(self, held: Manifest) -> SignatureError | None:
+        """The error if a version's signature has been revoked since; see ``TrustedHead.revoked_signature``."""
+        return self.trusted_head.revoked_signature(self.run, held)
 
-    def check_ours(self, manifest: Manifest) -> None:
-        """Raise ForkError unless the head descends from a version; reads manifests between, with trusted keys only."""
+    def check_in_history(self, manifest: Manifest) -> None:
+        """Raise ForkError unless the head descends from a version. Reads manifests between, with trusted keys only."""
         if self.head is not None:
             self.run.verifier.check_descends(self.head, manifest)
 
     @property
-    def keys(self) -> int:
-        """Sequence of keys.json; 0 if the run has none."""
-        file = self.run.verifier.keys.file
+    def keys_sequence(self) -> int:
+        """Sequence number of keys.json; 0 if the run has none."""
+        file = self.run.authentic.keys.file
         return 0 if file is None else file.sequence
 
     def manifest(self, version: int) -> Manifest:
@@ -117,10 +120,10 @@ class History:
 
     def base(self) -> tuple[Manifest, list[Fingerprint]]:
         """Version 0, and its fingerprint per tensor id. Errors as ``Run.manifest``; NotFoundError if it has none."""
-        return first_of(self.run)
+        return version_0_of(self.run)
 
-    def confirms(self, served: Manifest) -> tuple[bool | None, str | None]:
-        """Whether the bucket, read anew, holds a version as it was served; None if it cannot be read. And why not."""
+    def compare_with_bucket(self, served: Manifest) -> tuple[bool | None, str | None]:
+        """Read the bucket: does it hold a version as served (None: unreadable); and if not, why."""
         try:
             if self.is_replaced():
                 return False, f"another run lies at {self._url!r} now"
@@ -128,40 +131,40 @@ class History:
         except StoreError as error:
             return None, error.message
         except NotFoundError as error:
-            return (None if self._is_gone() else False), error.message
+            return (None if self._cannot_be_read() else False), error.message
         except DeltaSyncError as error:
             return False, error.message
         if there.digest != served.digest:
             return False, f"version {served.version} is {there.digest} in the bucket, {served.digest} was served"
         return True, None
 
-    def _is_gone(self) -> bool:
+    def _cannot_be_read(self) -> bool:
         try:
             return self.is_replaced()
         except DeltaSyncError:
             return True
 
     def origins(self) -> list[RunVersion]:
-        """The versions of other runs that this one begins with, youngest first; empty if it is no branch.
+        """The versions of source runs that this run descends from, youngest first; empty if it is no branch.
 
         Raises:
             StoreError: the store failed. DeltaSyncError: version 0 cannot be read.
         """
         if not self._origins:
-            # Looked for again if there was none: the source may come back.
-            self._origins = line(self.run, 0)[1:]
+            # Read again if empty: the source may become readable.
+            self._origins = ancestry(self.run, 0)[1:]
         return self._origins
 
-    def is_own(self, place: WeightPosition) -> bool:
-        """Whether a place is a version of the run followed."""
-        return place.run.info.run == self.run.info.run
+    def is_followed_run(self, position: WeightPosition) -> bool:
+        """Whether a position is a version of the run followed."""
+        return position.run.info.run == self.run.info.run
 
 
-def first_of(run: Run) -> tuple[Manifest, list[Fingerprint]]:
+def version_0_of(run: Run) -> tuple[Manifest, list[Fingerprint]]:
     """Version 0 of a run, and its fingerprint per tensor id.
 
     Raises:
-        NotFoundError: it has none for a tensor. Else as ``Run.manifest``.
+        NotFoundError: a tensor has no fingerprint. Other errors as ``Run.manifest``.
     """
     first = run.manifest(0)
     declared = first.tensor_fingerprints or {}

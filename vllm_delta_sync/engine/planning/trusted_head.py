@@ -1,4 +1,4 @@
-"""What was seen of a run before, in this life and in earlier ones: what is older, or another, is refused."""
+"""``TrustedHead`` refuses a head older than, or contradicting, what this machine has seen (rollback protection)."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -25,22 +25,22 @@ from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import short
 from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
 
-LEEWAY = timedelta(seconds=60)
-"""How far clocks may be apart."""
+CLOCK_LEEWAY = timedelta(seconds=60)
+"""Tolerated difference between clocks."""
 REPEAT_SECONDS = 600.0
-PROVEN = 1024
-"""Versions served of which is remembered that the chain leads on from them."""
+MAX_CHECKED = 1024
+"""Served versions that are remembered to be ancestors of the head."""
 
 
 class TrustedHead:
-    """Judges heads by the newest that was seen. Sees and refuses nothing without trusted keys.
+    """Compares heads with the newest one seen. Does nothing without trusted keys.
 
-    The mark is raised when a head is accepted, before anything of it is committed: what is kept is which history there
-    is, not what is served, and a crash in between must not make it forgotten. Threads: one drives it; ``document`` may
-    be called from any.
+    The last seen head is stored when a head is accepted, before it is committed: it records which history exists, not
+    what is served, and must survive a crash in between. One thread drives this class; ``document`` may be called from
+    any.
 
     Args:
-        writes: whether marks are kept in ``state_dir``, rather than only read there.
+        writes: whether to store the last seen head in ``state_dir``; otherwise it is only read.
 
     Raises:
         SettingsError: ``state_dir`` cannot be written, or is damaged.
@@ -51,10 +51,10 @@ class TrustedHead:
         self._writes = writes
         self._refuses = settings.expired_head == "refuse"
         self._file: LastSeenStore | None = None
-        self._mark: LastSeen | None = None
-        self._kept = True
-        self._proven: dict[str, None] = {}
-        self._said: dict[str, float] = {}
+        self._last_seen: LastSeen | None = None
+        self._saved = True
+        self._checked: dict[str, None] = {}
+        self._logged_at: dict[str, float] = {}
         self._run: Run | None = None
         self._head: Head | None = None
         self._looked = False
@@ -62,143 +62,142 @@ class TrustedHead:
             self._file = LastSeenStore(settings.state_folder(), open_bucket(settings.bucket, settings.store()).url)
             if writes:
                 self._file.prepare()
-            self._remember()
+            self._merge_last_seen()
 
-    def recall(self) -> None:
-        """A look begins: what it finds is judged by what servers of this machine have seen up to now.
+    def reload_last_seen(self) -> None:
+        """Read at the start of a poll what servers of this machine have seen.
 
-        Not by what they see while it lasts: they may be faster, and it is no older state that it finds then.
+        What they see during the poll does not count: they may be faster, which makes this poll's head no replay.
 
         Raises:
-            StoreError, SettingsError: what was seen before cannot be read.
+            StoreError, SettingsError: the last seen head cannot be read.
         """
-        mark = self._remember()
-        if mark is not None and self._run is not None:
-            self._run.verifier.keys.add_revoked(mark.revoked)
+        last_seen = self._merge_last_seen()
+        if last_seen is not None and self._run is not None:
+            self._run.authentic.keys.distrust(last_seen.revoked)
 
-    def admit(self, run: Run) -> None:
-        """A run was opened.
+    def check_run(self, run: Run) -> None:
+        """Check a run that was opened, and adopt its key revocations.
 
         Raises:
-            ChainError: it is another than was seen before. ForkError: it is the same, and its ``run.json`` another.
-            ReplayError: its ``keys.json`` is older. SignatureError: that is signed by a key that was revoked before.
+            ChainError: another run was seen at this URL before. ForkError: the run's ``run.json`` has changed.
+            ReplayError: its ``keys.json`` is older. SignatureError: a key that was revoked before signed it.
         """
         if self._file is None:
             return
-        mark, before = self._mark, self._run
-        if mark is not None:
-            if run.info.run != mark.run:
+        last_seen, before = self._last_seen, self._run
+        if last_seen is not None:
+            if run.info.run != last_seen.run:
                 raise ChainError(
-                    f"run {run.info.run} lies at {run.bucket.url!r} now, and run {mark.run} was seen there before: "
-                    f"refused. {self._mend('the run was begun anew')}"
+                    f"{run.bucket.url!r} has run {run.info.run} now, and had run {last_seen.run} before: refused. "
+                    f"{self._remedy('the run was begun anew')}"
                 )
-            run.verifier.keys.accept(run.verifier.keys.file, mark.keys, mark.revoked)
+            run.authentic.keys.take(run.authentic.keys.file, last_seen.keys, last_seen.revoked)
         if before is not None and before is not run and before.info.run == run.info.run:
             if before.info.digest != run.info.digest:
                 raise ForkError(
                     f"run.json of run {run.info.run} at {run.bucket.url!r} has SHA-256 {run.info.digest} now, and had "
-                    f"{before.info.digest}: a run's never changes. Put the former back, or start the server again if "
-                    "this one is right"
+                    f"{before.info.digest} before: run.json never changes. Restore the former one, or restart the "
+                    "server if the new one is right"
                 )
             known = before.verifier.keys
             run.verifier.keys.accept(
                 run.verifier.keys.file, 0 if known.file is None else known.file.sequence, known.revoked
             )
-        if mark is not None:
-            self._forget_revoked(run, mark)
+        if last_seen is not None:
+            self._drop_revoked(run, last_seen)
         self._run = run
-        if self._mark is not None:
-            # Kept even where none of the versions turns out to be any good.
-            self._raise_to(_with_keys(self._mark, run))
+        if self._last_seen is not None:
+            # Stored even if no version turns out to be good.
+            self._advance_last_seen(_with_keys(self._last_seen, run))
 
-    def fallen(self, run: Run, held: Manifest) -> SignatureError | None:
-        """What is wrong with a version that was believed when it was taken; None if it still may be."""
-        if self._file is None or not _is_fallen(run, held.version, held.digest, _signer(held)):
+    def revoked_signature(self, run: Run, held: Manifest) -> SignatureError | None:
+        """The error if a version's signature has been revoked since it was taken; None if it is still valid."""
+        if self._file is None or not _is_revoked(run, held.version, held.digest, _signer(held)):
             return None
         return SignatureError(
-            f"version {held.version}, which was served, is signed by key {short(_signer(held))}, whose word does not "
-            "hold for it any more"
+            f"version {held.version}, which was served, is signed by key {short(_signer(held))}, which is revoked for "
+            "this version"
         )
 
-    def _forget_revoked(self, run: Run, mark: LastSeen) -> None:
-        """Go back to a key's last word, if what was seen last is not part of that.
+    def _drop_revoked(self, run: Run, last_seen: LastSeen) -> None:
+        """Lower the last seen head to the last valid version of its key, if its signature was revoked since.
 
-        Otherwise whoever stole a key could show one version, take it away, and so keep honest ones out for ever.
+        Otherwise a stolen key could sign one high version, whose removal would block honest versions forever.
         """
-        file = run.verifier.keys.file
-        entry = None if file is None else file.entry(mark.key)
-        if file is None or entry is None or not _is_fallen(run, mark.version, mark.manifest, mark.key):
+        file = run.authentic.keys.file
+        entry = None if file is None else file.entry(last_seen.key)
+        if file is None or entry is None or not _is_revoked(run, last_seen.version, last_seen.manifest, last_seen.key):
             return
-        last = _last_believed(run, file, entry)
+        last = _last_valid(run, file, entry)
         version = last.version
-        lower = LastSeen(mark.run, mark.keys, version, last.digest, _signer(last))
-        lower = lower.with_key_list(file.sequence, mark.revoked)
+        lower = LastSeen(last_seen.run, last_seen.keys, version, last.digest, _signer(last))
+        lower = lower.knowing(file.sequence, last_seen.revoked)
         logger.warning(
-            "version %d, seen before, was signed by key %s, whose word holds no more: forgotten, back to version %d",
-            mark.version, short(mark.key), version,
+            "version %d, seen before, was signed by key %s, which is revoked for it: the last seen version is now %d",
+            last_seen.version, short(last_seen.key), version,
         )  # fmt: skip
         if self._file is not None and self._writes:
             kept = self._file.load()
-            if kept is not None and kept.key == mark.key:
-                self._file.retract_to(kept, lower)
-        self._mark = lower
+            if kept is not None and kept.key == last_seen.key:
+                self._file.lower_to(kept, lower)
+        self._last_seen = lower
 
-    def accept(self, run: Run, head: Manifest, stopped_by: DeltaSyncError | None, served: Manifest | None) -> None:
-        """A head was found: refuse it, or raise the mark to it.
+    def accept_head(self, run: Run, head: Manifest, stopped_by: DeltaSyncError | None, served: Manifest | None) -> None:
+        """Refuse a head, or store it as the last seen one.
 
         Args:
             stopped_by: what is wrong with the version after it. served: the version served, if it is of this run;
-                the head need not descend from it if it is ``fallen``.
+                the head need not descend from it if its signature was revoked.
 
         Raises:
-            ReplayError: the head is older than what was seen. ForkError: it does not descend from that.
-            DeltaSyncError: ``stopped_by``, where that is why no newer head was found; or a manifest between cannot be
-                read. Else as ``admit``.
+            ReplayError: the head is older than the last seen one. ForkError: it does not descend from that.
+            DeltaSyncError: ``stopped_by``, if that hides newer versions; or a manifest between is unreadable. Other
+                errors as ``check_run``.
         """
         if self._file is None:
             return
-        self.admit(run)
-        mark = self._mark
-        if mark is not None:
-            self._check(run, head, (mark.version, mark.manifest), stopped_by)
-        if served is not None and served.digest not in self._proven and self.fallen(run, served) is None:
-            self._check(run, head, (served.version, served.digest), stopped_by)
-            self._proven[served.digest] = None
-            self._proven = dict.fromkeys(list(self._proven)[-PROVEN:])
-        self._raise_to(_with_keys(LastSeen(run.info.run, 0, head.version, head.digest, _signer(head)), run))
+        self.check_run(run)
+        last_seen = self._last_seen
+        if last_seen is not None:
+            self._check_descends(run, head, (last_seen.version, last_seen.manifest), stopped_by)
+        if served is not None and served.digest not in self._checked and self.revoked_signature(run, served) is None:
+            self._check_descends(run, head, (served.version, served.digest), stopped_by)
+            self._checked[served.digest] = None
+            self._checked = dict.fromkeys(list(self._checked)[-MAX_CHECKED:])
+        self._advance_last_seen(_with_keys(LastSeen(run.info.run, 0, head.version, head.digest, _signer(head)), run))
 
-    def missed(self, error: NotFoundError) -> DeltaSyncError:
-        """What it means that a run shows no version at all."""
-        mark = self._mark
-        if self._file is None or mark is None:
+    def empty_run_error(self, error: NotFoundError) -> DeltaSyncError:
+        """The error for a run without versions: a replay, if some were seen before."""
+        last_seen = self._last_seen
+        if self._file is None or last_seen is None:
             return error
         return ReplayError(
-            f"{error.message}; and version {mark.version} was seen before. {self._mend('it was emptied')}"
+            f"{error.message}, but version {last_seen.version} was seen before. {self._remedy('it was emptied')}"
         )
 
-    def expiry(self, run: Run, stopped_by: DeltaSyncError | None) -> ExpiredError | None:
-        """What is wrong with the age of HEAD.json as it was read last; told to the log now and then."""
+    def check_expiry(self, run: Run, stopped_by: DeltaSyncError | None) -> ExpiredError | None:
+        """The error if HEAD.json, as read last, is missing or expired; logged from time to time."""
         self._head, self._looked = run.pointer, True
         if self._file is None or (run.pointer is None and stopped_by is not None):
             return None
         if run.pointer is None:
             error = ExpiredError(
-                f"{run.bucket.url!r} has no HEAD.json: nobody says until when what is there may be taken for the newest"
+                f"{run.bucket.url!r} has no HEAD.json, so it is unknown until when its newest version counts as current"
             )
         elif _is_past(run.pointer.expires_at):
             error = ExpiredError(
-                f"HEAD.json has run out at {run.pointer.expires_at}, and this machine's clock says {timestamp()}: "
-                "its publisher has ended, or cannot reach the bucket, or somebody hides what came later, so that there "
-                "may be newer versions than those that can be seen; or a clock is wrong"
+                f"HEAD.json expired at {run.pointer.expires_at}, and this machine's clock says {timestamp()}: the "
+                "publisher has ended or cannot reach the bucket, an attacker hides newer versions, or a clock is wrong"
             )
         else:
-            self._said.pop(ExpiredError.kind, None)
+            self._logged_at.pop(ExpiredError.kind, None)
             return None
-        self._say(ExpiredError.kind, error)
+        self._log(ExpiredError.kind, error)
         return error
 
     def check_fresh(self, run: Run, stopped_by: DeltaSyncError | None, expired: ExpiredError | None) -> None:
-        """Raise if the setting ``expired_head`` says that no new version is to be taken now."""
+        """Raise if the head is expired and the setting ``expired_head`` refuses new versions then."""
         if self._file is None or not self._refuses:
             return
         if expired is not None:
@@ -210,13 +209,18 @@ class TrustedHead:
         """``trust`` in the status; None without trusted keys."""
         if self._file is None:
             return None
-        run, mark = self._run, self._mark
-        file = None if run is None else run.verifier.keys.file
+        run, last_seen = self._run, self._last_seen
+        file = None if run is None else run.authentic.keys.file
         head = self._head
         shown = None
-        if mark is not None:
-            shown = {"run": mark.run, "keys": mark.keys, "version": mark.version, "manifest": mark.manifest}
-            shown["kept"] = self._kept
+        if last_seen is not None:
+            shown = {
+                "run": last_seen.run,
+                "keys": last_seen.keys,
+                "version": last_seen.version,
+                "manifest": last_seen.manifest,
+            }
+            shown["kept"] = self._saved
         return {
             "keys": [short(key) for key in sorted(self._keyring.trusted)],
             "key_file": None if file is None else file.sequence,
@@ -225,63 +229,65 @@ class TrustedHead:
             "expired": self._looked and (head is None or _is_past(head.expires_at)),
         }
 
-    def _check(self, run: Run, head: Manifest, known: tuple[int, str], stopped_by: DeltaSyncError | None) -> None:
+    def _check_descends(
+        self, run: Run, head: Manifest, known: tuple[int, str], stopped_by: DeltaSyncError | None
+    ) -> None:
         version, digest = known
         if head.version < version:
             if stopped_by is not None and not isinstance(stopped_by, NotFoundError):
                 raise stopped_by
             raise ReplayError(
-                f"the newest version in the bucket is {head.version}, and {version} was seen before: an older state "
-                f"was put back, or what came later is hidden. {self._mend('it was put back')}"
+                f"the newest version in the bucket is {head.version}, but version {version} was seen before: an older "
+                f"state was restored, or newer versions are hidden. {self._remedy('it was restored')}"
             )
         there = head.digest
         if head.version > version:
             there = run.verifier.ancestor_digest(head.version - 1, head.parent or "", version)
         if there != digest:
             raise ForkError(
-                f"version {head.version} in the bucket goes on from {there} as version {version}, and {digest} was "
-                f"seen as version {version} before: there are two histories. {self._mend('history was rewritten')}"
+                f"version {head.version} in the bucket descends from {there} as version {version}, but {digest} was "
+                f"seen as version {version} before: there are two histories. {self._remedy('history was rewritten')}"
             )
 
-    def _mend(self, purpose: str) -> str:
+    def _remedy(self, purpose: str) -> str:
         path = "" if self._file is None else str(self._file.path)
-        return f"If {purpose} on purpose, remove {path!r} and start the servers that follow it again"
+        return f"If {purpose} on purpose, remove {path!r} and restart the servers that follow it"
 
-    def _remember(self) -> LastSeen | None:
-        """The newest that was seen by any server of this machine, as far as it is of the same run."""
+    def _merge_last_seen(self) -> LastSeen | None:
+        """Merge in the newest head that any server of this machine has seen of the same run."""
         kept = None if self._file is None else self._file.load()
-        mark = self._mark
-        if kept is not None and (mark is None or kept.run == mark.run):
-            newest = kept if mark is None or kept.version > mark.version else mark
-            newest = newest.with_key_list(kept.keys, kept.revoked)
-            self._mark = newest if mark is None else newest.with_key_list(mark.keys, mark.revoked)
-        return self._mark
+        last_seen = self._last_seen
+        if kept is not None and (last_seen is None or kept.run == last_seen.run):
+            newest = kept if last_seen is None or kept.version > last_seen.version else last_seen
+            newest = newest.knowing(kept.keys, kept.revoked)
+            self._last_seen = newest if last_seen is None else newest.knowing(last_seen.keys, last_seen.revoked)
+        return self._last_seen
 
-    def _raise_to(self, mark: LastSeen) -> None:
-        known = self._mark
+    def _advance_last_seen(self, last_seen: LastSeen) -> None:
+        known = self._last_seen
         if known is not None:
-            mark = mark.with_key_list(known.keys, known.revoked)
-        if self._file is None or (known == mark and self._kept):
+            last_seen = last_seen.knowing(known.keys, known.revoked)
+        if self._file is None or (known == last_seen and self._saved):
             return
         if self._writes:
             try:
-                self._file.advance_to(mark)
-                self._kept = True
+                self._file.raise_to(last_seen)
+                self._saved = True
             except StoreError as error:
-                # What is known in this life still holds, and a full disk must not keep weights from being current.
-                self._kept = False
-                self._say(StoreError.kind, error)
-        self._mark = mark
+                # This process still remembers it, and a full disk must not stop updates.
+                self._saved = False
+                self._log(StoreError.kind, error)
+        self._last_seen = last_seen
 
-    def _say(self, kind: str, error: DeltaSyncError) -> None:
+    def _log(self, kind: str, error: DeltaSyncError) -> None:
         now = time.monotonic()
-        if now - self._said.get(kind, -REPEAT_SECONDS) >= REPEAT_SECONDS:
-            self._said[kind] = now
+        if now - self._logged_at.get(kind, -REPEAT_SECONDS) >= REPEAT_SECONDS:
+            self._logged_at[kind] = now
             logger.warning("%s: %s", error.kind, error.message)
 
 
-def _last_believed(run: Run, file: KeyFile, entry: KeyEntry) -> Manifest:
-    """The last word of a key; or of the one that had signed that, if it holds no more either, and so on."""
+def _last_valid(run: Run, file: KeyFile, entry: KeyEntry) -> Manifest:
+    """The last version for which a key is valid; if another revoked key signed it, that key's last one, and so on."""
     while True:
         version = 0 if entry.last is None else entry.last.version
         try:
@@ -302,17 +308,17 @@ def _signer(manifest: Manifest) -> str:
     return "" if manifest.signature is None else manifest.signature.key
 
 
-def _with_keys(mark: LastSeen, run: Run) -> LastSeen:
-    """A mark, with which list of keys was seen, and whom it revokes."""
-    file = run.verifier.keys.file
-    return mark.with_key_list(0 if file is None else file.sequence, run.verifier.keys.revoked)
+def _with_keys(last_seen: LastSeen, run: Run) -> LastSeen:
+    """A last seen head that also records the run's keys.json and its revocations."""
+    file = run.authentic.keys.file
+    return last_seen.knowing(0 if file is None else file.sequence, run.authentic.keys.revoked)
 
 
-def _is_fallen(run: Run, version: int, digest: str, key: str) -> bool:
-    """Whether a manifest that was believed is none of those for which its key's word still holds.
+def _is_revoked(run: Run, version: int, digest: str, key: str) -> bool:
+    """Whether the key of a manifest that was accepted is revoked for it. False if that cannot be determined.
 
     Raises:
-        StoreError: the store failed. Where it cannot be told for another reason it is not.
+        StoreError: the store failed.
     """
     file = run.verifier.keys.file
     entry = None if file is None else file.entry(key)
@@ -329,11 +335,11 @@ def _is_fallen(run: Run, version: int, digest: str, key: str) -> bool:
 
 
 def _is_past(moment: str | None) -> bool:
-    """Whether a document's time is over; one without an end is never."""
+    """Whether a document has expired; one without an expiry never has."""
     if moment is None:
         return False
     try:
         end = datetime.fromisoformat(moment)
     except ValueError:
         return True
-    return datetime.now(UTC) > end + LEEWAY
+    return datetime.now(UTC) > end + CLOCK_LEEWAY

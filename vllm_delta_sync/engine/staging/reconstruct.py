@@ -9,8 +9,8 @@ import torch
 
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.planning.reachability import reach
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.planning.update_planner import reachable_stops
 from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
@@ -157,7 +157,7 @@ def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | No
         if version >= target.version or key in avoid:
             continue
         try:
-            manifest = planner.manifest([version, *reach(planner, version, target.version - 1)][-1])
+            manifest = planner.manifest([version, *reachable_stops(planner, version, target.version - 1)][-1])
         except StoreError:
             raise
         except DeltaSyncError:

@@ -1,0 +1,266 @@
+"""Follow a run in the caller's own process: ``attach`` for a ``vllm.LLM``, ``attach_async`` for a ``vllm.AsyncLLM``.
+
+An ``LLM`` changes its version between two ``generate`` calls, only when asked. An ``AsyncLLM`` follows beside
+``generate``, as a server does: the receiver has its own thread and reaches the engine through the caller's event loop,
+which must not be blocked. The setting ``pause_mode`` says what happens to requests in flight at a commit.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_delta_sync.engine import WORKER_EXTENSION
+from vllm_delta_sync.engine.api import weight_transfer
+from vllm_delta_sync.engine.commit.transaction import Answer
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.features import check_features
+from vllm_delta_sync.engine.compat.layout_checks import check_layout
+from vllm_delta_sync.engine.core import hooks
+from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
+from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.settings import Settings, load_settings
+
+
+class OfflineSync:
+    """Moves an ``LLM`` from version to version. Use it in the thread that uses the ``LLM``."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def to(self, version: int | None = None) -> dict[str, Any]:
+        """Bring the weights to a version, newer or older; None: the version that the setting ``target`` names.
+
+        Returns:
+            ``status()``.
+
+        Raises:
+            DeltaSyncError: what failed; ``status()`` says which version is served.
+        """
+        served = self._receiver.served_version
+        if version is not None and served is not None and version < served:
+            return self.rollback(version)
+        self._receiver.advance(version)
+        return self.status()
+
+    def rollback(self, version: int) -> dict[str, Any]:
+        """Serve an older version: from the undo log if ``status()["undo"]`` has it, else from the bucket.
+
+        Returns:
+            ``status()``.
+
+        Raises:
+            NotFoundError: it is not published, or no longer retained. ChainError: it is newer than the served one.
+            DeltaSyncError: what failed; ``status()`` says which version is served.
+        """
+        self._receiver.rollback(version)
+        self._receiver.release()
+        return self.status()
+
+    def status(self) -> dict[str, Any]:
+        """The same document as ``GET /delta_sync/status``."""
+        return self._receiver.status()
+
+    def verify(self) -> dict[str, Any]:
+        """Rescan all weights against the served version: {"verdict", "version", "mismatched", "chain", …}.
+
+        Raises:
+            EngineError: no version is served yet.
+        """
+        return self._receiver.verify()
+
+
+def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> OfflineSync:
+    """Attach to a run. The ``LLM`` must have been made with ``worker_extension_cls=WORKER_EXTENSION``.
+
+    Args:
+        llm: a ``vllm.LLM``.
+        bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
+        trusted_keys: public key files; in one string, separated by commas. None: the setting ``trusted_keys``.
+
+    Raises:
+        EngineError: not an ``LLM``, the extension is missing, or an option or the layout is not supported.
+        SettingsError: a setting is invalid.
+    """
+    if not hasattr(llm, "llm_engine"):
+        raise EngineError(
+            f"attach is for a vllm.LLM, this is {type(llm).__name__}; for a vllm.AsyncLLM call "
+            "await attach_async(engine, bucket=URL)"
+        )
+    settings = load_settings({"bucket": bucket, "trusted_keys": join_key_files(trusted_keys)})
+    config = llm.llm_engine.vllm_config
+    patches.check_extension(config, WORKER_EXTENSION)
+    check_features(config)
+    check_layout(config, offline=True)
+    patches.warn_untested()
+    sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings), settings))
+    if patches.transfer_backend(config) in (None, weight_transfer.BACKEND):
+        weight_transfer.install_offline(llm, weight_transfer.TransferChecks(settings.bucket, sync.status), sync.to)
+    return sync
+
+
+def join_key_files(trusted_keys: str | Sequence[str | Path] | None) -> str | None:
+    """Public key files in the form of the setting."""
+    return trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else ",".join(map(str, trusted_keys))
+
+
+WAIT_STEP_SECONDS = 0.01
+CLOSE_SECONDS = 60.0
+ATTACHED = "delta_sync_attached"
+"""Attribute of an engine to which ``attach_async`` is attached."""
+
+
+class AsyncSync:
+    """Follows a run with an ``AsyncLLM``. Use it in the event loop that uses the engine.
+
+    With the setting ``policy`` at ``follow``, every new version is taken in the background; with ``manual``, only
+    ``to`` changes the version. Use ``async with`` to close it at the end of the block.
+    """
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        self._engine = engine
+        self._service = ReceiverService(ServerEnginePort(engine, asyncio.get_running_loop(), settings), settings)
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._closed = False
+        checks = weight_transfer.TransferChecks(settings.bucket, self.status)
+        self._transfer = weight_transfer.AsyncTransfer(checks, self._ask)
+
+    async def __aenter__(self) -> "AsyncSync":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _start(self) -> None:
+        backend = patches.transfer_backend(self._engine.vllm_config)
+        if backend in (None, weight_transfer.BACKEND):
+            self._transfer.install(self._engine, labels_only=backend is None)
+        self._service.start()
+
+    async def _ask(self, action: str, argument: Any = None) -> Any:
+        if self._closed:
+            raise EngineError("this is closed and no longer follows; call attach_async again")
+        future = asyncio.wrap_future(self._service.request(action, argument))
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return await future
+
+    async def to(self, version: int | None = None) -> Answer:
+        """Bring the weights to a version (None: the one that the setting ``target`` names); returns ``status()``.
+
+        Raises:
+            DeltaSyncError: what failed; ``status()`` says which version is served.
+        """
+        status: Answer = await self._ask("sync", version)
+        return status
+
+    async def rollback(self, version: int) -> Answer:
+        """Serve an older version and hold it; returns ``status()``.
+
+        Raises:
+            DeltaSyncError: what failed; ``status()`` says which version is served.
+        """
+        status: Answer = await self._ask("rollback", version)
+        return status
+
+    async def hold(self) -> Answer:
+        """Stay at the version served until ``release``; returns ``status()``."""
+        status: Answer = await self._ask("hold")
+        return status
+
+    async def release(self) -> Answer:
+        """End a hold; returns ``status()``."""
+        status: Answer = await self._ask("release")
+        return status
+
+    async def verify(self) -> Answer:
+        """Rescan all weights against the served version: {"verdict", "version", "mismatched", "chain", …}.
+
+        Raises:
+            EngineError: no version is served yet.
+        """
+        verdict: Answer = await self._ask("verify")
+        return verdict
+
+    def status(self) -> Answer:
+        """The same document as ``GET /delta_sync/status``."""
+        return self._service.receiver.status()
+
+    async def wait(self, version: int, timeout: float = 30.0) -> Answer:
+        """Return ``status()`` once the version, or a later one, is served.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            OverdueError: it is not served in time.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            served = self._service.receiver.served_version
+            if served is not None and served >= version:
+                return self.status()
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise weight_transfer.OverdueError(
+                    f"version {version} was not served within {timeout:g} s; version {served} is, see status()"
+                )
+            await asyncio.sleep(min(WAIT_STEP_SECONDS, left))
+
+    async def close(self) -> None:
+        """Stop following. The engine keeps the version it serves; pending calls raise EngineError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._service.stop()
+        # In a thread: a running commit needs the loop to finish.
+        await asyncio.to_thread(self._service.join, CLOSE_SECONDS)
+        for future in [*self._pending]:
+            if not future.done():
+                future.set_exception(EngineError("this was closed before the call finished"))
+        setattr(self._engine, ATTACHED, None)
+
+
+async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | None = None) -> AsyncSync:
+    """Follow a run. The engine must have been made with ``worker_extension_cls=WORKER_EXTENSION``.
+
+    Args:
+        engine: a ``vllm.AsyncLLM``.
+        bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
+        trusted_keys: public key files; in one string, separated by commas. None: the setting ``trusted_keys``.
+
+    Raises:
+        EngineError: not an ``AsyncLLM``, the extension or the plugin is missing, an option or the layout is not
+            supported, or the engine is attached already.
+        SettingsError: a setting is invalid.
+    """
+    if hasattr(engine, "llm_engine") or not hasattr(engine, "engine_core"):
+        raise EngineError(
+            f"attach_async is for a vllm.AsyncLLM, this is {type(engine).__name__}; for a vllm.LLM call "
+            "attach(llm, bucket=URL)"
+        )
+    if getattr(engine, ATTACHED, None) is not None:
+        raise EngineError("this engine is attached already; close() what attach_async returned before")
+    _check_plugin()
+    settings = load_settings({"bucket": bucket, "trusted_keys": join_key_files(trusted_keys)})
+    patches.check_extension(engine.vllm_config, WORKER_EXTENSION)
+    check_features(engine.vllm_config)
+    check_layout(engine.vllm_config, missing=hooks.missing_names())
+    patches.warn_untested()
+    sync = AsyncSync(engine, settings)
+    sync._start()
+    setattr(engine, ATTACHED, sync)
+    return sync
+
+
+def _check_plugin() -> None:
+    """Raise unless the engine core's process loads our plugin, which the environment decides."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and patches.PLUGIN_NAME not in allowed.split(","):
+        raise EngineError(
+            f"VLLM_PLUGINS is {allowed!r} and does not name {patches.PLUGIN_NAME}, so the engine cannot be paused "
+            "safely; add it, or unset the variable, before the engine is made"
+        )
