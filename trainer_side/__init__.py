@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from trainer_side.gate import Gate
+from trainer_side.options import Gate
 from trainer_side.publisher import Publisher
 from trainer_side.result import PublishResult
 
 if TYPE_CHECKING:
-    from trainer_side.integrations.transformers_callback import DeltaSyncCallback
+    from trainer_side.integrations.transformers import DeltaSyncCallback
 
 __all__ = ["DeltaSyncCallback", "Gate", "PublishResult", "Publisher"]
 
@@ -15,7 +15,7 @@ __all__ = ["DeltaSyncCallback", "Gate", "PublishResult", "Publisher"]
 def __getattr__(name: str) -> object:
     # Publishing needs no transformers, which takes seconds to import.
     if name == "DeltaSyncCallback":
-        from trainer_side.integrations import transformers_callback
+        from trainer_side.integrations.transformers import DeltaSyncCallback
 
-        return transformers_callback.DeltaSyncCallback
+        return DeltaSyncCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

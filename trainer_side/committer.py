@@ -7,11 +7,10 @@ from trainer_side import manifests
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.encode.encoder import Encoder
 from trainer_side.encode.update_gate import UpdateGate
+from trainer_side.maintenance import RebaseTag
 from trainer_side.options import Options
-from trainer_side.rebase_tag import RebaseTag
 from trainer_side.result import PublishProgress, Stopwatch
-from trainer_side.sidecars import put_sidecars
-from trainer_side.start import OpenedRun
+from trainer_side.takeover import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.parallel import has_object, in_parallel
@@ -264,7 +263,7 @@ class Committer:
             progress.seconds["encode"] = watch.lap()
             together = in_parallel if len(encoded) > 1 else map
             objects = list(together(self.writer.put_object, encoded))
-            sidecars = put_sidecars(self.writer, progress.sidecars)
+            sidecars = self.writer.put_sidecars(progress.sidecars)
             manifest = manifests.delta(
                 self.newest, self.held, step, coding, objects, changes, self.writer.epoch, progress.quarantined,
                 [item for item, _ in sidecars],

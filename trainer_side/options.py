@@ -1,8 +1,9 @@
-"""What a publisher was asked for, checked."""
+"""Options of a publisher, checked: ``Options`` and the update gate's bounds, ``Gate``."""
 
 import math
 import operator
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -10,15 +11,74 @@ from typing import Literal, get_args
 import torch
 
 from trainer_side.diff.buffers import Place
-from trainer_side.gate import Gate
 from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
+from vllm_delta_sync.format.manifest import FILE_NAME
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
 
+Action = Literal["refuse", "quarantine"]
+ACTIONS = ("refuse", "quarantine")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a version must be like to be published as one that servers take.
+
+    Each version is compared with the last *sound* one, which is what servers have: the version it builds on or, if that
+    is quarantined, the newest one before that is not. So a model that went bad and comes back is sound again at once,
+    and one that stays bad stays quarantined, whether or not what is bad changes any more. What the sound version has
+    already counts for nothing: a NaN that a base came with is seen only where it is changed for another. Version 0 has
+    nothing to be compared with and is not judged; what is not finite in it is logged.
+
+    To leave quarantine: publish weights that are within the bounds of the sound version, with or without
+    ``publisher.rebase(sound)`` before it; or start the publisher again with wider bounds, or with no gate.
+
+    Attributes:
+        nonfinite: no element that changed may be NaN or infinite. Concerns every floating-point dtype, and the scales
+            of F8_E8M0; integers have neither.
+        max_changed_share: the largest part of all elements that may differ, above 0 and at most 1; None: any.
+        max_norm_jump: the largest ‖new − sound‖₂ / ‖sound‖₂ over all floating-point tensors together, above 0; in fp64,
+            without the elements that are not finite in the sound version. None: any, and no norms are kept.
+        action: ``refuse``: the version is not published, and GateError is raised where a failed upload would be: by
+            the next call or ``flush``. The changes go out with the next version, which is judged anew. ``quarantine``:
+            it is published with the reasons, and servers skip it unless they are told to serve it.
+
+    Raises:
+        UsageError: a bound or the action makes no sense.
+    """
+
+    nonfinite: bool = True
+    max_changed_share: float | None = None
+    max_norm_jump: float | None = None
+    action: Action = "refuse"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.nonfinite, bool):
+            raise UsageError(f"gate: nonfinite is {self.nonfinite!r}; give True or False")
+        if not _is_bound(self.max_changed_share, 1.0):
+            raise UsageError(
+                f"gate: max_changed_share is {self.max_changed_share!r}; give a share above 0 and at most 1, or None"
+            )
+        if not _is_bound(self.max_norm_jump, math.inf):
+            raise UsageError(f"gate: max_norm_jump is {self.max_norm_jump!r}; give a ratio above 0, or None")
+        if self.action not in ACTIONS:
+            raise UsageError(f"gate: action is {self.action!r}; give one of {', '.join(map(repr, ACTIONS))}")
+
+
+def _is_bound(value: object, most: float) -> bool:
+    if value is None:
+        return True
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and 0 < float(value) <= most and math.isfinite(value)  # type: ignore[arg-type]
+
+
 RESCAN_BYTES = 64 * 1024**2
+
+SidecarData = bytes | bytearray | memoryview
 
 Choice = Literal["auto", "packed", "context", "raw"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
@@ -146,6 +206,42 @@ def check_version(version: int) -> int:
     if isinstance(version, bool) or number < 0:
         raise UsageError(f"version is {version!r}; give the number of a version")
     return number
+
+
+def checked_sidecars(given: Mapping[str, SidecarData] | None) -> dict[str, bytes]:
+    """Name → bytes, copied where they could change.
+
+    Raises:
+        UsageError: a name, a size, or their number makes no sense.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"sidecars is a {type(given).__name__}; give a mapping of names to bytes, or None")
+    if len(given) > MAX_SIDECARS:
+        raise UsageError(f"sidecars has {len(given)} entries; give at most {MAX_SIDECARS}, and join small ones")
+    return {_checked_name(name): _checked_bytes(name, data) for name, data in given.items()}
+
+
+def _checked_name(name: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
+        raise UsageError(
+            f"sidecar name {str(name)[:120]!r} is none; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or "
+            "a digit"
+        )
+    return name
+
+
+def _checked_bytes(name: str, data: SidecarData) -> bytes:
+    if not isinstance(data, SidecarData):
+        raise UsageError(f"sidecar {name!r} is a {type(data).__name__}; give bytes, such as torch.save writes")
+    size = memoryview(data).nbytes
+    if size > MAX_SIDECAR_BYTES:
+        raise UsageError(
+            f"sidecar {name!r} has {size:,} bytes; give at most {MAX_SIDECAR_BYTES:,} each, and keep what is larger in "
+            "checkpoints of your own"
+        )
+    return bytes(data)
 
 
 def _check_number(name: str, value: int, least: int, what: str) -> None:

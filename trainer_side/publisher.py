@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from trainer_side.assembly import agreed_options, assembled, each, ranks_of
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.buffers import Place
-from trainer_side.gate import Gate
 from trainer_side.manifests import SHARD_BYTES
 from trainer_side.model.sources import ModelLike
-from trainer_side.options import RESCAN_BYTES, Options, check_version, checked, chosen_keys
+from trainer_side.options import RESCAN_BYTES, Gate, Options, SidecarData, check_version, checked, chosen_keys
 from trainer_side.result import PublishResult, Stopwatch
 from trainer_side.run_files import check_folder
-from trainer_side.sidecars import Bytes
+from trainer_side.session import agreed_options, assembled, each, ranks_of
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
@@ -195,7 +193,7 @@ class Publisher:
         step: int,
         wait: bool = False,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
-        sidecars: Mapping[str, Bytes] | None = None,
+        sidecars: Mapping[str, SidecarData] | None = None,
     ) -> PublishResult:
         """Publish the weights of this moment as the next version.
 

@@ -1,25 +1,73 @@
-"""The caller's side of publishing: compare, hand over to the background thread, and wait for it where that is due."""
+"""Run the caller's side of publishing: ``PublishSession`` compares, hands over to the background thread and waits."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import distributed
 
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.model.sources import LiveTensors
-from trainer_side.options import Options, check_step
+from trainer_side.maintenance import BackgroundMaintenance
+from trainer_side.model.sources import LiveTensors, ModelLike, live_tensors
+from trainer_side.options import Options, SidecarData, check_step, checked_sidecars
 from trainer_side.result import PublishProgress, PublishResult, Stopwatch
-from trainer_side.sidecars import Bytes, checked_sidecars
-from trainer_side.skip_log import SkipLog
+from trainer_side.run_files import collect_files
+from trainer_side.takeover import OpenedRun, open_or_begin
+from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.redaction import guarded_logger
+
+if TYPE_CHECKING:
+    from trainer_side.ranks.group import RankGroups
+
+logger = guarded_logger(__name__)
+
+
+class SkipLog:
+    """Says in the log that calls of ``publish`` are skipped, and why: once until a version is published again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._before: PublishResult | None = None
+        self._count = 0
+
+    def note(self, result: PublishResult) -> None:
+        """Take note of what ``publish`` has returned."""
+        if result.version is None:
+            self._count += 1
+            if self._count == 1 and self._before is not None and not self._before.done:
+                self._say(result.step, self._before)
+            return
+        count, self._count = self._count, 0
+        if count:
+            logger.info("step %d: published again, after %d that were skipped", result.step, count)
+        self._before, self._since = result, self._clock()
+
+    def _say(self, step: int, before: PublishResult) -> None:
+        logger.warning(
+            "step %d is not published: encoding and upload of version %s (step %d) take %.1f s so far, longer than the "
+            "steps since. What has changed goes out with the next version, and nothing queues up; publish less often, "
+            "or to a faster store, if versions are wanted as often as this",
+            step,
+            before.version,
+            before.step,
+            self._clock() - self._since,
+        )
+
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-Sidecars = Mapping[str, Bytes] | None
+Sidecars = Mapping[str, SidecarData] | None
 _Given = TypeVar("_Given")
 
 
@@ -152,3 +200,99 @@ class PublishSession:
             version=version, step=step, changed=changed, total=self._table.total, full_bytes=self._table.full_bytes,
             diff_seconds=diff_seconds, progress=progress,
         )  # fmt: skip
+
+
+_Found = TypeVar("_Found")
+
+
+@dataclass
+class PublisherParts:
+    """A publisher's parts.
+
+    Attributes:
+        upkeep: None on a rank that leaves it to rank 0.
+    """
+
+    opened: OpenedRun
+    committer: Committer
+    course: PublishSession
+    detector: Detector
+    upkeep: BackgroundMaintenance | None
+
+
+def ranks_of(model: ModelLike) -> "RankGroups | None":
+    """The ranks that publish a model together; None if this process does by itself.
+
+    Raises:
+        PublishError: a rank does not take part.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    from trainer_side.ranks.shard_parts import needs_ranks
+
+    if not needs_ranks(model):
+        return None
+    from trainer_side.ranks.group import RankGroups
+
+    return RankGroups()
+
+
+def each(ranks: "RankGroups | None", what: str, work: Callable[[], _Found]) -> _Found:
+    """What ``work`` gives here, once it has gone well on every rank; raises what it raised on any."""
+    if ranks is None:
+        return work()
+    found: list[_Found] = []
+    ranks.work.together(what, lambda: found.append(work()))
+    return found[0]
+
+
+def agreed_options(ranks: "RankGroups | None", check: Callable[[bool], Options]) -> Options:
+    """A publisher's options.
+
+    Args:
+        check: makes them, with keys to sign with if it is told so: only rank 0 needs them.
+
+    Raises:
+        UsageError, SettingsError: what ``check`` raised on any rank; or the ranks were given other options.
+    """
+    if ranks is None:
+        return check(True)
+    from trainer_side.ranks.opening import joined_options
+
+    return joined_options(ranks, check)
+
+
+def assembled(
+    model: ModelLike,
+    bucket: Bucket,
+    base: str | Path | None,
+    files: str | Path | None,
+    options: Options,
+    background: BackgroundThread,
+    ranks: "RankGroups | None",
+    undo: ExitStack,
+) -> PublisherParts:
+    """Begin the run or take it over, and start what looks after it; errors as ``Publisher``.
+
+    Args:
+        undo: gets what has to be closed if something fails after this.
+    """
+    detector = Detector(options.diff_threads)
+    undo.callback(detector.close)
+    collected = partial(collect_files, model, files)
+    if ranks is not None:
+        from trainer_side.ranks.opening import joined
+
+        return joined(model, bucket, base, collected, options, background, detector, ranks, undo)
+    live = live_tensors(model)
+    opened, place = open_or_begin(bucket, live, base, collected, options, background.call)
+    upkeep = BackgroundMaintenance(bucket, place, options, opened.writer)
+    undo.callback(upkeep.close)
+    committer = Committer(bucket, opened, place, options, upkeep.offer)
+    background.call(committer.begin)
+    course = PublishSession(live, opened.baseline.table, options, committer, detector, background)
+    return PublisherParts(opened, committer, course, detector, upkeep)
+
+
+def no_upkeep(manifest: Manifest) -> None:
+    """What a rank does that leaves upkeep to rank 0."""

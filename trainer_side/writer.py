@@ -8,16 +8,16 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
 from trainer_side.encode.upload_bandwidth import UploadBandwidth
-from trainer_side.epochs import check_fence, stored_digest
+from trainer_side.epochs import check_fence, key_refused, stored_digest
 from trainer_side.options import Options
-from trainer_side.signing_policy import key_refused
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import gives
-from vllm_delta_sync.bucket.parallel import has_object
+from vllm_delta_sync.bucket.parallel import has_object, in_parallel
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -37,8 +37,10 @@ from vllm_delta_sync.format.manifest import (
     Manifest,
     ObjectRef,
     RunInfo,
+    Sidecar,
     Stored,
     object_key,
+    sidecar_key,
     version_key,
 )
 from vllm_delta_sync.notice import Notice, NoticePublisher
@@ -132,6 +134,20 @@ class RunWriter:
         with self.link.upload(ref.bytes):
             self._bucket.put(ref.key, content)
         self.check_object(ref)
+
+    def put_sidecars(self, sidecars: Mapping[str, bytes]) -> list[tuple[Sidecar, bytes]]:
+        """Store sidecars under their digests, several at once; the manifest that lists them follows.
+
+        Raises:
+            StoreError: one could not be stored.
+        """
+        stored = []
+        for name, data in sidecars.items():
+            digest = sha256(data).hexdigest()
+            stored.append((Sidecar(name=name, key=sidecar_key(digest), bytes=len(data), sha256=digest), data))
+        for _ in in_parallel(lambda item: self.put_file(*item), stored):
+            pass
+        return stored
 
     def check_object(self, ref: Stored) -> None:
         """Where objects are read back: raise StoreError unless this one is stored as it should be."""

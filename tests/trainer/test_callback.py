@@ -295,7 +295,7 @@ def test_skips_are_told_once(
             settle()
 
         seen.at = {1: hold, 5: let_go, 6: settle}
-        with caplog.at_level(logging.INFO, "trainer_side.skip_log"):
+        with caplog.at_level(logging.INFO, "trainer_side.session"):
             trainer_of(model, tmp_path, [callback, logged, seen], max_steps=7).train()
     assert steps_of(open_run(url)) == [1, 2, 6, 7]
     assert [line["delta_sync/skipped"] for line in logged.published] == [0, 0, 3, 0]

@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.chains import Chain
 from tests.support.trusted import Trusted, keyring_at
-from trainer_side.epochs import find_end
-from trainer_side.signing_policy import check_end
+from trainer_side.epochs import check_end, find_end
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead

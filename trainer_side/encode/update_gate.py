@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.gate import Gate
+from trainer_side.options import Gate
 from vllm_delta_sync.errors import GateError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.table import TensorTable

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from trainer_side.manifests import Put
 from trainer_side.options import Options
-from trainer_side.ranks.coverage import boxes_document, check_cover
 from trainer_side.ranks.gather import put_shards
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, told_error
 from trainer_side.ranks.shard_baseline import GatheredState, ShardBaseline, check_same_tables
-from trainer_side.ranks.shard_parts import ModuleParts
+from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_cover
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run

@@ -17,8 +17,7 @@ from trainer_side.ranks.coordinator import RankCoordinator
 from trainer_side.ranks.group import Json, LostRankError, error_document, first_error, told_error
 from trainer_side.ranks.shard_baseline import ShardBaseline, whole_changes
 from trainer_side.result import PublishProgress, Stopwatch
-from trainer_side.sidecars import put_sidecars
-from trainer_side.start import OpenedRun
+from trainer_side.takeover import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.parallel import in_parallel
@@ -187,7 +186,7 @@ class RankCommitter(Committer):
             refs = list(together(self.writer.put_object, own.data))
             own.refs = [ref.model_copy(update={"rank": self._circle.rank}) for ref in refs]
             if self._circle.leads:
-                own.sidecars = put_sidecars(self.writer, progress.sidecars)
+                own.sidecars = self.writer.put_sidecars(progress.sidecars)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and raised by ``_follow``
             own.error = error
         return own

@@ -10,12 +10,11 @@ from typing import TypeVar
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.engine import Detector
 from trainer_side.model.sources import LiveTensors
-from trainer_side.options import Options, check_step
+from trainer_side.options import Options, check_step, checked_sidecars
 from trainer_side.ranks.group import Json, RankGroups, check_same
 from trainer_side.ranks.rank_committer import RankCommitter
 from trainer_side.result import PublishProgress, PublishResult, Stopwatch
 from trainer_side.session import PublishSession, Sidecars, Weights
-from trainer_side.sidecars import checked_sidecars
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
