@@ -47,30 +47,30 @@ class HistoryTail:
     problem: DeltaSyncError | None
 
 
-def find_end(run: Run) -> HistoryTail:
+def find_tail(run: Run) -> HistoryTail:
     """The newest version, however damaged.
 
     Raises:
         NotFoundError: the run has no version. UnsupportedError: a later release wrote it.
         StoreError: the store failed, or does not give the same twice.
     """
-    found = _find_end(run)
-    if found.problem is not None:
+    tail = _find_tail(run)
+    if tail.problem is not None:
         # What is damaged in the store stays so; bytes that flipped on the way do not.
-        found = _find_end(run)
+        tail = _find_tail(run)
     for key, same in (
         (RUN_KEY, run.is_current),
-        (version_key(found.version), lambda: stored_digest(run.bucket, version_key(found.version)) == found.digest),
+        (version_key(tail.version), lambda: stored_digest(run.bucket, version_key(tail.version)) == tail.digest),
     ):
         if not same():
             raise StoreError(
                 f"{key} of {run.bucket.url} reads otherwise than a moment ago: it was written over, or the store or "
                 "the network damages what it delivers; start this publisher again"
             )
-    return found
+    return tail
 
 
-def _find_end(run: Run) -> HistoryTail:
+def _find_tail(run: Run) -> HistoryTail:
     manifest: Manifest | None = None
     try:
         manifest, problem = run.reachable_head()
@@ -83,7 +83,7 @@ def _find_end(run: Run) -> HistoryTail:
     if isinstance(problem, UnsupportedError):
         raise problem
     highest = _highest(run, manifest)
-    last = _proven(run, highest)
+    last = _verified(run, highest)
     if last is not None:
         # Only HEAD.json is wrong, or what it points at, and somebody has gone on behind that.
         return HistoryTail(last.version, last.digest, last, None)
@@ -112,7 +112,7 @@ def _highest(run: Run, newest: Manifest | None) -> int:
         return highest
 
 
-def _proven(run: Run, version: int) -> Manifest | None:
+def _verified(run: Run, version: int) -> Manifest | None:
     """A version's manifest, if it is good and follows the one before it, be that good or not."""
     try:
         manifest = run.manifest(version)
@@ -145,21 +145,21 @@ class EpochToken:
     data: bytes
 
 
-def claim(run: Run, found: HistoryTail) -> EpochToken:
+def claim(run: Run, tail: HistoryTail) -> EpochToken:
     """Begin the next epoch; from when this returns the former writer commits one more version at most.
 
     Raises:
         StoreError: the store failed; at worst a claim is left that fences the former writer.
     """
     bucket, writer = run.bucket, secrets.token_hex(16)
-    epoch = max(run.newest_claim(), 0 if found.manifest is None else found.manifest.epoch) + 1
+    epoch = max(run.newest_claim(), 0 if tail.manifest is None else tail.manifest.epoch) + 1
     while True:
         document = run.keyring.signed(
             Claim(
                 run=run.info.run,
                 epoch=epoch,
-                version=found.version,
-                manifest=found.digest,
+                version=tail.version,
+                manifest=tail.digest,
                 writer=writer,
                 created_at=timestamp(),
             )
@@ -170,7 +170,7 @@ def claim(run: Run, found: HistoryTail) -> EpochToken:
         epoch += 1
 
 
-def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = None) -> None:
+def check_not_fenced(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = None) -> None:
     """Raise unless the run is still there and nobody has claimed a later epoch: one small get, and one stat.
 
     Args:
@@ -181,10 +181,10 @@ def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = Non
         ConflictError: the run is another writer's, another run, or gone. StoreError: the store does not tell.
     """
     try:
-        ours = gives(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
+        unchanged = gives(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
     except NotFoundError as error:
         raise ConflictError(f"the run at {bucket.url} was removed; this publisher stops: start a new run") from error
-    if not ours:
+    if not unchanged:
         raise ConflictError(
             f"another run was started at {bucket.url} in place of this one; this publisher stops: publish to another "
             "run URL"
@@ -217,7 +217,7 @@ def stored_digest(bucket: Bucket, key: str) -> str:
         start += len(piece)
 
 
-def key_refused(keys: RunKeys, keyring: Keyring) -> str | None:
+def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
     """Why what the keyring's signing key signs is refused by readers; None if it is not, or if there is none."""
     if keyring.public is None or keyring.public in keys.allowed():
         return None
@@ -233,7 +233,7 @@ def key_refused(keys: RunKeys, keyring: Keyring) -> str | None:
     )
 
 
-def open_vouched(bucket: Bucket, keyring: Keyring) -> Run:
+def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
     """Open a run to go on with it.
 
     Raises:
@@ -249,13 +249,13 @@ def open_vouched(bucket: Bucket, keyring: Keyring) -> Run:
     if info.signature is not None:
         _check_has_key(bucket, keyring)
     run = Run(bucket, keyring)
-    refused = key_refused(run.authentic.keys, keyring)
+    refused = key_refusal(run.authentic.keys, keyring)
     if refused is not None:
         raise SignatureError(f"{refused} ({bucket.url})")
     return run
 
 
-def check_end(run: Run, found: HistoryTail) -> None:
+def check_tail(run: Run, tail: HistoryTail) -> None:
     """Raise SignatureError if a signed run ends with something that nobody trusted has signed.
 
     Going on behind it would be to sign it, and its weights would be published as ours. What is damaged counts too:
@@ -263,31 +263,31 @@ def check_end(run: Run, found: HistoryTail) -> None:
     keys.json gave up is another thing: receivers that had believed it follow only what goes on behind it.
     """
     if not run.keyring.signs:
-        if found.manifest is not None and found.manifest.signature is not None:
+        if tail.manifest is not None and tail.manifest.signature is not None:
             _check_has_key(run.bucket, run.keyring)
-    elif (found.problem is not None or found.manifest is None) and not is_given_up(run, found):
-        raise _written_by_others(run, found, found.problem)
+    elif (tail.problem is not None or tail.manifest is None) and not is_revoked_tail(run, tail):
+        raise _untrusted_error(run, tail, tail.problem)
 
 
-def is_given_up(run: Run, found: HistoryTail) -> bool:
+def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
     """Whether everything behind the last good version is by a key that was retired or revoked since.
 
     Raises:
         StoreError: the store failed.
     """
-    last = found.manifest
-    if found.problem is None or last is None:
+    last = tail.manifest
+    if tail.problem is None or last is None:
         return False
     digest = last.digest
-    for version in range(last.version + 1, found.version + 1):
-        given_up = refused_manifest(run, version)
-        if given_up is None or given_up.parent != digest:
+    for version in range(last.version + 1, tail.version + 1):
+        manifest = refused_manifest(run, version)
+        if manifest is None or manifest.parent != digest:
             return False
-        digest = given_up.digest
-    return digest == found.digest
+        digest = manifest.digest
+    return digest == tail.digest
 
 
-def forged(error: BaseException | None) -> DeltaSyncError | None:
+def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:
     """Why something cannot be rebuilt, if that is because something on the way is signed by nobody who is trusted."""
     seen: list[BaseException] = []
     # An error may be raised from itself.
@@ -299,11 +299,11 @@ def forged(error: BaseException | None) -> DeltaSyncError | None:
     return None
 
 
-def refuse_forged(run: Run, found: HistoryTail, error: DeltaSyncError) -> None:
+def raise_if_forged(run: Run, tail: HistoryTail, error: DeltaSyncError) -> None:
     """Raise SignatureError if a version cannot be rebuilt because of what somebody else has written."""
-    reason = forged(error) if run.keyring.checks else None
+    reason = forgery_cause(error) if run.keyring.checks else None
     if reason is not None:
-        raise _written_by_others(run, found, reason) from error
+        raise _untrusted_error(run, tail, reason) from error
 
 
 def _check_has_key(bucket: Bucket, keyring: Keyring) -> None:
@@ -314,12 +314,14 @@ def _check_has_key(bucket: Bucket, keyring: Keyring) -> None:
         )
 
 
-def _written_by_others(run: Run, found: HistoryTail, problem: DeltaSyncError | None) -> SignatureError:
-    url, last = run.bucket.url, found.manifest
-    mend = "put back what belongs there (delta-sync repair, with a mirror), or publish to a new run URL"
-    if last is not None and last.version < found.version:
-        mend = f"remove {version_key(last.version + 1)} and what follows to go on from version {last.version}, {mend}"
+def _untrusted_error(run: Run, tail: HistoryTail, problem: DeltaSyncError | None) -> SignatureError:
+    url, last = run.bucket.url, tail.manifest
+    remedy = "put back what belongs there (delta-sync repair, with a mirror), or publish to a new run URL"
+    if last is not None and last.version < tail.version:
+        remedy = (
+            f"remove {version_key(last.version + 1)} and what follows to go on from version {last.version}, {remedy}"
+        )
     return SignatureError(
-        f"version {found.version} of {url} is not published by anybody who is trusted, so nothing is built on it: "
-        f"{problem}. Somebody else may have written to the bucket: find out who. Then {mend}"
+        f"version {tail.version} of {url} is not published by anybody who is trusted, so nothing is built on it: "
+        f"{problem}. Somebody else may have written to the bucket: find out who. Then {remedy}"
     )

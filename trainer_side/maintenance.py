@@ -155,9 +155,9 @@ class HeadRenewal:
             self._thread.join()
 
     def _serve(self) -> None:
-        seconds = self._writer.renew()
+        seconds = self._writer.renew_head()
         while seconds is not None and not self._ended.wait(seconds):
-            seconds = self._writer.renew()
+            seconds = self._writer.renew_head()
 
 
 class RebaseTag:

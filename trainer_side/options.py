@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from trainer_side.diff.buffers import Place
+from trainer_side.diff.buffers import BaselineLocation
 from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
@@ -69,26 +69,26 @@ class Gate:
             raise UsageError(f"gate: action is {self.action!r}; give one of {', '.join(map(repr, ACTIONS))}")
 
 
-def _is_bound(value: object, most: float) -> bool:
+def _is_bound(value: object, maximum: float) -> bool:
     if value is None:
         return True
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return plain and 0 < float(value) <= most and math.isfinite(value)  # type: ignore[arg-type]
+    return plain and 0 < float(value) <= maximum and math.isfinite(value)  # type: ignore[arg-type]
 
 
 RESCAN_BYTES = 64 * 1024**2
 
 SidecarData = bytes | bytearray | memoryview
 
-Choice = Literal["auto", "packed", "context", "raw"]
-CHOICES: tuple[Choice, ...] = get_args(Choice)
+CodecOption = Literal["auto", "packed", "context", "raw"]
+CODEC_OPTIONS: tuple[CodecOption, ...] = get_args(CodecOption)
 
 
 @dataclass(frozen=True)
 class Options:
     """See ``Publisher``."""
 
-    codec: Choice
+    codec: CodecOption
     compression: Compression
     every: int
     resume: bool
@@ -100,7 +100,7 @@ class Options:
     gate: Gate | None = None
     keyring: Keyring = field(default_factory=Keyring)
     head_seconds: int = HEAD_SECONDS
-    baseline: Place = "host"
+    baseline: BaselineLocation = "host"
     diff_threads: int = 1
     receiver_bytes_per_second: float | None = None
 
@@ -130,9 +130,9 @@ def checked(
     receiver_bytes_per_second: float | None = None,
 ) -> Options:
     """Raise UsageError for an option that makes no sense, SettingsError for a key file that holds no such key."""
-    chosen = next((name for name in CHOICES if name == codec), None)
+    chosen = next((name for name in CODEC_OPTIONS if name == codec), None)
     if chosen is None:
-        raise UsageError(f"codec is {codec!r}; give one of {', '.join(map(repr, CHOICES))}")
+        raise UsageError(f"codec is {codec!r}; give one of {', '.join(map(repr, CODEC_OPTIONS))}")
     if compression not in ("zstd", "none"):
         raise UsageError(f"compression is {compression!r}; give 'zstd' or 'none'")
     _check_number("every", every, 1, "a number of calls")
@@ -208,19 +208,19 @@ def check_version(version: int) -> int:
     return number
 
 
-def checked_sidecars(given: Mapping[str, SidecarData] | None) -> dict[str, bytes]:
+def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, bytes]:
     """Name → bytes, copied where they could change.
 
     Raises:
         UsageError: a name, a size, or their number makes no sense.
     """
-    if given is None:
+    if sidecars is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise UsageError(f"sidecars is a {type(given).__name__}; give a mapping of names to bytes, or None")
-    if len(given) > MAX_SIDECARS:
-        raise UsageError(f"sidecars has {len(given)} entries; give at most {MAX_SIDECARS}, and join small ones")
-    return {_checked_name(name): _checked_bytes(name, data) for name, data in given.items()}
+    if not isinstance(sidecars, Mapping):
+        raise UsageError(f"sidecars is a {type(sidecars).__name__}; give a mapping of names to bytes, or None")
+    if len(sidecars) > MAX_SIDECARS:
+        raise UsageError(f"sidecars has {len(sidecars)} entries; give at most {MAX_SIDECARS}, and join small ones")
+    return {_checked_name(name): _checked_bytes(name, data) for name, data in sidecars.items()}
 
 
 def _checked_name(name: str) -> str:
@@ -244,9 +244,9 @@ def _checked_bytes(name: str, data: SidecarData) -> bytes:
     return bytes(data)
 
 
-def _check_number(name: str, value: int, least: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} is {value!r}; give {what}, at least {least}")
+def _check_number(name: str, value: int, minimum: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise UsageError(f"{name} is {value!r}; give {what}, at least {minimum}")
 
 
 def _check_rate(name: str, value: float) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 
 from trainer_side.background_thread import BackgroundThread
-from trainer_side.diff.buffers import Place
+from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.manifests import SHARD_BYTES
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import RESCAN_BYTES, Gate, Options, SidecarData, check_version, checked, chosen_keys
 from trainer_side.result import PublishResult, Stopwatch
 from trainer_side.run_files import check_folder
-from trainer_side.session import agreed_options, assembled, each, ranks_of
+from trainer_side.session import agreed_options, build_publisher, on_every_rank, ranks_of
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
@@ -71,7 +71,7 @@ class Publisher:
         signing_key: str | Path | None = None,
         trusted_keys: str | Sequence[str | Path] | None = None,
         head_seconds: int = HEAD_SECONDS,
-        baseline: Place = "host",
+        baseline: BaselineLocation = "host",
         diff_threads: int | None = None,
         receiver_bytes_per_second: float | None = None,
     ) -> None:
@@ -151,23 +151,25 @@ class Publisher:
             self._background = BackgroundThread("delta-sync-publisher")
             undo.callback(self._background.close)
             self._own_bucket = not isinstance(bucket, Bucket)
-            self._bucket = each(ranks, "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket))
+            self._bucket = on_every_rank(
+                ranks, "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket)
+            )
             if self._own_bucket:
                 undo.callback(self._bucket.close)
 
-            def announcing() -> NoticePublisher | None:
-                if notice is None or (ranks is not None and not ranks.leads):
+            def notice_publisher() -> NoticePublisher | None:
+                if notice is None or (ranks is not None and not ranks.is_rank0):
                     return None
                 return try_announcing(notice, notice_key, notice_allowed, options.keyring)
 
-            self._notice = each(ranks, "notice", announcing)
+            self._notice = on_every_rank(ranks, "notice", notice_publisher)
             if self._notice is not None:
                 undo.callback(self._notice.close)
-            made = assembled(model, self._bucket, base, files, options, self._background, ranks, undo)
-            self._committer, self._course, self._upkeep = made.committer, made.course, made.upkeep
-            self._detector = made.detector
+            parts = build_publisher(model, self._bucket, base, files, options, self._background, ranks, undo)
+            self._committer, self._session, self._maintenance = parts.committer, parts.session, parts.maintenance
+            self._detector = parts.detector
             if self._notice is not None:
-                made.opened.writer.use_notice(self._notice)
+                parts.opened.writer.use_notice(self._notice)
             undo.pop_all()
 
     @property
@@ -220,19 +222,19 @@ class Publisher:
                 too large or has no name.
         """
         watch = Stopwatch()
-        given = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
+        pairs = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
         interrupted = False
         try:
             with self._lock:
-                self._refuse_closed()
-                return self._course.publish(step, wait, given, watch, sidecars)
+                self._check_open()
+                return self._session.publish(step, wait, pairs, watch, sidecars)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
         finally:
             # Frameworks gather each tensor on all ranks together: one that stops reading hangs the others.
-            if given is not None and not interrupted:
-                for _ in given:
+            if pairs is not None and not interrupted:
+                for _ in pairs:
                     pass
 
     def flush(self) -> None:
@@ -242,7 +244,7 @@ class Publisher:
             PublishError, ConflictError: it could not be made durable.
         """
         with self._lock:
-            self._settled()
+            self._wait_durable()
 
     def rebase(self, version: int) -> None:
         """Build the next version on an older one instead of the newest; numbers go on as before.
@@ -256,9 +258,9 @@ class Publisher:
                 builds on what it would have built on before.
         """
         with self._lock:
-            self._refuse_closed()
-            number = self._course.agreed("version", lambda: check_version(version))
-            self._course.call(lambda: self._committer.rebase(number))
+            self._check_open()
+            number = self._session.check_same_arguments("version", lambda: check_version(version))
+            self._session.call(lambda: self._committer.rebase(number))
 
     def rescan(self) -> list[str]:
         """Compare the whole baseline in memory with what was published, and fetch what differs from the bucket.
@@ -273,8 +275,8 @@ class Publisher:
         """
         names: list[str] = []
         with self._lock:
-            self._refuse_closed()
-            self._course.call(lambda: names.extend(self._committer.rescan()))
+            self._check_open()
+            self._session.call(lambda: names.extend(self._committer.rescan()))
         return names
 
     def anchor(self) -> int:
@@ -290,8 +292,8 @@ class Publisher:
         """
         done: list[int] = []
         with self._lock:
-            self._refuse_closed()
-            self._course.call(lambda: done.append(self._committer.write_anchor()))
+            self._check_open()
+            self._session.call(lambda: done.append(self._committer.write_anchor()))
         return done[0]
 
     def tag(self, name: str, version: int | None = None, milestone: bool = False) -> "Tag":
@@ -312,14 +314,14 @@ class Publisher:
             return [tag_key(name), None if version is None else check_version(version), bool(milestone)]
 
         with self._lock:
-            self._refuse_closed()
-            self._course.agreed("tag", checked_arguments)
-            self._settled()
+            self._check_open()
+            self._session.check_same_arguments("tag", checked_arguments)
+            self._wait_durable()
             number = self.version if version is None else check_version(version)
             run = self._committer.run
-            text = self._course.led("tag", lambda: set_tag(run, name, number, milestone).to_bytes().decode())
-            if milestone and self._upkeep is not None:
-                self._upkeep.milestone(number)
+            text = self._session.run_once("tag", lambda: set_tag(run, name, number, milestone).to_bytes().decode())
+            if milestone and self._maintenance is not None:
+                self._maintenance.milestone(number)
         return Tag.from_bytes(text.encode())
 
     def wait_served(self, version: int | None = None, replicas: int = 1, timeout: float = 60.0) -> "list[Replica]":
@@ -340,9 +342,9 @@ class Publisher:
         from vllm_delta_sync.fleet.fleet import Fleet
 
         with self._lock:
-            self._refuse_closed()
+            self._check_open()
             if version is None:
-                self._settled()
+                self._wait_durable()
             wanted = self.version if version is None else check_version(version)
             run = self._committer.run
         return Fleet(run).wait(wanted, replicas, timeout)
@@ -365,11 +367,11 @@ class Publisher:
                 if self._ranks is not None:
                     last.callback(self._ranks.close)
                 last.callback(self._committer.close)
-                if self._upkeep is not None:
-                    last.callback(self._upkeep.close)
+                if self._maintenance is not None:
+                    last.callback(self._maintenance.close)
                 last.callback(self._detector.close)
                 last.callback(self._background.close)
-                self._course.finish()
+                self._session.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -385,11 +387,11 @@ class Publisher:
         except DeltaSyncError as failure:
             logger.error("closing the publisher after %s: %s", type(error).__name__, failure)
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the publisher is closed; make a new one with a new run URL")
 
-    def _settled(self) -> None:
+    def _wait_durable(self) -> None:
         """Refuse a closed publisher, and wait until what was published is durable."""
-        self._refuse_closed()
-        self._course.settle()
+        self._check_open()
+        self._session.wait_durable()

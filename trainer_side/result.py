@@ -31,7 +31,7 @@ class PublishProgress(BackgroundJob):
         self.changed: int | None = None
         self.codec: str | None = None
         self.quarantined: tuple[str, ...] = ()
-        self.delivered = False
+        self.error_raised = False
 
     def wait(self) -> None:
         """Wait until the version is durable or has failed.
@@ -42,7 +42,7 @@ class PublishProgress(BackgroundJob):
         self.join()
         if self.error is None:
             return
-        self.delivered = True
+        self.error_raised = True
         if isinstance(self.error, DeltaSyncError):
             raise self.error
         raise PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was put back") from self.error

@@ -27,9 +27,9 @@ logger = guarded_logger(__name__)
 def check_folder(files: str | Path | None) -> None:
     """Raise UsageError unless ``files`` is a folder of files that a run can keep, or None; StoreError: unreadable."""
     if files is not None:
-        room = _SizeBudget()
-        for path in _named(files):
-            _check(room, path)
+        budget = _SizeBudget()
+        for path in _files_in(files):
+            _check(budget, path)
 
 
 def collect_files(model: object, files: str | Path | None, base: ResolvedBase | None) -> dict[str, bytes]:
@@ -44,10 +44,10 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
     Raises:
         UsageError: see ``check_folder``. StoreError: a file or folder cannot be read.
     """
-    room = _SizeBudget()
+    budget = _SizeBudget()
     kept: dict[str, bytes] = {}
-    for path in _named(files) if files is not None else ():
-        kept[path.name] = _content(path, _check(room, path))
+    for path in _files_in(files) if files is not None else ():
+        kept[path.name] = _content(path, _check(budget, path))
     pretrained = _pretrained(model)
     with tempfile.TemporaryDirectory(prefix="delta-sync-") as folder:
         found = {} if base is None or not base.path.is_dir() else model_files(base.path)
@@ -56,10 +56,10 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
             found |= model_files(Path(folder))
         # What no server starts without comes first.
         for name in sorted(found, key=lambda name: (not name.startswith(("config.", "generation", "tokenizer")), name)):
-            if room.has(name):
+            if budget.has(name):
                 continue
             size = _size(found[name])
-            if (reason := room.refuses(name, size)) is not None:
+            if (reason := budget.refusal(name, size)) is not None:
                 logger.warning("the run does not keep the model's file %r: %s", name, reason)
                 continue
             kept[name] = _content(found[name], size)
@@ -82,10 +82,10 @@ def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
             found = model_files(Path(folder))
         except Exception as error:  # noqa: BLE001  another library's code, and training goes on without a tokenizer
             logger.warning("the run does not keep the Trainer's tokenizer, as it cannot be saved: %s", error)
-        room = _SizeBudget()
+        budget = _SizeBudget()
         for name, path in list(found.items()):
             # What the user did not name cannot be refused.
-            if (reason := room.refuses(name, _size(path))) is not None:
+            if (reason := budget.refusal(name, _size(path))) is not None:
                 logger.warning("the run does not keep the Trainer's file %r: %s", name, reason)
                 path.unlink()
                 del found[name]
@@ -104,7 +104,7 @@ class _SizeBudget:
         """Whether it keeps a file of that name."""
         return name.lower() in self._names
 
-    def refuses(self, name: str, size: int) -> str | None:
+    def refusal(self, name: str, size: int) -> str | None:
         """Take a file, or say why that cannot be."""
         if re.fullmatch(FILE_NAME, name) is None:
             return "its name is not 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or a digit"
@@ -124,7 +124,7 @@ class _SizeBudget:
         return None
 
 
-def _named(files: str | Path) -> list[Path]:
+def _files_in(files: str | Path) -> list[Path]:
     """Paths of the files that a user names with their folder."""
     if not isinstance(files, str | Path) or not str(files) or not Path(files).is_dir():
         raise UsageError(f"files is {str(files)!r}, which is no folder; give one that holds config.json and the like")
@@ -137,10 +137,10 @@ def _named(files: str | Path) -> list[Path]:
     return found
 
 
-def _check(room: _SizeBudget, path: Path) -> int:
+def _check(budget: _SizeBudget, path: Path) -> int:
     """The size of a file that the user wants the run to keep; raises UsageError if that cannot be."""
     size = _size(path)
-    if (reason := room.refuses(path.name, size)) is not None:
+    if (reason := budget.refusal(path.name, size)) is not None:
         raise UsageError(f"files: {str(path)!r} cannot be kept: {reason}; rename it or remove it from that folder")
     return size
 

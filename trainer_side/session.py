@@ -39,36 +39,36 @@ class SkipLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since = clock()
-        self._before: PublishResult | None = None
+        self._last_published: PublishResult | None = None
         self._count = 0
 
-    def note(self, result: PublishResult) -> None:
+    def record(self, result: PublishResult) -> None:
         """Take note of what ``publish`` has returned."""
         if result.version is None:
             self._count += 1
-            if self._count == 1 and self._before is not None and not self._before.done:
-                self._say(result.step, self._before)
+            if self._count == 1 and self._last_published is not None and not self._last_published.done:
+                self._log_skip(result.step, self._last_published)
             return
         count, self._count = self._count, 0
         if count:
             logger.info("step %d: published again, after %d that were skipped", result.step, count)
-        self._before, self._since = result, self._clock()
+        self._last_published, self._since = result, self._clock()
 
-    def _say(self, step: int, before: PublishResult) -> None:
+    def _log_skip(self, step: int, last: PublishResult) -> None:
         logger.warning(
             "step %d is not published: encoding and upload of version %s (step %d) take %.1f s so far, longer than the "
             "steps since. What has changed goes out with the next version, and nothing queues up; publish less often, "
             "or to a faster store, if versions are wanted as often as this",
             step,
-            before.version,
-            before.step,
+            last.version,
+            last.step,
             self._clock() - self._since,
         )
 
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Sidecars = Mapping[str, SidecarData] | None
-_Given = TypeVar("_Given")
+_Value = TypeVar("_Value")
 
 
 class PublishSession:
@@ -91,30 +91,30 @@ class PublishSession:
         self._live, self._table, self._options = live, table, options
         self._committer, self._detector, self._background = committer, detector, background
         self._calls = 0
-        self._patch: PendingDelta | None = None
+        self._pending: PendingDelta | None = None
         self._progress: PublishProgress | None = None
-        self._called_off = False
-        self._skips = SkipLog()
+        self._call_interrupted = False
+        self._skip_log = SkipLog()
 
     def publish(
         self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars
     ) -> PublishResult:
         """See ``Publisher.publish``."""
-        step, kept = check_step(step), checked_sidecars(sidecars)
-        if weights is None and not self._live.held:
+        step, sidecar_bytes = check_step(step), checked_sidecars(sidecars)
+        if weights is None and not self._live.has_values:
             raise UsageError("this publisher is handed its weights with each version: give weights=")
         if not self._busy:
             self.finish()
         self._calls += 1
         if self._calls % self._options.every:
-            return self._skipped(step, watch)
+            return self._skipped_result(step, watch)
         if self._busy and not wait:
-            return self._skipped_for_another(step, watch)
+            return self._skip_while_busy(step, watch)
         self.finish()
         watch.lap()
-        return self._handed_over(step, self._diff(weights), watch, kept)
+        return self._hand_over(step, self._diff(weights), watch, sidecar_bytes)
 
-    def settle(self) -> None:
+    def wait_durable(self) -> None:
         """Wait until what was published is durable, before something else is done; raises as ``finish``."""
         self.finish()
 
@@ -124,15 +124,15 @@ class PublishSession:
         Raises:
             PublishError, ConflictError: what the background thread met, if nobody was told yet.
         """
-        if self._progress is not None and not self._progress.delivered:
+        if self._progress is not None and not self._progress.error_raised:
             self._progress.wait()
-        committer, patch = self._committer, self._patch
+        committer, pending = self._committer, self._pending
         if committer.stopped is not None:
             raise type(committer.stopped)(committer.stopped.message)
-        if (patch is not None and patch.open) or committer.suspect or self._called_off:
+        if (pending is not None and pending.open) or committer.suspect or self._call_interrupted:
             # Also waits for what a caller who was interrupted has left under way.
-            self._background.call(lambda: committer.tidy(patch))
-            self._called_off = False
+            self._background.call(lambda: committer.recover(pending))
+            self._call_interrupted = False
 
     def call(self, work: Callable[[], None]) -> None:
         """Have the background thread do something to the baseline; nothing else touches it before that has ended.
@@ -140,12 +140,12 @@ class PublishSession:
         Raises:
             PublishError, ConflictError: as ``settle``, which comes first. Else whatever ``work`` raises.
         """
-        self.settle()
-        self._called_off = True
+        self.wait_durable()
+        self._call_interrupted = True
         self._background.call(work)
-        self._called_off = False
+        self._call_interrupted = False
 
-    def agreed(self, what: str, check: Callable[[], _Given]) -> _Given:
+    def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
         """What ``check`` makes of a call's arguments, once all processes that publish together have made the same.
 
         Raises:
@@ -153,7 +153,7 @@ class PublishSession:
         """
         return check()
 
-    def led(self, what: str, work: Callable[[], str]) -> str:
+    def run_once(self, what: str, work: Callable[[], str]) -> str:
         """What ``work`` gives, which is done once for all processes that publish together."""
         return work()
 
@@ -163,34 +163,34 @@ class PublishSession:
 
     def _diff(self, weights: Weights | None) -> PendingDelta:
         options = self._options
-        patch = self._patch = PendingDelta(
+        pending = self._pending = PendingDelta(
             self._committer.baseline, options.base_codec, options.compression, self._detector
         )
         with ExitStack() as undo:
-            undo.callback(self._background.call, patch.revert)
-            patch.add_all(self._live.read() if weights is None else self._live.given(weights))
+            undo.callback(self._background.call, pending.revert)
+            pending.add_all(self._live.read() if weights is None else self._live.convert(weights))
             undo.pop_all()
-        return patch
+        return pending
 
-    def _handed_over(
-        self, step: int, patch: PendingDelta, watch: Stopwatch, sidecars: Mapping[str, bytes]
+    def _hand_over(
+        self, step: int, pending: PendingDelta, watch: Stopwatch, sidecars: Mapping[str, bytes]
     ) -> PublishResult:
         progress = PublishProgress(sidecars)
         progress.seconds["diff"] = watch.lap()
         version = self._committer.newest.version + 1
-        result = self._result(version, step, patch.changed, progress.seconds["diff"], progress)
-        self._background.submit(progress, lambda: self._committer.work(patch, step, progress, watch))
+        result = self._result(version, step, pending.changed, progress.seconds["diff"], progress)
+        self._background.submit(progress, lambda: self._committer.commit_version(pending, step, progress, watch))
         self._progress = progress
-        self._skips.note(result)
+        self._skip_log.record(result)
         return result
 
-    def _skipped_for_another(self, step: int, watch: Stopwatch) -> PublishResult:
+    def _skip_while_busy(self, step: int, watch: Stopwatch) -> PublishResult:
         """The version before is still on its way: the store is slower than training."""
-        result = self._skipped(step, watch)
-        self._skips.note(result)
+        result = self._skipped_result(step, watch)
+        self._skip_log.record(result)
         return result
 
-    def _skipped(self, step: int, watch: Stopwatch) -> PublishResult:
+    def _skipped_result(self, step: int, watch: Stopwatch) -> PublishResult:
         return self._result(None, step, 0, watch.total, None)
 
     def _result(
@@ -202,7 +202,7 @@ class PublishSession:
         )  # fmt: skip
 
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -215,9 +215,9 @@ class PublisherParts:
 
     opened: OpenedRun
     committer: Committer
-    course: PublishSession
+    session: PublishSession
     detector: Detector
-    upkeep: BackgroundMaintenance | None
+    maintenance: BackgroundMaintenance | None
 
 
 def ranks_of(model: ModelLike) -> "RankGroups | None":
@@ -237,12 +237,12 @@ def ranks_of(model: ModelLike) -> "RankGroups | None":
     return RankGroups()
 
 
-def each(ranks: "RankGroups | None", what: str, work: Callable[[], _Found]) -> _Found:
+def on_every_rank(ranks: "RankGroups | None", what: str, work: Callable[[], _Result]) -> _Result:
     """What ``work`` gives here, once it has gone well on every rank; raises what it raised on any."""
     if ranks is None:
         return work()
-    found: list[_Found] = []
-    ranks.work.together(what, lambda: found.append(work()))
+    found: list[_Result] = []
+    ranks.work.all_or_raise(what, lambda: found.append(work()))
     return found[0]
 
 
@@ -257,12 +257,12 @@ def agreed_options(ranks: "RankGroups | None", check: Callable[[bool], Options])
     """
     if ranks is None:
         return check(True)
-    from trainer_side.ranks.opening import joined_options
+    from trainer_side.ranks.opening import agree_on_options
 
-    return joined_options(ranks, check)
+    return agree_on_options(ranks, check)
 
 
-def assembled(
+def build_publisher(
     model: ModelLike,
     bucket: Bucket,
     base: str | Path | None,
@@ -281,18 +281,18 @@ def assembled(
     undo.callback(detector.close)
     collected = partial(collect_files, model, files)
     if ranks is not None:
-        from trainer_side.ranks.opening import joined
+        from trainer_side.ranks.opening import build_sharded
 
-        return joined(model, bucket, base, collected, options, background, detector, ranks, undo)
+        return build_sharded(model, bucket, base, collected, options, background, detector, ranks, undo)
     live = live_tensors(model)
-    opened, place = open_or_begin(bucket, live, base, collected, options, background.call)
-    upkeep = BackgroundMaintenance(bucket, place, options, opened.writer)
-    undo.callback(upkeep.close)
-    committer = Committer(bucket, opened, place, options, upkeep.offer)
+    opened, base_location = open_or_begin(bucket, live, base, collected, options, background.call)
+    maintenance = BackgroundMaintenance(bucket, base_location, options, opened.writer)
+    undo.callback(maintenance.close)
+    committer = Committer(bucket, opened, base_location, options, maintenance.offer)
     background.call(committer.begin)
-    course = PublishSession(live, opened.baseline.table, options, committer, detector, background)
-    return PublisherParts(opened, committer, course, detector, upkeep)
+    session = PublishSession(live, opened.baseline.table, options, committer, detector, background)
+    return PublisherParts(opened, committer, session, detector, maintenance)
 
 
-def no_upkeep(manifest: Manifest) -> None:
+def skip_maintenance(manifest: Manifest) -> None:
     """What a rank does that leaves upkeep to rank 0."""

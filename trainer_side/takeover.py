@@ -12,8 +12,8 @@ from trainer_side import manifests
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import compile_kernels
 from trainer_side.encode.encoder import BaseCopies
-from trainer_side.encode.update_gate import judge_whole
-from trainer_side.epochs import EpochToken, HistoryTail, check_end, claim, find_end, open_vouched, refuse_forged
+from trainer_side.encode.update_gate import judge_state
+from trainer_side.epochs import EpochToken, HistoryTail, check_tail, claim, find_tail, open_trusted, raise_if_forged
 from trainer_side.model.sources import LiveTensors
 from trainer_side.options import Options
 from trainer_side.writer import FormerVersionError, RunWriter, UncertainError
@@ -60,7 +60,7 @@ from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve
 
 logger = guarded_logger(__name__)
 
-Collect = Callable[[ResolvedBase | None], Mapping[str, bytes]]
+CollectFiles = Callable[[ResolvedBase | None], Mapping[str, bytes]]
 """Gives the small files of a model, name → content, by the base that was found."""
 
 
@@ -81,7 +81,7 @@ def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
 
 
 @dataclass(frozen=True)
-class RunLocation:
+class UrlContents:
     """What a publisher finds at its URL.
 
     Attributes:
@@ -93,7 +93,7 @@ class RunLocation:
     unfinished: bytes | None = None
 
 
-def look_at(bucket: Bucket, resume: bool) -> RunLocation:
+def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
     """What is there.
 
     Args:
@@ -105,19 +105,19 @@ def look_at(bucket: Bucket, resume: bool) -> RunLocation:
     found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
     versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
     if versions and RUN_KEY in found:
-        return RunLocation(True)
+        return UrlContents(True)
     found += [VERSIONS_PREFIX] if versions else []
     # Claims of a run that is gone would fence the writer of a new one, its list of keys would be refused by readers.
     found += [KEYS_KEY] if _present(bucket, KEYS_KEY) else []
     for prefix in (CLAIMS_PREFIX, CHANGES_PREFIX):
         found += [prefix] if next(iter(bucket.list(prefix)), None) is not None else []
     if not found:
-        return RunLocation(False)
+        return UrlContents(False)
     if resume and found in ([RUN_KEY], [RUN_KEY, TABLE_KEY]):
         try:
-            return RunLocation(False, bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES))
+            return UrlContents(False, bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES))
         except NotFoundError:
-            return RunLocation(False)
+            return UrlContents(False)
     keys = ", ".join(found)
     raise ConflictError(
         f"{bucket.url} holds {keys} but no whole run: another publisher is starting there, or a start "
@@ -136,12 +136,12 @@ class OpenedRun:
 
     baseline: Baseline
     writer: RunWriter
-    held: Manifest
+    current: Manifest
 
 
 def begin(
     bucket: Bucket,
-    whole: manifests.FullState,
+    state: manifests.FullState,
     difference: str | None,
     base: ResolvedBase | None,
     options: Options,
@@ -165,23 +165,23 @@ def begin(
     """
     keyring = options.keyring
     keyring.check_begins()
-    info = keyring.signed(new_run(whole.table, files))
-    writer = RunWriter(bucket, info, 0, options, document_limit(whole.table))
+    info = keyring.signed(new_run(state.table, files))
+    writer = RunWriter(bucket, info, 0, options, document_limit(state.table))
     if base is not None and difference is not None:
         logger.warning(
             "the model's weights are not those of base %s (first difference in tensor %s): version 0 is a full "
             "snapshot",
             base.path, difference,
         )  # fmt: skip
-    with RunStart(bucket, writer, info, whole.table) as start:
+    with RunStart(bucket, writer, info, state.table) as start:
         if unfinished is not None:
             start.replace(unfinished)
         start.claim()
         start.put_files(files)
         if base is not None and difference is None:
-            manifest = keyring.signed(manifests.reference(info.run, whole, base.recorded))
+            manifest = keyring.signed(manifests.reference(info.run, state, base.recorded))
         else:
-            manifest = keyring.signed(manifests.anchor(info.run, whole, store(start.put)))
+            manifest = keyring.signed(manifests.anchor(info.run, state, store(start.put)))
         start.commit(manifest)
     writer.announce()
     return writer, manifest
@@ -197,7 +197,7 @@ class _WrittenKeys:
     """
 
     keys: list[str] = field(default_factory=list)
-    maybe: dict[str, bytes] = field(default_factory=dict)
+    uncertain: dict[str, bytes] = field(default_factory=dict)
     committing: Manifest | None = None
 
 
@@ -213,7 +213,7 @@ class RunStart:
         self._writer = writer
         self._info = info
         self._table = table
-        self._made = _WrittenKeys()
+        self._written = _WrittenKeys()
 
     def replace(self, unfinished: bytes) -> None:
         """Remove what a start has left that never came to a version; should it go on after all, it ends at its commit.
@@ -224,28 +224,28 @@ class RunStart:
         Raises:
             ConflictError: it has come to a version meanwhile. StoreError: the store failed.
         """
-        if not self._reads(RUN_KEY, unfinished):
+        if not self._has_content(RUN_KEY, unfinished):
             return
         self._refuse_begun()
         logger.warning(
             "somebody began a run at %s and was gone before its first version: a new run begins in its place",
             self._bucket.url,
         )
-        there: dict[str, bytes | None] = {RUN_KEY: unfinished, TABLE_KEY: None}
+        found: dict[str, bytes | None] = {RUN_KEY: unfinished, TABLE_KEY: None}
         if _present(self._bucket, TABLE_KEY):
-            there[TABLE_KEY] = self._bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
+            found[TABLE_KEY] = self._bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
         for item in _files_of(unfinished):
             try:
-                there[item.key] = fetch_object(self._bucket, item)
+                found[item.key] = fetch_object(self._bucket, item)
             except (NotFoundError, LimitError, DigestError):
-                there[item.key] = None
+                found[item.key] = None
         # The claim goes last: whoever is stopped in between leaves what can be replaced again.
-        for key in reversed(there):
+        for key in reversed(found):
             self._bucket.delete(key)
         try:
             self._refuse_begun()
         except ConflictError:
-            for key, data in there.items():
+            for key, data in found.items():
                 if data is not None:
                     self._bucket.put(key, data, if_absent=True)
             raise
@@ -267,21 +267,21 @@ class RunStart:
 
     def put_files(self, files: Mapping[str, bytes]) -> None:
         """Store the files that run.json lists; raises StoreError."""
-        made = self._made
+        written = self._written
         for key, item in {item.key: item for item in self._info.files}.items():
             # No collection removes them later: what may have been stored, and what was left there, is taken back too.
-            made.maybe[key] = files[item.name]
+            written.uncertain[key] = files[item.name]
             self.put(item, files[item.name])
-            del made.maybe[key]
-            if key not in made.keys:
-                made.keys.append(key)
+            del written.uncertain[key]
+            if key not in written.keys:
+                written.keys.append(key)
 
     def put(self, ref: Stored, content: bytes | Path) -> None:
         """Store an object that is named by its content, from any thread; raises StoreError."""
         try:
-            with self._writer.link.upload(ref.bytes):
+            with self._writer.bandwidth.upload(ref.bytes):
                 self._bucket.put(ref.key, content, if_absent=True)
-            self._made.keys.append(ref.key)
+            self._written.keys.append(ref.key)
         except ConflictError:
             # Left by an earlier start, perhaps damaged since.
             self._bucket.put(ref.key, content)
@@ -289,7 +289,7 @@ class RunStart:
 
     def commit(self, manifest: Manifest) -> None:
         """Commit version 0; raises as ``RunWriter.commit``."""
-        self._made.committing = manifest
+        self._written.committing = manifest
         self._writer.commit(manifest)
 
     def __enter__(self) -> "RunStart":
@@ -304,86 +304,86 @@ class RunStart:
         if error is None:
             return
         if isinstance(error, UncertainError):
-            raise UncertainError(f"{error.message}; {self._kept()}") from error
+            raise UncertainError(f"{error.message}; {self._still_claimed()}") from error
         if not isinstance(error, DeltaSyncError):
-            self._abandon()
+            self._clean_up_interrupted()
             return
-        left = self._take_back()
+        left = self._remove_written()
         if left:
-            raise type(error)(f"{error.message}; {self._left(left)}") from error
+            raise type(error)(f"{error.message}; {self._leftovers(left)}") from error
 
     def _create(self, key: str, data: bytes) -> None:
-        made = self._made
-        made.maybe[key] = data
+        written = self._written
+        written.uncertain[key] = data
         try:
             self._bucket.put(key, data, if_absent=True)
         except ConflictError as error:
             # A put whose answer was lost and that the store's client repeats finds its own object. Only run.json
             # proves by its content whose it is: it holds the random id of the run.
-            if not self._reads(key, data):
-                raise self._lost(key) from error
+            if not self._has_content(key, data):
+                raise self._conflict(key) from error
             if key != RUN_KEY:
-                del made.maybe[key]
+                del written.uncertain[key]
                 return
         if key == RUN_KEY and not settled(self._bucket, key, data):
-            raise self._lost(key)
-        made.keys.append(key)
-        del made.maybe[key]
+            raise self._conflict(key)
+        written.keys.append(key)
+        del written.uncertain[key]
 
-    def _lost(self, key: str) -> ConflictError:
-        del self._made.maybe[key]
+    def _conflict(self, key: str) -> ConflictError:
+        del self._written.uncertain[key]
         return ConflictError(f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL")
 
-    def _take_back(self) -> list[str]:
+    def _remove_written(self) -> list[str]:
         """Remove what this start has created; return the keys that may still be there."""
         left: list[str] = []
-        made = self._made
-        if RUN_KEY in made.keys and self._is_replaced():
+        written = self._written
+        if RUN_KEY in written.keys and self._is_replaced():
             # Whoever has written over run.json may use the table and the objects too, which are named by content.
             return left
         # The claim goes last: as long as it stands nobody else writes here.
-        for key in [*reversed(made.maybe), *reversed(made.keys)]:
+        for key in [*reversed(written.uncertain), *reversed(written.keys)]:
             try:
-                if key in made.keys or self._reads(key, made.maybe[key]):
+                if key in written.keys or self._has_content(key, written.uncertain[key]):
                     self._bucket.delete(key)
             except DeltaSyncError as error:
                 logger.warning("%s of a failed start was not removed: %s", key, error)
                 left.append(key)
         return left
 
-    def _abandon(self) -> None:
+    def _clean_up_interrupted(self) -> None:
         """After an interrupt: take back, unless version 0 may be there."""
         try:
-            written = self._made.committing is not None and self._writer.holds(self._made.committing)
+            written = self._written.committing is not None and self._writer.is_stored(self._written.committing)
         except UncertainError:
             written = True
         if written:
-            logger.warning("interrupted while version 0 was written; %s", self._kept())
+            logger.warning("interrupted while version 0 was written; %s", self._still_claimed())
             return
-        left = self._take_back()
+        left = self._remove_written()
         if left:
-            logger.warning("interrupted; %s", self._left(left))
+            logger.warning("interrupted; %s", self._leftovers(left))
 
     def _is_replaced(self) -> bool:
         try:
-            return not self._reads(RUN_KEY, self._info.to_bytes())
+            return not self._has_content(RUN_KEY, self._info.to_bytes())
         except StoreError as error:
             logger.warning("what a failed start has written stays, as %s cannot be read: %s", RUN_KEY, error)
             return True
 
-    def _reads(self, key: str, data: bytes) -> bool:
+    def _has_content(self, key: str, data: bytes) -> bool:
         try:
             return self._bucket.get(key, max_bytes=max(len(data), limits.MAX_JSON_BYTES)) == data
         except (NotFoundError, LimitError):
             return False
 
-    def _kept(self) -> str:
+    def _still_claimed(self) -> str:
         return (
             f"{self._bucket.url} stays claimed by run {self._info.run}: start again, which goes on with that run if "
             "its version 0 is there, and else begins a new one in its place"
         )
 
-    def _left(self, keys: list[str]) -> str:
+    def _leftovers(self, keys: list[str]) -> str:
         names = ", ".join(keys)
         return (
             f"this failed start may have left {names} in {self._bucket.url}: start again, which begins a run in its "
@@ -412,16 +412,16 @@ UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMi
 
 _ATTEMPTS = 8
 
-Call = Callable[[Callable[[], None]], None]
+RunInThread = Callable[[Callable[[], None]], None]
 
 
 def open_or_begin(
     bucket: Bucket,
     live: LiveTensors,
     base: str | Path | None,
-    files: Collect,
+    files: CollectFiles,
     options: Options,
-    call: Call,
+    run_in_thread: RunInThread,
 ) -> tuple[OpenedRun, str | Path | None]:
     """Take over the run that is in the bucket, or begin one.
 
@@ -436,23 +436,23 @@ def open_or_begin(
     Raises:
         ConflictError: there is a part of a run, or a run that is not to be resumed. Else as ``begin`` and ``Takeover``.
     """
-    there = look_at(bucket, options.resume)
-    if not there.run:
+    found = inspect_url(bucket, options.resume)
+    if not found.run:
         resolved = None if base is None else resolve_base(base)
         path = None if resolved is None else resolved.path
         kept = files(resolved)
         baseline = Baseline.captured(live, path)
-        _prepare(baseline, options, call)
-        call(baseline.scan)
+        _prepare(baseline, options, run_in_thread)
+        run_in_thread(baseline.scan)
         store = partial(manifests.put_shards, baseline, options.shard_bytes)
         difference = baseline.first_difference
-        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, there.unfinished)
+        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, found.unfinished)
         return OpenedRun(baseline, writer, manifest), path
     check_may_resume(bucket, options)
-    place = place_of(base)
-    takeover = Takeover(bucket, live, place, options, call)
-    _prepare(takeover.baseline, options, call)
-    return takeover.publishable(), place
+    base_location = locate_base(base)
+    takeover = Takeover(bucket, live, base_location, options, run_in_thread)
+    _prepare(takeover.baseline, options, run_in_thread)
+    return takeover.take_over(), base_location
 
 
 def check_may_resume(bucket: Bucket, options: Options) -> None:
@@ -463,7 +463,7 @@ def check_may_resume(bucket: Bucket, options: Options) -> None:
         )
 
 
-def place_of(base: str | Path | None) -> str | Path | None:
+def locate_base(base: str | Path | None) -> str | Path | None:
     """Where the checkpoint of version 0 of a run lies, or the run branched from, by what the caller says.
 
     Raises:
@@ -472,14 +472,14 @@ def place_of(base: str | Path | None) -> str | Path | None:
     # A branch may need the URL of the run that it comes from.
     if base is None or "://" in str(base):
         return base
-    place = resolve_base(base).path
-    check_base(place)
-    return place
+    base_location = resolve_base(base).path
+    check_base(base_location)
+    return base_location
 
 
-def _prepare(baseline: Baseline, options: Options, call: Call) -> None:
-    baseline.place = options.baseline
-    call(lambda: compile_kernels(baseline.table))
+def _prepare(baseline: Baseline, options: Options, run_in_thread: RunInThread) -> None:
+    baseline.location = options.baseline
+    run_in_thread(lambda: compile_kernels(baseline.table))
     # The codec's own check of the table, now rather than at the first version.
     none, nothing = DeltaContext("", 1, 0), Changes()
     encode(nothing, baseline.table, options.base_codec, options.compression, none, BaseCopies(baseline, nothing))
@@ -504,30 +504,36 @@ class Takeover:
         live: LiveTensors,
         base: str | Path | None,
         options: Options,
-        call: Call,
+        run_in_thread: RunInThread,
     ) -> None:
-        self._bucket, self._live, self._base, self._options, self._call = bucket, live, base, options, call
-        self._run = open_vouched(bucket, options.keyring)
-        self._claimed = EpochToken(0, b"")
-        self.baseline = self._fitted()
+        self._bucket, self._live, self._base, self._options, self._run_in_thread = (
+            bucket,
+            live,
+            base,
+            options,
+            run_in_thread,
+        )
+        self._run = open_trusted(bucket, options.keyring)
+        self._epoch = EpochToken(0, b"")
+        self.baseline = self._matching_baseline()
 
     # What each process that publishes does for its own part, if there are several
 
-    def _fitted(self) -> Baseline:
+    def _matching_baseline(self) -> Baseline:
         return Baseline.of_run(self._live, self._run.table)
 
-    def _hold(self, head: Manifest) -> None:
-        self.baseline.take(restore(self._run, head, self._base, in_memory=True).state.bits, head.model_fingerprint)
+    def _checkout(self, head: Manifest) -> None:
+        self.baseline.replace(restore(self._run, head, self._base, in_memory=True).state.bits, head.model_fingerprint)
 
     def _capture_live(self, rest: Checkpoint | None) -> None:
         self.baseline.capture(self._live, rest)
 
-    def _stored(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
+    def _store_anchor(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
         return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, put)
 
     # The course of it
 
-    def publishable(self) -> OpenedRun:
+    def take_over(self) -> OpenedRun:
         """Claim the run and hold its newest version; where that is lost, commit the weights of now behind it.
 
         Raises:
@@ -543,55 +549,55 @@ class Takeover:
 
         def take() -> None:
             # Before the claim: a publisher that may not go on stops nobody who may.
-            self._claimed = claim(self._run, self._end())
-            found = self._end()
+            self._epoch = claim(self._run, self._find_tail())
+            found = self._find_tail()
             try:
-                done.append(self._restored(found))
+                done.append(self._restore(found))
             except BaseError:
                 # Nothing of the chain is lost: somebody has to say where the base is.
                 raise
             except (*UNREADABLE, SignatureError) as error:
                 if found.problem is None:
-                    refuse_forged(self._run, found, error)
-                _let_go(error)
+                    raise_if_forged(self._run, found, error)
+                _release_frames(error)
                 lost.append((found, error))
 
-        self._call(take)
+        self._run_in_thread(take)
         if lost:
             found, problem = lost[0]
-            self._capture(found, problem)
-            self._call(lambda: done.append(self._begun_anew(found)))
+            self._capture_instead(found, problem)
+            self._run_in_thread(lambda: done.append(self._start_over(found)))
         return done[0]
 
-    def _end(self) -> HistoryTail:
+    def _find_tail(self) -> HistoryTail:
         """The newest version; raises SignatureError where nobody trusted has written it."""
-        found = find_end(self._run)
-        check_end(self._run, found)
+        found = find_tail(self._run)
+        check_tail(self._run, found)
         return found
 
-    def _restored(self, found: HistoryTail) -> OpenedRun:
+    def _restore(self, found: HistoryTail) -> OpenedRun:
         if found.problem is not None or found.manifest is None:
             raise found.problem or ChainError("no manifest is good")
         head = found.manifest
-        self._hold(head)
+        self._checkout(head)
         writer = self._writer(head)
-        writer.point_head()
+        writer.update_head()
         logger.info(
             "run %s goes on from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
         )
         return OpenedRun(self.baseline, writer, head)
 
     def _writer(self, newest: Manifest | None) -> RunWriter:
-        claimed, limit = self._claimed, self._run.document_limit
+        claimed, limit = self._epoch, self._run.document_limit
         writer = RunWriter(self._bucket, self._run.info, claimed.epoch, self._options, limit, claimed.data)
         if newest is not None:
-            writer.adopt(newest)
+            writer.set_newest(newest)
         return writer
 
     # The newest version is lost
 
-    def _capture(self, found: HistoryTail, problem: DeltaSyncError) -> None:
-        if not self._live.held:
+    def _capture_instead(self, found: HistoryTail, problem: DeltaSyncError) -> None:
+        if not self._live.has_values:
             raise type(problem)(
                 f"version {found.version} cannot be rebuilt ({problem}), and this publisher is handed the weights to "
                 "begin anew only later; repair the run, or start a new one"
@@ -614,24 +620,24 @@ class Takeover:
             logger.warning("tensors that the model does not hold are taken from base: %s", ", ".join(absent[:5]))
         self._capture_live(rest)
 
-    def _begun_anew(self, found: HistoryTail) -> OpenedRun:
+    def _start_over(self, found: HistoryTail) -> OpenedRun:
         manifests.check_breaks([] if found.manifest is None else found.manifest.breaks)
         self.baseline.scan()
-        reasons = judge_whole(self._options.gate, self.baseline)
+        reasons = judge_state(self._options.gate, self.baseline)
         writer = self._writer(None)
-        whole, objects = self._stored(writer.put_file)
+        state, objects = self._store_anchor(writer.put_file)
         for _ in range(_ATTEMPTS):
-            place = (found.version + 1, found.digest)
-            behind = manifests.anchor_behind(
-                writer.run, whole, objects, place, found.manifest, self._claimed.epoch, reasons
+            base_location = (found.version + 1, found.digest)
+            manifest_behind = manifests.restart_anchor(
+                writer.run, state, objects, base_location, found.manifest, self._epoch.epoch, reasons
             )
-            manifest = self._run.keyring.signed(behind)
+            manifest = self._run.keyring.signed(manifest_behind)
             try:
                 writer.commit(manifest)
             except (ConflictError, FormerVersionError):
-                before, found = found, self._end()
+                before, found = found, self._find_tail()
                 theirs = found.manifest if found.problem is None else None
-                if found.version == before.version or (theirs is not None and theirs.epoch >= self._claimed.epoch):
+                if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch.epoch):
                     raise
                 # The former writer's last commit came in between.
                 writer = self._writer(None)
@@ -641,7 +647,7 @@ class Takeover:
         raise ConflictError(f"versions keep appearing at {self._bucket.url}; another publisher writes there")
 
 
-def _let_go(error: BaseException | None) -> None:
+def _release_frames(error: BaseException | None) -> None:
     """Free what the calls that failed still hold: weights, before others are captured."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from trainer_side.encode.upload_bandwidth import UploadBandwidth
-from trainer_side.epochs import check_fence, key_refused, stored_digest
+from trainer_side.epochs import check_not_fenced, key_refusal, stored_digest
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import gives
@@ -99,19 +99,19 @@ class RunWriter:
         self._document_limit = document_limit
         self._bucket = bucket
         self._info = info.to_bytes()
-        self._claim = claim
+        self._claim_data = claim
         self._options = options
-        self._authentic = RunVerifier(bucket, options.keyring, info)
+        self._verifier = RunVerifier(bucket, options.keyring, info)
         self._notice: NoticePublisher | None = None
         self._head_lock = threading.Lock()
-        self._pointed: Manifest | None = None
-        self._pointed_at = -math.inf
+        self._head_manifest: Manifest | None = None
+        self._head_written_at = -math.inf
         self._fenced = False
-        self._tried: set[str] = set()
+        self._tried_digests: set[str] = set()
         self.run = info.run
         self.epoch = epoch
         self.newest: Manifest | None = None
-        self.link = UploadBandwidth.to(bucket)
+        self.bandwidth = UploadBandwidth.to(bucket)
 
     def use_notice(self, notice: NoticePublisher) -> None:
         """Announce versions there from now on, the newest one at once; the caller closes it."""
@@ -131,7 +131,7 @@ class RunWriter:
 
     def put_file(self, ref: Stored, content: bytes | Path) -> None:
         """Store an object whose reference is known, from any thread; raises as ``put_object``."""
-        with self.link.upload(ref.bytes):
+        with self.bandwidth.upload(ref.bytes):
             self._bucket.put(ref.key, content)
         self.check_object(ref)
 
@@ -154,13 +154,13 @@ class RunWriter:
         if not self._options.read_back:
             return
         try:
-            same = gives(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
+            intact = gives(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
         except NotFoundError as error:
             raise StoreError(f"object {ref.key} was stored and is not there: check the store") from error
-        if not same:
+        if not intact:
             raise StoreError(f"object {ref.key} reads back with another SHA-256 than its name: check the store")
 
-    def put_missing(self, ref: Stored, data: bytes) -> None:
+    def restore_if_collected(self, ref: Stored, data: bytes) -> None:
         """Put a committed version's object again if it was removed before its manifest was there.
 
         A collection whose ``min_age`` is shorter than the upload took has seen an object of nobody's. A failure only
@@ -192,32 +192,32 @@ class RunWriter:
         if not self._bucket.exclusive:
             self._check_newest()
         # Right before the write: whoever claims after this look finds at most this one version more.
-        self.check_fence()
+        self.check_not_fenced()
         # A network may deliver a write long after everybody has given it up.
-        self._tried.add(manifest.digest)
+        self._tried_digests.add(manifest.digest)
         try:
             self._bucket.put(key, data, if_absent=True)
         except ConflictError as error:
-            if not self.holds(manifest):
-                raise self._taken(manifest.version) from error
+            if not self.is_stored(manifest):
+                raise self._number_taken_error(manifest.version) from error
         except StoreError as error:
-            if not self.holds(manifest):
+            if not self.is_stored(manifest):
                 raise StoreError(error.message) from error
         if not self._bucket.exclusive:
-            self._look_again(manifest)
+            self._check_written(manifest)
         if self._options.read_back:
             self._check_manifest(manifest)
-        self.adopt(manifest)
+        self.set_newest(manifest)
 
-    def adopt(self, manifest: Manifest) -> None:
+    def set_newest(self, manifest: Manifest) -> None:
         """Take note that ``manifest`` is durable."""
         self.newest = manifest
-        self._tried.clear()
+        self._tried_digests.clear()
 
     def announce(self) -> None:
         """Send a notice of the newest version and point HEAD at it; a failure only warns."""
         self.notify()
-        self.point_head()
+        self.update_head()
 
     def notify(self) -> None:
         """Send a notice of the newest version: readers look beyond HEAD. A failure only warns."""
@@ -228,7 +228,7 @@ class RunWriter:
         except NoticeError as error:
             logger.warning("no notice of version %d, receivers poll: %s", self.newest.version, error)
 
-    def holds(self, manifest: Manifest) -> bool:
+    def is_stored(self, manifest: Manifest) -> bool:
         """Whether this very manifest is in the bucket.
 
         Raises:
@@ -242,13 +242,13 @@ class RunWriter:
         except StoreError as error:
             raise UncertainError(f"whether {key} was written is not known: {error}") from error
 
-    def point_head(self) -> None:
+    def update_head(self) -> None:
         """Point HEAD at the newest version, unless it points there or beyond; a failure only warns."""
         with self._head_lock:
             newest = self.newest
-            if newest is None or newest is self._pointed or self._fenced:
+            if newest is None or newest is self._head_manifest or self._fenced:
                 return
-            if time.monotonic() - self._pointed_at < self._bucket.overwrite_seconds:
+            if time.monotonic() - self._head_written_at < self._bucket.overwrite_seconds:
                 return  # readers look beyond HEAD, and a later version or the end points it there
             try:
                 self._write_head(newest)
@@ -258,15 +258,15 @@ class RunWriter:
                     newest.version, HEAD_KEY, error,
                 )  # fmt: skip
 
-    def leave_head(self) -> None:
+    def finalize_head(self) -> None:
         """Point HEAD at the newest version for the last time; a signed one holds for all its time from now on."""
-        self._pointed_at = -math.inf
+        self._head_written_at = -math.inf
         if not self._options.keyring.signs:
-            self.point_head()
+            self.update_head()
         elif not self._fenced:
-            self.renew()
+            self.renew_head()
 
-    def renew(self) -> float | None:
+    def renew_head(self) -> float | None:
         """Write HEAD again, with a new end, if a third of its lifetime is over; a failure only warns.
 
         Returns:
@@ -274,11 +274,11 @@ class RunWriter:
         """
         third = self._options.head_seconds / 3
         with self._head_lock:
-            left = self._pointed_at + third - time.monotonic()
+            left = self._head_written_at + third - time.monotonic()
             if self.newest is None or left > 0:
                 return max(left, third / 10)
             try:
-                self.check_fence()
+                self.check_not_fenced()
                 self._write_head(self.newest)
             except ConflictError as error:
                 logger.error("%s is not renewed any more: %s", HEAD_KEY, error)
@@ -295,7 +295,7 @@ class RunWriter:
         head = head_of(newest, self._options.keyring, self._options.head_seconds)
         if not self._head_is_ahead(head):
             self._bucket.put(HEAD_KEY, head.to_bytes())
-        self._pointed, self._pointed_at = newest, time.monotonic()
+        self._head_manifest, self._head_written_at = newest, time.monotonic()
 
     def _head_is_ahead(self, wanted: Head) -> bool:
         """Whether HEAD is to be left as it is: equal, another run's, or moved on by whoever took this run over."""
@@ -303,14 +303,14 @@ class RunWriter:
             present = Head.from_bytes(self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
             if present.run != wanted.run:
                 return self._bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) != self._info
-            self._authentic.head(present, HEAD_KEY)
+            self._verifier.head(present, HEAD_KEY)
         except SignatureError as error:
             logger.error("%s, which somebody else has written to the bucket, is overwritten: %s", HEAD_KEY, error)
             return False
         except (NotFoundError, FormatError):
             return False
         if present.version <= wanted.version:
-            self._note_if_put_back(present)
+            self._log_if_restored(present)
             # One with an end is never equal: it is there to be written again.
             return present.to_bytes() == wanted.to_bytes()
         try:
@@ -320,29 +320,29 @@ class RunWriter:
             return False
         return True
 
-    def _note_if_put_back(self, present: Head) -> None:
-        pointed = self._pointed
-        if pointed is None or present.version >= pointed.version:
+    def _log_if_restored(self, present: Head) -> None:
+        last = self._head_manifest
+        if last is None or present.version >= last.version:
             return
-        gone = not self.holds(pointed)
+        gone = not self.is_stored(last)
         logger.error(
             "%s points at version %d and this publisher had pointed it at %d: somebody has put the bucket back to an "
-            "older state%s", HEAD_KEY, present.version, pointed.version,
-            f", and {version_key(pointed.version)} is lost: only who holds version {pointed.version} can go on from "
+            "older state%s", HEAD_KEY, present.version, last.version,
+            f", and {version_key(last.version)} is lost: only who holds version {last.version} can go on from "
             "it, until there is an anchor (Publisher.anchor()) or the bucket is repaired (delta-sync repair)"
             if gone else "; it is pointed forward again",
         )  # fmt: skip
 
-    def check_fence(self) -> None:
+    def check_not_fenced(self) -> None:
         """Raise ConflictError if this is not the writer of the run any more, may not be, or the run is gone.
 
         Raises:
             SignatureError, ReplayError, FormatError: ``keys.json`` may not be believed.
         """
         try:
-            check_fence(self._bucket, self._info, self.epoch, self._claim)
-            self._authentic.refresh()
-            refused = key_refused(self._authentic.keys, self._options.keyring)
+            check_not_fenced(self._bucket, self._info, self.epoch, self._claim_data)
+            self._verifier.refresh()
+            refused = key_refusal(self._verifier.keys, self._options.keyring)
             if refused is not None:
                 raise ConflictError(f"{refused}; this publisher stops")
         except ConflictError:
@@ -367,21 +367,21 @@ class RunWriter:
             "a time write the run, and start it again"
         )
 
-    def _look_again(self, manifest: Manifest) -> None:
+    def _check_written(self, manifest: Manifest) -> None:
         """Raise as ``commit`` unless the manifest that was just written is there and the run is still this writer's."""
-        if not self.holds(manifest):
+        if not self.is_stored(manifest):
             try:
-                raise self._taken(manifest.version)
+                raise self._number_taken_error(manifest.version)
             except NotFoundError as error:
                 raise UncertainError(f"{version_key(manifest.version)} was written, and is gone: {error}") from error
-        self.check_fence()
+        self.check_not_fenced()
 
-    def _taken(self, version: int) -> PublishError | ConflictError:
+    def _number_taken_error(self, version: int) -> PublishError | ConflictError:
         """Why a version's number is taken by another manifest."""
         key, newest = version_key(version), self.newest
         try:
             theirs = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
-            self._authentic.manifest(theirs, key)
+            self._verifier.manifest(theirs, key)
         except SignatureError as error:
             theirs = None
             reason = (
@@ -403,15 +403,17 @@ class RunWriter:
 
     def _is_former(self, theirs: Manifest, newest: Manifest) -> bool:
         follows = theirs.version == newest.version + 1 and theirs.parent == newest.digest
-        return theirs.run == self.run and (theirs.epoch < self.epoch or theirs.digest in self._tried) and follows
+        return (
+            theirs.run == self.run and (theirs.epoch < self.epoch or theirs.digest in self._tried_digests) and follows
+        )
 
     def _check_manifest(self, manifest: Manifest) -> None:
         """Read the manifest back. Nobody else writes at its key any more, so what is wrong there is put right once."""
-        if self.holds(manifest):
+        if self.is_stored(manifest):
             return
         try:
             self._bucket.put(version_key(manifest.version), manifest.to_bytes())
         except StoreError as error:
             raise UncertainError(f"{version_key(manifest.version)} was damaged by the store: {error}") from error
-        if not self.holds(manifest):
+        if not self.is_stored(manifest):
             raise UncertainError(f"{version_key(manifest.version)} reads back otherwise than written: check the store")

@@ -11,7 +11,7 @@ from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of
 
-Place = Literal["host", "device"]
+BaselineLocation = Literal["host", "device"]
 
 
 class BaselineBuffer(ABC):
@@ -86,35 +86,35 @@ class DeviceBuffer(BaselineBuffer):
         self.flat[positions] = bits
 
     def get(self, positions: Positions) -> Bits:
-        return bits_of(self.flat[self._there(positions)].cpu())
+        return bits_of(self.flat[self._on_device(positions)].cpu())
 
     def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
-        there = self._there(positions)
-        bits = bits_of(self.flat[there].cpu())
+        positions_there = self._on_device(positions)
+        bits = bits_of(self.flat[positions_there].cpu())
         revert_distances(element, bits, np.arange(bits.size, dtype=np.int64), distances)
-        self.flat[there] = self._there(bits)
+        self.flat[positions_there] = self._on_device(bits)
 
     def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         return self.flat[start:stop].to(device)
 
-    def _there(self, array: np.ndarray) -> torch.Tensor:
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return _signed(array).to(self.flat.device)
 
 
-def placed(held: BaselineBuffer, name: str, device: torch.device, place: Place) -> BaselineBuffer:
+def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, location: BaselineLocation) -> BaselineBuffer:
     """The same bits where the comparison with a live tensor on ``device`` wants them; ``held`` itself if they are.
 
     Raises:
         ModelError: the device's memory is full.
     """
     if device.type == "cpu":
-        return held if isinstance(held, HostBuffer) else HostBuffer(held.read())
-    if place == "host":
-        host = held if isinstance(held, HostBuffer) else HostBuffer(held.read())
+        return buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
+    if location == "host":
+        host = buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
         return host if device.type != "cuda" or host.pinned else HostBuffer(_pinned(host.bits))
-    if isinstance(held, DeviceBuffer) and held.flat.device == device:
-        return held
-    bits = held.read()
+    if isinstance(buffer, DeviceBuffer) and buffer.flat.device == device:
+        return buffer
+    bits = buffer.read()
     try:
         return DeviceBuffer(_signed(bits).to(device, copy=True))
     except torch.OutOfMemoryError as error:

@@ -14,7 +14,7 @@ from vllm_delta_sync.tensors.bits import Bits
 
 SAMPLE_PIECES = 16
 SAMPLE_ELEMENTS = 16_384
-FEW = 32
+SPARSE_RATIO = 32
 """Where fewer than one in so many elements changed nothing is estimated: what changed is smaller."""
 
 BLOCK_BYTES = 512
@@ -22,20 +22,20 @@ BLOCK_BYTES = 512
 
 
 def full_is_smaller(
-    spec: TensorSpec, found: ChangeLog, codec: Codec, compression: Compression, bits: Callable[[], Bits]
+    spec: TensorSpec, log: ChangeLog, codec: Codec, compression: Compression, bits: Callable[[], Bits]
 ) -> bool:
     """Whether all bits of a tensor take fewer bytes than what changed in it, as estimated from samples.
 
     Args:
         found: the changed elements, at least one. bits: gives the tensor's new (numel,) bits, where they are looked at.
     """
-    changed, width = found.size, spec.element.itemsize
+    changed, width = log.size, spec.element.itemsize
     if codec == "raw":
         index = 4 if spec.numel <= np.iinfo(np.int32).max else 8
         return changed * (index + width) >= spec.nbytes
-    if changed * FEW < spec.numel:
+    if changed * SPARSE_RATIO < spec.numel:
         return False
-    positions, distances = (np.concatenate(arrays) for arrays in zip(*found.samples(SAMPLE_PIECES), strict=True))
+    positions, distances = (np.concatenate(arrays) for arrays in zip(*log.samples(SAMPLE_PIECES), strict=True))
     planes = value_planes(distances, np.array([distances.size], np.int64)).values()
     mask = spec.numel / 8
     if compression == "none":

@@ -24,29 +24,29 @@ Differences = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Extract = Callable[[torch.Tensor, torch.Tensor, str], Differences]
 
 
-def collect(spec: TensorSpec, held: BaselineBuffer, live: torch.Tensor, found: ChangeLog) -> Fingerprint:
+def collect(spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
     """``Detector.collect`` for a live tensor on a device, or a baseline there."""
     extract = _extract_for(live)
-    notes = found.parts[0]
+    entries = log.parts[0]
     change = Fingerprint()
     flat = live.view(-1) if live.is_contiguous() else live
     for start, index in boxes(tuple(flat.shape), WINDOW_ELEMENTS):
         box = flat[index]
-        window = held.window(start, start + box.numel(), live.device)
+        window = buffer.window(start, start + box.numel(), live.device)
         where, old, new = extract(box, window, spec.dtype)
         if not where.numel():
             continue
         positions, before, after = where.cpu().numpy() + start, bits_of(old.cpu()), bits_of(new.cpu())
-        wide = ExpandedChanges(positions, distances_between(spec, before, after))
+        changes = ExpandedChanges(positions, distances_between(spec, before, after))
         # From here on an interrupt may leave the window half updated; what is put back then is what was there.
-        if isinstance(held, DeviceBuffer):
-            there = where + start
-            notes.append(PendingWrite(partial(held.put, there, old)))
-            held.put(there, new)
-        elif isinstance(held, HostBuffer):
-            notes.append(PendingWrite(partial(held.put, positions, before)))
-            held.put(positions, after)
-        notes[-1] = wide
+        if isinstance(buffer, DeviceBuffer):
+            positions_there = where + start
+            entries.append(PendingWrite(partial(buffer.put, positions_there, old)))
+            buffer.put(positions_there, new)
+        elif isinstance(buffer, HostBuffer):
+            entries.append(PendingWrite(partial(buffer.put, positions, before)))
+            buffer.put(positions, after)
+        entries[-1] = changes
         change += fingerprint_change(spec.name, positions, before, after)
     return change
 

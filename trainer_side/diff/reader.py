@@ -53,23 +53,23 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             start += (stop - row) * inner
 
 
-def shares(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]]]:
+def split_boxes(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]]]:
     """The tensor, flat if it is contiguous, and for each of up to ``parts`` threads consecutive boxes of it."""
     shape = tuple(live.shape)
     if live.is_contiguous():
         live = live.view(-1)
         if parts == 1:
             return live, [[(0, ())]] if live.numel() else []
-        every = list(boxes((live.numel(),), -(-live.numel() // parts) or 1))
+        found = list(boxes((live.numel(),), -(-live.numel() // parts) or 1))
     elif len(shape) > 2 and math.prod(shape[-2:]) < PLANE_ELEMENTS:
-        every = list(boxes(shape, CHUNK_ELEMENTS))
+        found = list(boxes(shape, CHUNK_ELEMENTS))
     else:
         planes = enumerate(product(*map(range, shape[:-2])))
         inside = list(boxes(shape[-2:], GATHER_ELEMENTS))
         size = math.prod(shape[-2:])
-        every = [(size * number + start, (*outer, *index)) for number, outer in planes for start, index in inside]
-    each = -(-len(every) // parts) or 1
-    return live, [every[start : start + each] for start in range(0, len(every), each)]
+        found = [(size * number + start, (*outer, *index)) for number, outer in planes for start, index in inside]
+    per_part = -(-len(found) // parts) or 1
+    return live, [found[start : start + per_part] for start in range(0, len(found), per_part)]
 
 
 class Reader:
@@ -98,22 +98,22 @@ class Reader:
                 self._converted = torch.empty(8 * CHUNK_ELEMENTS, dtype=torch.uint8)
             # torch converts so few elements in this thread alone.
             for number, piece in enumerate(box.view(-1).split(CHUNK_ELEMENTS)):
-                room = self._converted.view(TORCH_DTYPES[dtype])[: piece.numel()]
-                yield number * CHUNK_ELEMENTS, bits_of(room.copy_(piece)), None
+                scratch = self._converted.view(TORCH_DTYPES[dtype])[: piece.numel()]
+                yield number * CHUNK_ELEMENTS, bits_of(scratch.copy_(piece)), None
 
     def _gather(self, box: torch.Tensor) -> torch.Tensor:
         if self._gathered.numel() < 8 * box.numel():
             self._gathered = torch.empty(8 * box.numel(), dtype=torch.uint8)
-        room = self._gathered.view(box.dtype)[: box.numel()]
+        scratch = self._gathered.view(box.dtype)[: box.numel()]
         if box.dim() > 2:
-            return room.view(box.shape).copy_(box)
+            return scratch.view(box.shape).copy_(box)
         from vllm_delta_sync.tensors import diff_kernels
 
         rows, columns = (1, *box.shape)[-2:]
         strides = (0, *box.stride())[-2:]
         reach = box.as_strided((1 + (rows - 1) * strides[0] + (columns - 1) * strides[1],), (1,))
-        diff_kernels.gather(bits_of(reach), *strides, columns, bits_of(room))
-        return room
+        diff_kernels.gather(bits_of(reach), *strides, columns, bits_of(scratch))
+        return scratch
 
 
 def host_bits(tensor: torch.Tensor, dtype: str) -> Bits:
@@ -128,16 +128,16 @@ def host_bits(tensor: torch.Tensor, dtype: str) -> Bits:
     """
     if tensor.device.type != "cpu":
         return bits_of(tensor.detach().contiguous().to(TORCH_DTYPES[dtype]).cpu())
-    live, every = shares(tensor.detach(), 1)
+    live, found = split_boxes(tensor.detach(), 1)
     from vllm_delta_sync.tensors import diff_kernels
 
     bits = np.empty(tensor.numel(), f"<u{TORCH_DTYPES[dtype].itemsize}")
     reader = Reader()
-    for start, index in chain.from_iterable(every):
+    for start, index in chain.from_iterable(found):
         for offset, fresh, nan in reader.read(live[index], dtype):
-            room = bits[start + offset : start + offset + fresh.size]
+            target = bits[start + offset : start + offset + fresh.size]
             if nan is None:
-                np.copyto(room, fresh)
+                np.copyto(target, fresh)
             else:
-                diff_kernels.round_to_bf16(fresh, nan, room)
+                diff_kernels.round_to_bf16(fresh, nan, target)
     return bits

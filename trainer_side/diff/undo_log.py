@@ -37,7 +37,7 @@ class PendingWrite:
     size: int = 0
 
 
-Note = Segment | ExpandedChanges | PendingWrite
+LogEntry = Segment | ExpandedChanges | PendingWrite
 
 
 class ChangeLog:
@@ -52,51 +52,51 @@ class ChangeLog:
 
     def __init__(self, element: DType) -> None:
         self.element = element
-        self.parts: list[list[Note]] = [[]]
+        self.parts: list[list[LogEntry]] = [[]]
 
     @property
     def size(self) -> int:
         """Number of changed elements, once all are found."""
-        return sum(note.size for part in self.parts for note in part)
+        return sum(entry.size for part in self.parts for entry in part)
 
-    def revert(self, held: BaselineBuffer) -> None:
+    def revert(self, buffer: BaselineBuffer) -> None:
         """Put the baseline of the tensor back."""
-        for note in [note for part in self.parts for note in part][::-1]:
-            if isinstance(note, PendingWrite):
-                note.undo()
-            elif note.size:
-                held.revert(self.element, *_wide(note))
+        for entry in [entry for part in self.parts for entry in part][::-1]:
+            if isinstance(entry, PendingWrite):
+                entry.undo()
+            elif entry.size:
+                buffer.revert(self.element, *_expanded(entry))
 
     def pieces(self) -> Iterator[tuple[Positions, Bits]]:
         """(positions, distances) of consecutive pieces of bounded size, or as they were joined."""
         for part in self.parts:
-            for note in part:
-                if note.size and not isinstance(note, PendingWrite):
-                    yield _wide(note)
+            for entry in part:
+                if entry.size and not isinstance(entry, PendingWrite):
+                    yield _expanded(entry)
 
     def samples(self, most: int) -> Iterator[tuple[Positions, Bits]]:
         """(positions, distances) of up to ``most`` pieces of at most SAMPLE_ELEMENTS, evenly spread; of all if few."""
-        pieces = [note for part in self.parts for note in part if note.size and not isinstance(note, PendingWrite)]
+        pieces = [entry for part in self.parts for entry in part if entry.size and not isinstance(entry, PendingWrite)]
         for number in np.unique(np.linspace(0, len(pieces) - 1, most).astype(int)).tolist():
-            positions, distances = _wide(pieces[number])
+            positions, distances = _expanded(pieces[number])
             yield positions[:SAMPLE_ELEMENTS], distances[:SAMPLE_ELEMENTS]
 
     def join_into(self, positions: Positions, distances: Bits) -> None:
         """Write all elements into arrays of that size, and keep views of them instead of what was kept."""
         cursor = 0
         for part in self.parts:
-            for note in part:
-                if note.size and not isinstance(note, PendingWrite):
-                    end = cursor + note.size
-                    note.expand(positions[cursor:end])
-                    distances[cursor:end] = note.distances[: note.size]
+            for entry in part:
+                if entry.size and not isinstance(entry, PendingWrite):
+                    end = cursor + entry.size
+                    entry.expand(positions[cursor:end])
+                    distances[cursor:end] = entry.distances[: entry.size]
                     cursor = end
         self.parts = [[ExpandedChanges(positions, distances)]]
 
 
-def _wide(note: Segment | ExpandedChanges) -> tuple[Positions, Bits]:
-    if isinstance(note, ExpandedChanges):
-        return note.positions, note.distances
-    positions = np.empty(note.size, np.int64)
-    note.expand(positions)
-    return positions, note.distances[: note.size]
+def _expanded(entry: Segment | ExpandedChanges) -> tuple[Positions, Bits]:
+    if isinstance(entry, ExpandedChanges):
+        return entry.positions, entry.distances
+    positions = np.empty(entry.size, np.int64)
+    entry.expand(positions)
+    return positions, entry.distances[: entry.size]

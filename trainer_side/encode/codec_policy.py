@@ -16,15 +16,15 @@ from vllm_delta_sync.tensors.changes import Changes
 
 logger = guarded_logger(__name__)
 
-LEAST_SHARE = 0.2
+MIN_SAVED_SHARE = 0.2
 """``context`` begins where it saves this share of the time that ``packed`` takes …"""
-LEAST_SECONDS = 0.1
+MIN_SAVED_SECONDS = 0.1
 """… and so much: less nobody notices, and a store that stalled once is no reason to …"""
-STAY = 0.5
+STAY_FACTOR = 0.5
 """… and goes on as long as it saves this part of both, so that noise does not decide anew each time."""
-LEAST_CHANGED = 64 * 1024
+MIN_MEASURED_CHANGES = 64 * 1024
 """With fewer changed elements what is measured is overhead."""
-RECENT = 5
+RECENT_VERSIONS = 5
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ CONTEXT_SHARE = 0.72
 
 
 @dataclass(frozen=True)
-class Known:
+class Estimates:
     """What an estimate is made from.
 
     Attributes:
@@ -94,18 +94,18 @@ def _position_bytes(work: Work) -> float:
     return -(math.log2(share) + (rest / share * math.log2(rest) if rest else 0.0)) / 8
 
 
-def seconds(codec: Codec, work: Work, known: Known) -> float:
+def seconds(codec: Codec, work: Work, estimates: Estimates) -> float:
     """Estimated time from changes found to changes decoded, for at least one changed element."""
-    size = packed_bytes(work, known.value_bytes) * (known.context_share if codec == "context" else 1.0)
-    encoding = known.slowness.get(codec, known.slowness.get("packed", 1.0)) * ENCODE[codec].seconds(work)
-    return encoding + size / known.up + size / known.down + DECODE[codec].seconds(work)
+    size = packed_bytes(work, estimates.value_bytes) * (estimates.context_share if codec == "context" else 1.0)
+    encoding = estimates.slowness.get(codec, estimates.slowness.get("packed", 1.0)) * ENCODE[codec].seconds(work)
+    return encoding + size / estimates.up + size / estimates.down + DECODE[codec].seconds(work)
 
 
-def better(current: Codec, work: Work, known: Known) -> Codec:
+def choose_codec(current: Codec, work: Work, estimates: Estimates) -> Codec:
     """The codec for the next version, ``packed`` or ``context``; ``current`` is that of the one before."""
-    packed = seconds("packed", work, known)
-    wanted = max(LEAST_SHARE * packed, LEAST_SECONDS) * (STAY if current == "context" else 1.0)
-    return "context" if packed - seconds("context", work, known) >= wanted else "packed"
+    packed = seconds("packed", work, estimates)
+    wanted = max(MIN_SAVED_SHARE * packed, MIN_SAVED_SECONDS) * (STAY_FACTOR if current == "context" else 1.0)
+    return "context" if packed - seconds("context", work, estimates) >= wanted else "packed"
 
 
 class CodecChoice:
@@ -118,9 +118,9 @@ class CodecChoice:
     def __init__(self, receivers: float | None = None) -> None:
         self._receivers = receivers
         self._current: Codec = "packed"
-        self._said: tuple[Codec, bool] | None = None
-        self._value_bytes: deque[float] = deque(maxlen=RECENT)
-        self._context_share: deque[float] = deque(maxlen=RECENT)
+        self._logged: tuple[Codec, bool] | None = None
+        self._value_bytes: deque[float] = deque(maxlen=RECENT_VERSIONS)
+        self._context_share: deque[float] = deque(maxlen=RECENT_VERSIONS)
         self._slowness: dict[Codec, deque[float]] = {}
 
     def choose(self, version: int, work: Work, up: float | None) -> Codec:
@@ -128,30 +128,30 @@ class CodecChoice:
         if not work.changed:
             return "packed"
         if up is None:
-            self._say(version, False, "no upload was measured yet")
+            self._log_choice(version, False, "no upload was measured yet")
             return self._current
-        known = self._known(up)
-        self._current = better(self._current, work, known)
-        packed, context = (seconds(codec, work, known) for codec in ("packed", "context"))
-        self._say(
+        estimates = self._estimates(up)
+        self._current = choose_codec(self._current, work, estimates)
+        packed, context = (seconds(codec, work, estimates) for codec in ("packed", "context"))
+        self._log_choice(
             version, True,
-            f"{work.changed:,} of {work.touched:,} elements changed; at {_rate(up)} up and {_rate(known.down)} down "
+            f"{work.changed:,} of {work.touched:,} elements changed; at {_rate(up)} up and {_rate(estimates.down)} down "
             f"new weights take about {packed:.3g} s with 'packed', {context:.3g} s with 'context'",
         )  # fmt: skip
         return self._current
 
     def learn(self, codec: Codec, work: Work, payload_bytes: int, spent: float) -> None:
         """Take note of what encoding a version without full tensors has come to; ``spent``: seconds."""
-        if work.changed < LEAST_CHANGED:
+        if work.changed < MIN_MEASURED_CHANGES:
             return
-        self._slowness.setdefault(codec, deque(maxlen=RECENT)).append(spent / ENCODE[codec].seconds(work))
+        self._slowness.setdefault(codec, deque(maxlen=RECENT_VERSIONS)).append(spent / ENCODE[codec].seconds(work))
         if codec == "packed":
             self._value_bytes.append(max(0.0, payload_bytes / work.changed - _position_bytes(work)))
         else:
-            self._context_share.append(payload_bytes / packed_bytes(work, self._known(1.0).value_bytes))
+            self._context_share.append(payload_bytes / packed_bytes(work, self._estimates(1.0).value_bytes))
 
-    def _known(self, up: float) -> Known:
-        return Known(
+    def _estimates(self, up: float) -> Estimates:
+        return Estimates(
             up,
             up if self._receivers is None else self._receivers,
             median(self._value_bytes or [VALUE_BYTES]),
@@ -159,11 +159,11 @@ class CodecChoice:
             {codec: median(recent) for codec, recent in self._slowness.items()},
         )
 
-    def _say(self, version: int, measured: bool, why: str) -> None:
-        said = self._current, measured
-        if said != self._said:
-            logger.info("codec 'auto': %r from version %d on: %s", self._current, version, why)
-        self._said = said
+    def _log_choice(self, version: int, measured: bool, reason: str) -> None:
+        logged = self._current, measured
+        if logged != self._logged:
+            logger.info("codec 'auto': %r from version %d on: %s", self._current, version, reason)
+        self._logged = logged
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -23,14 +23,14 @@ class Encoder:
         link: what is known of uploads.
     """
 
-    def __init__(self, baseline: Baseline, options: Options, link: UploadBandwidth) -> None:
+    def __init__(self, baseline: Baseline, options: Options, bandwidth: UploadBandwidth) -> None:
         self._baseline = baseline
         self._options = options
-        self._link = link
+        self._bandwidth = bandwidth
         self._choice = CodecChoice(options.receiver_bytes_per_second)
         self._compiled: set[Codec] = set()
 
-    def begin(self) -> None:
+    def compile(self) -> None:
         """Compile what the first version is going to run; not where an interrupt can hit it."""
         self._compile(self._options.base_codec)
 
@@ -41,16 +41,16 @@ class Encoder:
             return codec, []
         work = Work.of(changes, self._baseline.table)
         if auto:
-            codec = self._choice.choose(context.version, work, self._link.bytes_per_second)
+            codec = self._choice.choose(context.version, work, self._bandwidth.bytes_per_second)
         # Before it is measured: the first version would seem to take as long as compiling does.
         self._compile(codec)
-        began = time.perf_counter()
-        old = BaseCopies(self._baseline, changes)
+        started = time.perf_counter()
+        base_bits = BaseCopies(self._baseline, changes)
         coding = (codec, self._options.compression)
         parts = changes.parts(self._options.shard_bytes)
-        objects = [encode(part, self._baseline.table, *coding, context, old) for part in parts]
+        objects = [encode(part, self._baseline.table, *coding, context, base_bits) for part in parts]
         if auto and not changes.full:
-            self._choice.learn(codec, work, sum(map(len, objects)), time.perf_counter() - began)
+            self._choice.learn(codec, work, sum(map(len, objects)), time.perf_counter() - started)
         return codec, objects
 
     def _compile(self, codec: Codec) -> None:
@@ -79,7 +79,7 @@ class BaseCopies:
         if self._last is None or self._last[0] != tensor:
             # First let go of the one before: two of the largest would be held.
             self._last = None
-            bits = np.array(self._baseline.peek(tensor))
+            bits = np.array(self._baseline.read(tensor))
             revert_distances(self._baseline.table[tensor].element, bits, *self._found[tensor])
             self._last = tensor, bits
         return BaseTensor(self._last[1])
@@ -94,6 +94,6 @@ def compile_codec(codec: Codec, table: TensorTable) -> None:
         element = tiny[0].element
         data = np.ones(2, element.uint)
         group = Sparse(dtype, np.zeros(1, np.uint32), np.full(1, 2), np.arange(2), data, relative=True)
-        old = BaseTensor(np.zeros(16, element.uint))
+        base_bits = BaseTensor(np.zeros(16, element.uint))
         changes = Changes([group], [], {0: Fingerprint()})
-        encode(changes, tiny, codec, "zstd", DeltaContext("", 1, 0), {0: old}.__getitem__)
+        encode(changes, tiny, codec, "zstd", DeltaContext("", 1, 0), {0: base_bits}.__getitem__)

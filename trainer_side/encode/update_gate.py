@@ -24,7 +24,7 @@ logger = guarded_logger(__name__)
 
 PIECE_ELEMENTS = 1 << 16
 """Elements looked at together: what is made of them stays in a processor's cache."""
-LONGEST_REASON = 1000
+MAX_REASON_CHARS = 1000
 # A running sum is taken anew when what went through it could have left an error above this part of it.
 _DRIFT = 1e-9
 _ROUNDING = 2.0**-52
@@ -48,7 +48,7 @@ class Difference:
     distance: float = 0.0
     nonfinite_gain: int = 0
     squares_gain: float = 0.0
-    flow: float = 0.0
+    magnitude: float = 0.0
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Verdict:
 
     reasons: list[str]
     against_sound: dict[int, Difference]
-    against_held: dict[int, Difference]
+    against_current: dict[int, Difference]
     saved: dict[int, Bits] = field(default_factory=dict)
 
 
@@ -76,8 +76,8 @@ class UpdateGate:
         self.sound: int | None = None
         self.nonfinite: list[int] = []
         self.squares: list[float] = []
-        self._flow: list[float] = []
-        self._apart: dict[int, Bits] = {}
+        self._magnitude: list[float] = []
+        self._sound_bits: dict[int, Bits] = {}
         self._differences: dict[int, Difference] = {}
         self._verdict: _Verdict | None = None
 
@@ -85,7 +85,7 @@ class UpdateGate:
     def _table(self) -> TensorTable:
         return self._baseline.table
 
-    def begin(self, version: int, quarantined: bool, sound: tuple[int, list[Bits]] | None) -> None:
+    def start(self, version: int, quarantined: bool, sound: tuple[int, list[Bits]] | None) -> None:
         """Take the baseline as the version held: one pass over the model.
 
         Args:
@@ -94,56 +94,56 @@ class UpdateGate:
                 cannot be read. Then changes count from the version held, and everything that is not finite counts.
         """
         self._verdict = None
-        self._apart, self._differences = {}, {}
+        self._sound_bits, self._differences = {}, {}
         self.sound = version if not quarantined else None
-        bits = [self._baseline.peek(tensor) for tensor in range(len(self._table))]
-        self.nonfinite = _counted(self._table, bits) if self.gate.nonfinite else []
+        bits = [self._baseline.read(tensor) for tensor in range(len(self._table))]
+        self.nonfinite = _count_nonfinite(self._table, bits) if self.gate.nonfinite else []
         reference = bits
         if quarantined and sound is not None:
             self.sound, reference = sound
             for tensor, (before, after) in enumerate(zip(reference, bits, strict=True)):
                 if not np.array_equal(before, after):
-                    self._apart[tensor] = np.array(before)
+                    self._sound_bits[tensor] = np.array(before)
                     self._differences[tensor] = self._compare(tensor, pieces(before, after))
         if self.gate.max_norm_jump is not None:
             self.squares = [self._squared(tensor, of) for tensor, of in enumerate(reference)]
-            self._flow = [0.0] * len(self.squares)
-        self._tell(version, quarantined)
+            self._magnitude = [0.0] * len(self.squares)
+        self._log_start(version, quarantined)
 
-    def judge(self, patch: PendingDelta) -> list[str]:
+    def judge(self, pending: PendingDelta) -> list[str]:
         """What is beyond the bounds in the baseline with an open patch; empty if nothing is. One line each."""
-        held = {tensor: self._compare(tensor, found) for tensor, found in patch.pieces(PIECE_ELEMENTS)}
+        current = {tensor: self._compare(tensor, found) for tensor, found in pending.pieces(PIECE_ELEMENTS)}
         against_sound = {
-            tensor: self._compare(tensor, pieces(self._apart[tensor], self._baseline.bits(tensor)))
-            if tensor in self._apart
+            tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.bits(tensor)))
+            if tensor in self._sound_bits
             else difference
-            for tensor, difference in held.items()
+            for tensor, difference in current.items()
         }
-        reasons = self._reasons(self._differences | against_sound, held)
-        verdict = _Verdict(reasons, against_sound, held)
+        reasons = self._reasons(self._differences | against_sound, current)
+        verdict = _Verdict(reasons, against_sound, current)
         if reasons and self.gate.action == "quarantine":
             # Before the version is written, so that there is no way to fail once it is.
-            wanted = [tensor for tensor in held if tensor not in self._apart]
-            verdict.saved = patch.before(wanted)
+            needed = [tensor for tensor in current if tensor not in self._sound_bits]
+            verdict.saved = pending.before(needed)
         self._verdict = verdict
         return reasons
 
-    def settle(self, version: int) -> None:
+    def mark_durable(self, version: int) -> None:
         """The patch judged last is durable, as that version; it may be settled already."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
-        for tensor, difference in verdict.against_held.items():
+        for tensor, difference in verdict.against_current.items():
             if self.nonfinite:
                 self.nonfinite[tensor] += difference.nonfinite_gain
         if not verdict.reasons:
             self._advance(self._differences | verdict.against_sound)
-            self._apart, self._differences, self.sound = {}, {}, version
+            self._sound_bits, self._differences, self.sound = {}, {}, version
             return
-        self._apart |= verdict.saved
+        self._sound_bits |= verdict.saved
         self._differences |= verdict.against_sound
         for tensor in [tensor for tensor, found in self._differences.items() if not found.changed]:
-            del self._apart[tensor], self._differences[tensor]
+            del self._sound_bits[tensor], self._differences[tensor]
 
     def _advance(self, differences: dict[int, Difference]) -> None:
         """The baseline is sound: its norms are what versions are compared with."""
@@ -151,29 +151,29 @@ class UpdateGate:
             return
         for tensor, difference in differences.items():
             self.squares[tensor] += difference.squares_gain
-            self._flow[tensor] += difference.flow
-            error = _ROUNDING * self._flow[tensor]
+            self._magnitude[tensor] += difference.magnitude
+            error = _ROUNDING * self._magnitude[tensor]
             # Not (… <= …): so that a sum that is not finite any more is taken anew, too.
             if not error <= _DRIFT * self.squares[tensor]:
-                self.squares[tensor] = self._squared(tensor, self._baseline.peek(tensor))
-                self._flow[tensor] = self.squares[tensor]
+                self.squares[tensor] = self._squared(tensor, self._baseline.read(tensor))
+                self._magnitude[tensor] = self.squares[tensor]
 
     # Reasons
 
-    def _reasons(self, sound: dict[int, Difference], held: dict[int, Difference]) -> list[str]:
+    def _reasons(self, sound: dict[int, Difference], current: dict[int, Difference]) -> list[str]:
         found = [
-            self._nonfinite_reason(sound, held),
+            self._nonfinite_reason(sound, current),
             self._share_reason(sound),
             self._norm_reason(sound),
         ]
-        return [reason[:LONGEST_REASON] for reason in found if reason is not None]
+        return [reason[:MAX_REASON_CHARS] for reason in found if reason is not None]
 
-    def _nonfinite_reason(self, sound: dict[int, Difference], held: dict[int, Difference]) -> str | None:
+    def _nonfinite_reason(self, sound: dict[int, Difference], current: dict[int, Difference]) -> str | None:
         if not self.gate.nonfinite:
             return None
         if self.sound is None:
             counts = {
-                tensor: count + (held[tensor].nonfinite_gain if tensor in held else 0)
+                tensor: count + (current[tensor].nonfinite_gain if tensor in current else 0)
                 for tensor, count in enumerate(self.nonfinite)
             }
         else:
@@ -181,8 +181,8 @@ class UpdateGate:
         bad = {tensor: count for tensor, count in counts.items() if count}
         if not bad:
             return None
-        name, count = self._most(bad)
-        return f"elements became NaN or infinite: {count} in tensor {name}{_rest(bad)}; nonfinite is True"
+        name, count = self._worst(bad)
+        return f"elements became NaN or infinite: {count} in tensor {name}{_others(bad)}; nonfinite is True"
 
     def _share_reason(self, sound: dict[int, Difference]) -> str | None:
         bound = self.gate.max_changed_share
@@ -190,7 +190,7 @@ class UpdateGate:
         total = sum(changed.values())
         if bound is None or total <= bound * self._table.total:
             return None
-        name, count = self._most(changed)
+        name, count = self._worst(changed)
         share = total / self._table.total
         return (
             f"{share:.4g} of the elements changed since {self._since}, most in tensor {name} ({count:g}); "
@@ -202,37 +202,37 @@ class UpdateGate:
         distances = {tensor: difference.distance for tensor, difference in sound.items() if difference.distance}
         if bound is None or not distances:
             return None
-        norm = _root(sum(self.squares))
-        jump = _root(sum(distances.values())) / norm if norm > 0 else math.inf
+        norm = _sqrt(sum(self.squares))
+        jump = _sqrt(sum(distances.values())) / norm if norm > 0 else math.inf
         # Infinite by infinite is no number, and no reason to let the version pass.
         if jump <= bound:
             return None
-        name, distance = self._most(distances)
+        name, distance = self._worst(distances)
         return (
             f"the weights moved by {jump:.4g} of the norm of {self._since}, most in tensor {name} "
-            f"(by {_root(distance):.4g}); max_norm_jump is {bound:g}"
+            f"(by {_sqrt(distance):.4g}); max_norm_jump is {bound:g}"
         )
 
     @property
     def _since(self) -> str:
         return "the version before" if self.sound is None else f"version {self.sound}"
 
-    def _most(self, of: "dict[int, int] | dict[int, float]") -> tuple[str, float]:
+    def _worst(self, of: "dict[int, int] | dict[int, float]") -> tuple[str, float]:
         tensor = max(of, key=lambda number: (of[number], -number))
         return repr(self._table[tensor].name[:200]), of[tensor]
 
-    def _tell(self, version: int, quarantined: bool) -> None:
-        odd = {tensor: count for tensor, count in enumerate(self.nonfinite) if count}
+    def _log_start(self, version: int, quarantined: bool) -> None:
+        nonfinite = {tensor: count for tensor, count in enumerate(self.nonfinite) if count}
         if quarantined and self.sound is None:
             logger.warning(
                 "version %d is quarantined and the sound version before it cannot be read: the next one is sound if "
                 "everything in it is finite and it is within the bounds of this one", version,
             )  # fmt: skip
-        elif odd and not quarantined:
-            name, count = self._most(odd)
+        elif nonfinite and not quarantined:
+            name, count = self._worst(nonfinite)
             logger.warning(
                 "version %d holds elements that are NaN or infinite, %d in tensor %s%s; the gate looks at those that "
-                "change", version, count, name, _rest(odd),
+                "change", version, count, name, _others(nonfinite),
             )  # fmt: skip
 
     # Measuring
@@ -260,7 +260,7 @@ def pieces(before: Bits, after: Bits) -> Iterator[tuple[Bits, Bits]]:
         yield before[start : start + PIECE_ELEMENTS], after[start : start + PIECE_ELEMENTS]
 
 
-def judge_whole(gate: Gate | None, baseline: Baseline) -> list[str]:
+def judge_state(gate: Gate | None, baseline: Baseline) -> list[str]:
     """Why weights that are to be published with nothing that they could be compared with are quarantined.
 
     Raises:
@@ -269,19 +269,19 @@ def judge_whole(gate: Gate | None, baseline: Baseline) -> list[str]:
     if gate is None or not gate.nonfinite:
         return []
     table = baseline.table
-    counts = _counted(table, [baseline.peek(tensor) for tensor in range(len(table))])
+    counts = _count_nonfinite(table, [baseline.read(tensor) for tensor in range(len(table))])
     bad = {tensor: count for tensor, count in enumerate(counts) if count}
     if not bad:
         return []
     worst = max(bad, key=lambda tensor: bad[tensor])
     name = table[worst].name[:200]
-    reason = f"elements are NaN or infinite: {bad[worst]} in tensor {name!r}{_rest(bad)}; nonfinite is True"
+    reason = f"elements are NaN or infinite: {bad[worst]} in tensor {name!r}{_others(bad)}; nonfinite is True"
     if gate.action == "refuse":
         raise GateError(f"the weights are not published: {reason}. Mend them, or give a gate with nonfinite=False")
     return [reason]
 
 
-def _counted(table: TensorTable, bits: list[Bits]) -> list[int]:
+def _count_nonfinite(table: TensorTable, bits: list[Bits]) -> list[int]:
     return [
         sum(count_nonfinite(spec.element, piece) for piece, _ in pieces(of, of))
         for spec, of in zip(table, bits, strict=True)
@@ -304,10 +304,10 @@ def _add(result: Difference, element: DType, before: Bits, after: Bits, nonfinit
         result.nonfinite_gain += count - count_nonfinite(element, before)
     if norm:
         old, new = values_of(element, before), values_of(element, after)
-        gone, come = _squares(old), _squares(new)
+        old_squares, new_squares = _squares(old), _squares(new)
         result.distance += _distance(old, new, nonfinite)
-        result.squares_gain += come - gone
-        result.flow += come + gone
+        result.squares_gain += new_squares - old_squares
+        result.magnitude += new_squares + old_squares
 
 
 def _distance(old: Values, new: Values, nonfinite: bool) -> float:
@@ -333,10 +333,10 @@ def _sum_of_squares(values: Values) -> float:
     return float(np.einsum("i,i->", values, values))
 
 
-def _root(value: float) -> float:
+def _sqrt(value: float) -> float:
     return math.sqrt(value) if value >= 0 else math.nan
 
 
-def _rest(counts: dict[int, int]) -> str:
+def _others(counts: dict[int, int]) -> str:
     others = len(counts) - 1
     return f", {sum(counts.values())} in {others + 1} tensors" if others else ""

@@ -11,9 +11,9 @@ from typing import Self
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
 
-LEAST_BYTES = 64 * 1024
+MIN_MEASURED_BYTES = 64 * 1024
 """What is smaller measures how long a store takes to answer."""
-RECENT = 5
+RECENT_UPLOADS = 5
 
 
 class UploadBandwidth:
@@ -25,12 +25,12 @@ class UploadBandwidth:
 
     def __init__(self, limit: float | None = None) -> None:
         self._limit = limit
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent: deque[float] = deque(maxlen=RECENT_UPLOADS)
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._running = 0
         self._bytes = 0
-        self._whole = True
-        self._began = 0.0
+        self._all_succeeded = True
+        self._started = 0.0
 
     @classmethod
     def to(cls, bucket: Bucket) -> Self:
@@ -50,17 +50,17 @@ class UploadBandwidth:
     def upload(self, size: int) -> Iterator[None]:
         """Within, ``size`` bytes go up. If that fails, nothing is measured."""
         with self._lock:
-            if not self._under_way:
-                self._began, self._bytes, self._whole = time.monotonic(), 0, True
-            self._under_way += 1
+            if not self._running:
+                self._started, self._bytes, self._all_succeeded = time.monotonic(), 0, True
+            self._running += 1
         done = False
         try:
             yield
             done = True
         finally:
             with self._lock:
-                self._under_way -= 1
+                self._running -= 1
                 self._bytes += size
-                self._whole = self._whole and done
-                if not self._under_way and self._whole and self._bytes >= LEAST_BYTES:
-                    self._recent.append(self._bytes / max(time.monotonic() - self._began, 1e-6))
+                self._all_succeeded = self._all_succeeded and done
+                if not self._running and self._all_succeeded and self._bytes >= MIN_MEASURED_BYTES:
+                    self._recent.append(self._bytes / max(time.monotonic() - self._started, 1e-6))

@@ -12,7 +12,7 @@ from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
 
-LOOK_SECONDS = 10.0
+REFRESH_SECONDS = 10.0
 """Leases are not read more often: a listing each time, and one small object for each lease that is new."""
 
 
@@ -33,7 +33,7 @@ class ReceiverLag:
         self._clock = clock
         self._worker = BackgroundThread("delta-sync-receivers")
         self._job: BackgroundJob | None = None
-        self._began = float("-inf")
+        self._started = float("-inf")
         self._run: Run | None = None
         self._fleet: Fleet | None = None
         self._lag: int | None = None
@@ -43,15 +43,15 @@ class ReceiverLag:
         """Versions that the slowest live receiver was behind at the last look; None if no lease said anything."""
         return self._lag
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Have the leases read again, unless that goes on or was done a moment ago. Returns at once."""
         now = self._clock()
-        if now - self._began < LOOK_SECONDS or not (self._job is None or self._job.done):
+        if now - self._started < REFRESH_SECONDS or not (self._job is None or self._job.done):
             return
         if self._job is not None and self._job.error is not None:
             logger.warning("how far receivers are behind is not known: %r", self._job.error)
-        self._began, self._job = now, BackgroundJob()
-        self._worker.submit(self._job, self._look)
+        self._started, self._job = now, BackgroundJob()
+        self._worker.submit(self._job, self._refresh)
 
     def close(self) -> None:
         """Wait for a look that goes on, and give back thread and connections."""
@@ -59,7 +59,7 @@ class ReceiverLag:
         if self._run is not None and not isinstance(self._bucket, Bucket):
             self._run.close()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
             if self._fleet is None:
                 self._run = Run(self._bucket) if isinstance(self._bucket, Bucket) else open_run(self._bucket)

@@ -22,7 +22,7 @@ def check_publisher_options(bucket: str | Bucket, options: dict[str, Any]) -> No
         raise UsageError(f"the options {sorted(options)} are not those of Publisher: {error}") from error
 
 
-def calling_trainer() -> Any:
+def find_calling_trainer() -> Any:
     """The Trainer of transformers among the callers; None if there is none.
 
     Neither callbacks nor weight transfers are handed their Trainer. Loggers that ``report_to`` names are called before
@@ -56,13 +56,13 @@ class MetricReporter:
 
     def begin(self, bucket: str | Bucket, publisher: Publisher, lag: bool) -> None:
         """Tell the Trainer that has called, and look after receivers if ``lag``."""
-        self.trainer = calling_trainer()
+        self.trainer = find_calling_trainer()
         if self.trainer is None:
             logger.warning("no Trainer is found among the callers: metrics go to this log only")
         if lag:
             self.lag = ReceiverLag(bucket, lambda: publisher.version)
 
-    def took(self, result: PublishResult) -> None:
+    def published(self, result: PublishResult) -> None:
         """Tell of what ``publish`` has returned, later."""
         if result.version is None:
             self._waiting += 1
@@ -70,7 +70,7 @@ class MetricReporter:
             self.under_way = result
             self._skipped, self._waiting = self._waiting, 0
 
-    def tell(self) -> bool:
+    def report(self) -> bool:
         """Log the version under way, if it is durable; False if it is known that it failed."""
         result = self.under_way
         if result is None or not result.done:
@@ -86,7 +86,7 @@ class MetricReporter:
         if self.lag is not None:
             if self.lag.lag is not None:
                 metrics[f"{METRICS}receivers_lag"] = self.lag.lag
-            self.lag.look()
+            self.lag.refresh()
         logger.info("%s", ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
         if self.trainer is not None:
             _log(self.trainer, metrics)

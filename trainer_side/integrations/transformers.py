@@ -63,7 +63,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._bucket = bucket
         self._every = every
         self._stop_on_error = stop_on_error
-        self._lag_wanted = receivers_lag
+        self._report_lag = receivers_lag
         self._options = options
         self.publisher: Publisher | None = None
         self._forget()
@@ -112,7 +112,7 @@ class DeltaSyncCallback(TrainerCallback):
             options = self._options if folder is None else {"files": folder, **self._options}
             self.publisher = publisher = Publisher(model, self._bucket, **options)
         if state.is_world_process_zero:
-            self._reports.begin(self._bucket, publisher, self._lag_wanted)
+            self._reports.begin(self._bucket, publisher, self._report_lag)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._attempt(self._report)
@@ -151,7 +151,7 @@ class DeltaSyncCallback(TrainerCallback):
         if self.publisher is None:
             return
         result = self.publisher.publish(step, wait=wait)
-        self._reports.took(result)
+        self._reports.published(result)
         if result.version is not None:
             self._last_step = step
 
@@ -171,7 +171,7 @@ class DeltaSyncCallback(TrainerCallback):
 
     def _report(self) -> None:
         """Log the version under way, if it is durable."""
-        if not self._reports.tell():
+        if not self._reports.report():
             self._last_step = None
 
     def _attempt(self, call: Callable[[], None]) -> None:

@@ -71,7 +71,7 @@ class DeltaWeightTransfer:
             raise UsageError(f"replicas is {replicas!r}; give a number of servers from 1 on")
         self._bucket, self._base, self._options = bucket, base, options
         self._wait_served, self._replicas = wait_served, replicas
-        self._stop_on_error, self._lag_wanted = stop_on_error, receivers_lag
+        self._stop_on_error, self._report_lag = stop_on_error, receivers_lag
         self.publisher: Publisher | None = None
         self._reports = MetricReporter()
         self._sends = 0
@@ -89,7 +89,7 @@ class DeltaWeightTransfer:
         self.publisher = publisher = Publisher(weights, self._bucket, base=self._base, **self._options)
         self._sends, self._sent = 0, False
         self._reports = MetricReporter()
-        self._reports.begin(self._bucket, publisher, self._lag_wanted)
+        self._reports.begin(self._bucket, publisher, self._report_lag)
         if self._reports.trainer is not None:
             _at_last_log(self._reports.trainer, self._settle)
 
@@ -129,7 +129,7 @@ class DeltaWeightTransfer:
             return
         if self._wait_served is not None and self._sent:
             self._attempt(self._wait)
-        self._reports.tell()
+        self._reports.report()
 
     def destroy(self) -> None:
         """Wait until what was sent is durable, and give everything back. May be called twice, or without a beginning.
@@ -156,8 +156,8 @@ class DeltaWeightTransfer:
         trainer = self._reports.trainer
         step = self._sends if trainer is None else trainer.state.global_step
         result = self.publisher.publish(step, wait=True, weights=iterator)
-        self._reports.tell()
-        self._reports.took(result)
+        self._reports.report()
+        self._reports.published(result)
         self._sent = True
 
     def _wait(self) -> None:
@@ -168,7 +168,7 @@ class DeltaWeightTransfer:
         """Have the metrics of the last version logged, while there are loggers."""
         if self.publisher is not None:
             self._attempt(self.publisher.flush)
-            self._reports.tell()
+            self._reports.report()
             self._reports.trainer = None
 
     def _attempt(self, call: Callable[[], None]) -> None:
@@ -186,7 +186,7 @@ class DeltaWeightTransfer:
             return
         try:
             publisher.flush()
-            self._reports.tell()
+            self._reports.report()
         finally:
             try:
                 self._reports.close()

@@ -80,7 +80,7 @@ class View:
         return source.as_strided(self.shape, self.strides, source.storage_offset() + self.offset)
 
 
-Joined = tuple[tuple[tuple[int, ...], View], ...]
+JoinedViews = tuple[tuple[tuple[int, ...], View], ...]
 """Windows that make up a result, each with its place in it."""
 
 
@@ -94,7 +94,7 @@ class Replay:
     node: _Node
     sources: tuple[str, ...]
     shape: tuple[int, ...]
-    joined: Joined | None
+    joined: JoinedViews | None
 
     def read(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
@@ -148,7 +148,7 @@ def trace(
     return routes
 
 
-def _joined(node: _Node, window: Callable[[_Node], View | None]) -> Joined | None:
+def _joined(node: _Node, window: Callable[[_Node], View | None]) -> JoinedViews | None:
     view = window(node)
     if view is not None:
         return (((0,) * len(view.shape), view),)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer_side.model.conversion_trace import Route, View, trace
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_plain, storage_key
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_readable, storage_key
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, whole_shape
@@ -147,8 +147,8 @@ def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     pieces = local_boxes(tensor, name)
     if len(pieces) == 1 and pieces[0][0].is_whole:
-        return check_plain(name, pieces[0][1])
-    return check_plain(name, tensor)
+        return check_readable(name, pieces[0][1])
+    return check_readable(name, tensor)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -218,7 +218,7 @@ def _module_state(model: nn.Module, described: bool) -> State:
             state[name] = value.detach()
             continue
         sharded = isinstance(value, torch.Tensor) and is_sharded(value)
-        state[name] = value if sharded else check_plain(name, value)
+        state[name] = value if sharded else check_readable(name, value)
     return state
 
 

@@ -44,10 +44,10 @@ class LiveTensors(ABC):
 
     tensors: dict[str, CheckpointTensor]
     aliases: dict[str, str]
-    held = True
+    has_values = True
     """Whether ``read`` gives the values; otherwise they come with each version only, through ``given``."""
 
-    def given(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, tensor) pairs from what a caller hands over to be published, one after another.
 
         Raises:
@@ -101,19 +101,19 @@ def live_tensors(model: ModelLike) -> LiveTensors:
     )
 
 
-def pairs(given: Mapping[str, torch.Tensor] | NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+def pairs(items: Mapping[str, torch.Tensor] | NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over (name, tensor) pairs, which a mapping has as its items.
 
     Raises:
         UsageError: something else comes out.
     """
-    for item in given.items() if isinstance(given, Mapping) else given:
+    for item in items.items() if isinstance(items, Mapping) else items:
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
             raise UsageError(f"expected (checkpoint name, tensor) pairs, got a {type(item).__name__}")
         yield item[0], item[1]
 
 
-def check_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def check_readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` detached, if its bits can be read here and now.
 
     Raises:
@@ -203,7 +203,7 @@ class IterableTensors(LiveTensors):
         identities: list[StorageWeakRef] = []
         for name, value in pairs(source()):
             check_name(name)
-            tensor = check_plain(name, value)
+            tensor = check_readable(name, value)
             if name in self.tensors or name in self.aliases:
                 raise ModelError(f"tensor name {name!r} is yielded twice; each name must occur once")
             key = storage_key(tensor)
@@ -220,7 +220,7 @@ class IterableTensors(LiveTensors):
             if name in seen:
                 raise TensorMismatchError(f"tensor {name!r} is yielded twice; each name must occur once")
             seen.add(name)
-            tensor = check_plain(name, value)
+            tensor = check_readable(name, value)
             check_unchanged(name, tensor, self.tensors.get(self.aliases.get(name, name)))
             yield name, tensor
         missing = [name for name in self.tensors if name not in seen]

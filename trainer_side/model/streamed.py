@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer_side.model.conversion_trace import Route
 from trainer_side.model.module import ModuleForm
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors, check_plain, pairs
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors, check_readable, pairs
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
@@ -26,7 +26,7 @@ class StreamedWeights(LiveTensors):
     given keep the values of the checkpoint.
     """
 
-    held = False
+    has_values = False
 
     def __init__(self, base: str | Path) -> None:
         """Follow the module's conversion to its checkpoint once, on a module without data.
@@ -42,8 +42,8 @@ class StreamedWeights(LiveTensors):
         checkpoint = Checkpoint(folder)
         self._sources: dict[str, torch.Tensor] = {}
         self._routes: dict[str, Route] = {}
-        self._targets: dict[str, list[str]] = {}
-        module = _without_data(folder)
+        self._targets_by_source: dict[str, list[str]] = {}
+        module = _meta_module(folder)
         if module is None:
             specs = checkpoint.specs.items()
             self.aliases = {}
@@ -54,38 +54,40 @@ class StreamedWeights(LiveTensors):
         self._sources, self._routes = form.state(), form.routes
         for target, route in self._routes.items():
             for source in route.sources:
-                self._targets.setdefault(source, []).append(target)
+                self._targets_by_source.setdefault(source, []).append(target)
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
 
-    def given(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         waiting: dict[str, torch.Tensor] = {}
-        made: set[str] = set()
+        produced: set[str] = set()
         for name, value in pairs(weights):
-            targets = self._targets.get(name)
+            targets = self._targets_by_source.get(name)
             if targets is None:
                 # A name of the checkpoint; any other is refused where versions are compared.
                 yield name, value
                 continue
-            waiting[name] = self._placed(name, value)
+            waiting[name] = self._as_in_module(name, value)
             for target in targets:
                 route = self._routes[target]
                 if all(source in waiting for source in route.sources):
                     yield target, route.read(waiting)
-                    made.add(target)
-            self._let_go(name, waiting, made)
+                    produced.add(target)
+            self._release(name, waiting, produced)
         if waiting:
-            lacking = next(target for source in waiting for target in self._targets[source] if target not in made)
-            sources = [source for source in self._routes[lacking].sources if source not in waiting]
+            incomplete = next(
+                target for source in waiting for target in self._targets_by_source[source] if target not in produced
+            )
+            sources = [source for source in self._routes[incomplete].sources if source not in waiting]
             raise ModelError(
-                f"checkpoint tensor {lacking!r} is made of several parameters, of which {sources[0]!r} was not handed "
-                f"over ({len(sources)} of {len(self._routes[lacking].sources)}); hand over all of them, or none"
+                f"checkpoint tensor {incomplete!r} is made of several parameters, of which {sources[0]!r} was not handed "
+                f"over ({len(sources)} of {len(self._routes[incomplete].sources)}); hand over all of them, or none"
             )
 
-    def _placed(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _as_in_module(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A parameter, laid out as in the module that the conversion was followed on."""
-        tensor, known = check_plain(name, value), self._sources[name]
+        tensor, known = check_readable(name, value), self._sources[name]
         if tensor.shape != known.shape:
             raise TensorMismatchError(
                 f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {list(known.shape)} in the model of the "
@@ -96,17 +98,17 @@ class StreamedWeights(LiveTensors):
         laid_out = torch.empty_strided(known.shape, known.stride(), dtype=tensor.dtype, device=tensor.device)
         return laid_out.copy_(tensor)
 
-    def _let_go(self, name: str, waiting: dict[str, torch.Tensor], made: set[str]) -> None:
+    def _release(self, name: str, waiting: dict[str, torch.Tensor], produced: set[str]) -> None:
         """Keep of what has come only what another tensor still needs; the newest, ``name``, in memory of its own."""
-        for source in {source for target in self._targets[name] for source in self._routes[target].sources}:
-            if source in waiting and made.issuperset(self._targets[source]):
+        for source in {source for target in self._targets_by_source[name] for source in self._routes[target].sources}:
+            if source in waiting and produced.issuperset(self._targets_by_source[source]):
                 del waiting[source]
         if name in waiting:
             # Frameworks may fill one buffer again and again.
             waiting[name] = waiting[name].clone(memory_format=torch.preserve_format)
 
 
-def _without_data(folder: Path) -> nn.Module | None:
+def _meta_module(folder: Path) -> nn.Module | None:
     """The module that a checkpoint is loaded into, on the meta device; None if transformers does not know it."""
     try:
         import transformers

@@ -62,11 +62,11 @@ class ProcessGroup:
                 f"not all ranks have come together in {seconds:.0f} s ({_reason(error)}): every rank of the world has "
                 "to make the publisher, with the model that is shared out among them"
             ) from error
-        self._turn = 0
+        self._sequence = 0
         self._broken: str | None = None
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
-        self.leads = self.rank == 0
+        self.is_rank0 = self.rank == 0
 
     # Each of these is called by all ranks
 
@@ -80,57 +80,57 @@ class ProcessGroup:
             LostRankError: a rank is gone, or at another place than this one.
         """
         self.check()
-        self._turn += 1
-        mine = {"what": what, "turn": self._turn, "value": document}
-        if not self.leads:
-            self._say(0, mine)
+        self._sequence += 1
+        mine = {"what": what, "turn": self._sequence, "value": document}
+        if not self.is_rank0:
+            self._send_document(0, mine)
             return None
-        told: list[Json] = [document]
+        reports: list[Json] = [document]
         problem: LostRankError | None = None
         for rank in range(1, self.size):
             try:
                 # Where one is lost the others are heard out, so that they listen to what they are told then.
-                theirs = self._hear(rank, None if problem is None else _PARTING_SECONDS)
+                theirs = self._receive_document(rank, None if problem is None else _PARTING_SECONDS)
                 self._check_place(rank, theirs, mine)
-                told.append(theirs["value"])
+                reports.append(theirs["value"])
             except LostRankError as error:
                 problem = problem or error
         if problem is not None:
-            self._tell_lost(problem)
+            self._notify_lost(problem)
             raise problem
-        return told
+        return reports
 
     def broadcast(self, what: str, document: Json = None) -> Json:
         """Rank 0's document, on every rank; the others' are not looked at. Raises LostRankError as ``gather``."""
         self.check()
-        self._turn += 1
-        mine = {"what": what, "turn": self._turn, "value": document}
-        if self.leads:
+        self._sequence += 1
+        mine = {"what": what, "turn": self._sequence, "value": document}
+        if self.is_rank0:
             problem: LostRankError | None = None
             for rank in range(1, self.size):
                 try:
-                    self._say(rank, mine)
+                    self._send_document(rank, mine)
                 except LostRankError as error:
                     problem = problem or error
             if problem is not None:
                 raise problem
             return document
-        theirs = self._hear(0)
+        theirs = self._receive_document(0)
         if "lost" in theirs:
             raise self._break(theirs["lost"])
         self._check_place(0, theirs, mine)
         return theirs["value"]
 
-    def first(self, what: str, work: Callable[[], Json]) -> Json:
+    def from_rank0(self, what: str, work: Callable[[], Json]) -> Json:
         """What ``work`` gives on rank 0, on every rank.
 
         Raises:
             DeltaSyncError: whatever it raised there. LostRankError: as ``gather``.
         """
-        if not self.leads:
+        if not self.is_rank0:
             answer = self.broadcast(what)
             if "error" in answer:
-                raise told_error(answer["error"], 0)
+                raise error_from_rank(answer["error"], 0)
             return answer["value"]
         try:
             value = work()
@@ -140,7 +140,7 @@ class ProcessGroup:
         self.broadcast(what, {"value": value})
         return value
 
-    def together(
+    def all_or_raise(
         self, what: str, work: Callable[[], Json], judge: Callable[[list[Json]], None] | None = None
     ) -> list[Json] | None:
         """Have each rank do its part; it is done only if all have done theirs.
@@ -156,48 +156,48 @@ class ProcessGroup:
         """
         found: list[Json] = []
 
-        def judged(told: list[Json]) -> None:
-            found.extend(told)
+        def judged(reports: list[Json]) -> None:
+            found.extend(reports)
             if judge is not None:
-                judge(told)
+                judge(reports)
 
-        self.agree(what, work, judged)
-        return found if self.leads else None
+        self.reduce_on_rank0(what, work, judged)
+        return found if self.is_rank0 else None
 
-    def agree(self, what: str, work: Callable[[], Json], judge: Callable[[list[Json]], Json]) -> Json:
+    def reduce_on_rank0(self, what: str, work: Callable[[], Json], judge: Callable[[list[Json]], Json]) -> Json:
         """What ``judge`` makes on rank 0 of what ``work`` gives on each rank; the same on every rank.
 
         Raises:
             DeltaSyncError: on every rank, what was raised on one, or by ``judge``. LostRankError: as ``gather``.
         """
-        own: Exception | None = None
+        own_error: Exception | None = None
         document: Json = None
         try:
             document = {"value": work()}
         except Exception as error:  # noqa: BLE001 - raised below, once the others have been told
-            own, document = error, {"error": error_document(error)}
-        told = self.gather(what, document)
+            own_error, document = error, {"error": error_document(error)}
+        reports = self.gather(what, document)
 
         def verdict() -> Json:
-            failed = first_error(told or [])
-            return {"failed": failed} if failed else {"value": judge([item["value"] for item in told or []])}
+            failed = first_error(reports or [])
+            return {"failed": failed} if failed else {"value": judge([item["value"] for item in reports or []])}
 
         try:
-            answer = self.first(f"{what}: verdict", verdict)
+            answer = self.from_rank0(f"{what}: verdict", verdict)
         except DeltaSyncError as error:
-            raise error if own is None else own from None
-        if own is not None:
-            raise own
+            raise error if own_error is None else own_error from None
+        if own_error is not None:
+            raise own_error
         if "failed" in answer:
-            raise told_error(answer["failed"]["error"], answer["failed"]["rank"])
+            raise error_from_rank(answer["failed"]["error"], answer["failed"]["rank"])
         return answer["value"]
 
-    def who(self, what: str, flags: Sequence[bool]) -> list[list[int]]:
+    def ranks_where(self, what: str, flags: Sequence[bool]) -> list[list[int]]:
         """For each flag, the ranks that have set it; the same on every rank."""
-        told = self.gather(what, [bool(flag) for flag in flags])
+        reports = self.gather(what, [bool(flag) for flag in flags])
         found = None
-        if told is not None:
-            found = [[rank for rank, theirs in enumerate(told) if theirs[place]] for place in range(len(flags))]
+        if reports is not None:
+            found = [[rank for rank, theirs in enumerate(reports) if theirs[place]] for place in range(len(flags))]
         answer: list[list[int]] = self.broadcast(what, found)
         return answer
 
@@ -206,21 +206,21 @@ class ProcessGroup:
     def send(self, rank: int, data: Bytes) -> None:
         """Give (n,) bytes to a rank, which has to ``receive`` them. Raises LostRankError as ``gather``."""
         self.check()
-        self._put(rank, data)
+        self._send_bytes(rank, data)
 
-    def receive(self, rank: int, room: Bytes | None = None) -> Bytes:
+    def receive(self, rank: int, into: Bytes | None = None) -> Bytes:
         """The (n,) bytes that a rank sends here, in ``room`` if that is given.
 
         Raises:
             LostRankError: as ``gather``; or they are not as many as there is room for.
         """
         self.check()
-        return self._get(rank, room=room)
+        return self._receive_bytes(rank, into=into)
 
     def skip(self, rank: int) -> None:
         """Receive what a rank sends here, and throw it away, in the memory of one piece. Raises LostRankError."""
         self.check()
-        self._get(rank, skip=True)
+        self._receive_bytes(rank, skip=True)
 
     def check(self) -> None:
         """Raise LostRankError if the ranks have lost each other."""
@@ -261,54 +261,56 @@ class ProcessGroup:
             "again, which goes on from there"
         )
 
-    def _tell_lost(self, error: LostRankError) -> None:
+    def _notify_lost(self, error: LostRankError) -> None:
         """Have the other ranks know why rank 0 does not go on."""
         for rank in range(1, self.size):
             try:
-                self._put(rank, encoded({"lost": error.message}), _PARTING_SECONDS)
+                self._send_bytes(rank, encode_document({"lost": error.message}), _PARTING_SECONDS)
             except LostRankError:
                 logger.debug("rank %d cannot be told that another rank is lost", rank)
 
-    def _say(self, rank: int, document: Json) -> None:
-        self._put(rank, encoded(document))
+    def _send_document(self, rank: int, document: Json) -> None:
+        self._send_bytes(rank, encode_document(document))
 
-    def _hear(self, rank: int, patience: float | None = None) -> Json:
-        return json.loads(self._get(rank, patience).tobytes())
+    def _receive_document(self, rank: int, seconds: float | None = None) -> Json:
+        return json.loads(self._receive_bytes(rank, seconds).tobytes())
 
-    def _put(self, rank: int, data: Bytes, patience: float | None = None) -> None:
+    def _send_bytes(self, rank: int, data: Bytes, seconds: float | None = None) -> None:
         size = torch.tensor([data.size], dtype=torch.int64)
         try:
             for tensor in (size, *map(torch.from_numpy, _pieces(data))):
                 work = distributed.isend(tensor, group=self._group, group_dst=rank)
-                self._wait(work, patience)
+                self._wait(work, seconds)
         except RuntimeError as error:
             raise self._lost(rank, error) from error
 
-    def _get(self, rank: int, patience: float | None = None, room: Bytes | None = None, skip: bool = False) -> Bytes:
+    def _receive_bytes(
+        self, rank: int, seconds: float | None = None, into: Bytes | None = None, skip: bool = False
+    ) -> Bytes:
         size = torch.zeros(1, dtype=torch.int64)
         try:
-            self._wait(distributed.irecv(size, group=self._group, group_src=rank), patience)
+            self._wait(distributed.irecv(size, group=self._group, group_src=rank), seconds)
             if skip:
                 # The same memory for each piece.
                 found = np.empty(min(int(size), PIECE_BYTES), np.uint8)
                 pieces = [found[: min(PIECE_BYTES, int(size) - at)] for at in range(0, int(size), PIECE_BYTES)]
             else:
-                found = np.empty(int(size), np.uint8) if room is None else room
+                found = np.empty(int(size), np.uint8) if into is None else into
                 pieces = _pieces(found)
                 if found.size != int(size):
                     raise self._break(
                         f"rank {rank} sends {int(size)} bytes where {found.size} belong; start the job again"
                     )
             for data in map(torch.from_numpy, pieces):
-                self._wait(distributed.irecv(data, group=self._group, group_src=rank), patience)
+                self._wait(distributed.irecv(data, group=self._group, group_src=rank), seconds)
         except RuntimeError as error:
             raise self._lost(rank, error) from error
         return found
 
-    def _wait(self, work: distributed.Work | None, patience: float | None) -> None:
+    def _wait(self, work: distributed.Work | None, seconds: float | None) -> None:
         if work is None:
             raise RuntimeError("this process is not part of the group")
-        work.wait(timedelta(seconds=self._seconds if patience is None else patience))
+        work.wait(timedelta(seconds=self._seconds if seconds is None else seconds))
 
 
 class RankGroups:
@@ -318,21 +320,23 @@ class RankGroups:
     """
 
     def __init__(self) -> None:
-        self.calls = ProcessGroup(CALL_SECONDS)
+        self.caller = ProcessGroup(CALL_SECONDS)
         self.work = ProcessGroup(WORK_SECONDS)
-        self.rank, self.size, self.leads = self.calls.rank, self.calls.size, self.calls.leads
+        self.rank, self.size, self.is_rank0 = self.caller.rank, self.caller.size, self.caller.is_rank0
 
     def close(self) -> None:
         """Give back sockets and threads."""
-        self.calls.close()
+        self.caller.close()
         self.work.close()
 
 
-def check_same(name: str, told: Sequence[Json]) -> None:
+def check_same(name: str, reports: Sequence[Json]) -> None:
     """Raise UsageError unless all ranks were given the same. ``told``: by each rank, as ``name``."""
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
-            raise UsageError(f"{name} is {theirs!r} on rank {rank}, and {told[0]!r} on rank 0; give all ranks the same")
+    for rank, theirs in enumerate(reports):
+        if theirs != reports[0]:
+            raise UsageError(
+                f"{name} is {theirs!r} on rank {rank}, and {reports[0]!r} on rank 0; give all ranks the same"
+            )
 
 
 def error_document(error: BaseException) -> Json:
@@ -342,15 +346,15 @@ def error_document(error: BaseException) -> Json:
     return {"kind": PublishError.kind, "message": f"unexpectedly: {error!r}"}
 
 
-def told_error(document: Json, rank: int) -> DeltaSyncError:
+def error_from_rank(document: Json, rank: int) -> DeltaSyncError:
     """An error that another rank has met, of the same kind."""
     kind = error_kinds().get(document["kind"], PublishError)
     return kind(f"rank {rank}: {document['message']}")
 
 
-def first_error(told: Sequence[Json]) -> Json:
+def first_error(reports: Sequence[Json]) -> Json:
     """The first of the documents that reports an error, and whose; None if none does."""
-    return next(({"rank": rank, **item} for rank, item in enumerate(told) if "error" in item), None)
+    return next(({"rank": rank, **item} for rank, item in enumerate(reports) if "error" in item), None)
 
 
 def _pieces(data: Bytes) -> list[Bytes]:
@@ -363,6 +367,6 @@ def _reason(error: Exception) -> str:
     return str(error).split("] ", 1)[-1].split(". ", 1)[0][:200]
 
 
-def encoded(document: Json) -> Bytes:
+def encode_document(document: Json) -> Bytes:
     """A document as bytes to ``send``."""
     return np.frombuffer(json.dumps(document).encode(), np.uint8).copy()

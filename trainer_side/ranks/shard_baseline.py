@@ -37,7 +37,7 @@ class GatheredState:
         return sum(self.fingerprints, Fingerprint())
 
 
-class _Wholes(LiveTensors):
+class _WholeTensors(LiveTensors):
     """The whole tensors of a sharded model, to find out which tensors of a run they are."""
 
     def __init__(self, live: ModuleParts) -> None:
@@ -68,19 +68,19 @@ class ShardBaseline(Baseline):
         rank: int,
     ) -> None:
         found: dict[str, tuple[TensorSpec, int, Box]] = {}
-        feeds: dict[str, list[str]] = {}
+        targets_of: dict[str, list[str]] = {}
         for part_name, part in live.parts.items():
             for target in names[part.name]:
                 name = _part_name(part_name, part, target)
                 spec = TensorSpec(name, table.by_name(target).dtype, part.box.shape)
                 found[name] = spec, table.index(target), part.box
-                feeds.setdefault(part_name, []).append(name)
+                targets_of.setdefault(part_name, []).append(name)
         if rank == 0:
-            fed = {target for targets in names.values() for target in targets}
+            present = {target for targets in names.values() for target in targets}
             for spec in table:
-                if spec.name not in fed:
+                if spec.name not in present:
                     found[spec.name] = spec, table.index(spec.name), Box.all_of(spec.shape)
-        super().__init__(TensorTable(spec for spec, _, _ in found.values()), feeds, checkpoint)
+        super().__init__(TensorTable(spec for spec, _, _ in found.values()), targets_of, checkpoint)
         self.whole = table
         self.boxes = [found[spec.name][1:] for spec in self.table]
         self.shares: dict[int, Fingerprint] = {}
@@ -91,25 +91,25 @@ class ShardBaseline(Baseline):
     @classmethod
     def captured_parts(cls, live: ModuleParts, base: str | Path | None, rank: int) -> Self:
         """The parts of this moment, of a new run; arguments and errors as ``captured``."""
-        table, names, checkpoint = new_run_tensors(_Wholes(live), base)
+        table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
         baseline = cls(live, table, names, checkpoint, rank)
         baseline.capture(live)
         if checkpoint is not None:
-            baseline._warn_of_kept("base")
+            baseline._warn_of_missing("base")
             baseline._compare(checkpoint)
         return baseline
 
     @classmethod
     def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:
         """Of a run that is there already, still without values; errors as ``of_run``."""
-        baseline = cls(live, table, names_in_run(_Wholes(live), table), None, rank)
-        baseline._warn_of_kept("run")
+        baseline = cls(live, table, names_in_run(_WholeTensors(live), table), None, rank)
+        baseline._warn_of_missing("run")
         return baseline
 
     def scan(self) -> None:
         """Fingerprint every part, by itself and as a share of its tensor."""
         super().scan()
-        self.shares = self.shares_of([self.peek(part) for part in range(len(self.table))])
+        self.shares = self.shares_of([self.read(part) for part in range(len(self.table))])
 
     def shares_of(self, bits: Sequence[Bits]) -> dict[int, Fingerprint]:
         """Tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits each."""
@@ -119,16 +119,16 @@ class ShardBaseline(Baseline):
             shares[tensor] = shares.get(tensor, Fingerprint()) + share
         return shares
 
-    def take_bits(self, bits: Sequence[Bits], shares: dict[int, Fingerprint]) -> None:
+    def replace_bits(self, bits: Sequence[Bits], shares: dict[int, Fingerprint]) -> None:
         """Hold other bits, whose shares of all ranks together were found to be right; else as ``take``."""
-        self._replace(bits, self.measured(bits))
+        self._write_all(bits, self.fingerprints_of(bits))
         self.shares = shares
 
     def wanted(self) -> dict[str, list[Box]]:
         """Checkpoint name → the boxes that this rank holds of that tensor, in the order of ``arranged``."""
         return {name: [box for _, box in parts] for name, parts in self._parts.items()}
 
-    def arranged(self, found: Mapping[str, Sequence[Bits]]) -> list[Bits]:
+    def in_part_order(self, found: Mapping[str, Sequence[Bits]]) -> list[Bits]:
         """Bits per part, from those of the boxes that are ``wanted``."""
         rows = {name: iter(bits) for name, bits in found.items()}
         return [next(rows[self.whole[tensor].name]) for tensor, _ in self.boxes]
@@ -137,7 +137,7 @@ class ShardBaseline(Baseline):
         """Id and box of each part that this rank holds of a tensor."""
         return self._parts.get(name, [])
 
-    def sent_in_full(self, tensor: int) -> bool:
+    def may_send_in_full(self, tensor: int) -> bool:
         """A tensor that other ranks carry parts of is never sent in full: only one object could carry it."""
         return self.table[tensor].name in self.whole
 
@@ -151,12 +151,12 @@ def _part_name(part_name: str, part: ShardPart, target: str) -> str:
     return target + part_name.removeprefix(part.name)
 
 
-def whole_changes(baseline: ShardBaseline, patch: PendingDelta) -> Changes:
+def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> Changes:
     """What a patch of this rank's parts changes, in terms of whole tensors.
 
     Valid as ``Patch.changes``, whose positions and distances stay as they are: they take the patch back.
     """
-    own = patch.changes()
+    own = pending.changes()
     found: dict[int, list[tuple[Positions, Bits]]] = {}
     for group in own.sparse:
         for part, positions, data in group.tensors():
@@ -165,12 +165,12 @@ def whole_changes(baseline: ShardBaseline, patch: PendingDelta) -> Changes:
     full = [Full(baseline.boxes[one.id][0], one.bits) for one in own.full]
     relative = all(group.relative for group in own.sparse)
     sparse = list(_groups(found, baseline.whole, relative))
-    return Changes(sparse, full, _fingerprint_changes(baseline, patch))
+    return Changes(sparse, full, _fingerprint_changes(baseline, pending))
 
 
-def _fingerprint_changes(baseline: ShardBaseline, patch: PendingDelta) -> dict[int, Fingerprint]:
+def _fingerprint_changes(baseline: ShardBaseline, pending: PendingDelta) -> dict[int, Fingerprint]:
     changes: dict[int, Fingerprint] = {}
-    for part, positions, before, now in patch.elements(_PIECE_ELEMENTS):
+    for part, positions, before, now in pending.elements(_PIECE_ELEMENTS):
         tensor, box = baseline.boxes[part]
         change = fingerprint_change(baseline.whole[tensor].name, box.positions(positions), before, now)
         changes[tensor] = changes.get(tensor, Fingerprint()) + change
@@ -215,9 +215,9 @@ def _ascending(pieces: list[tuple[Positions, Bits]]) -> tuple[Positions, Bits]:
     return positions[order], np.concatenate([data for _, data in pieces])[order]
 
 
-def check_same_tables(told: Sequence[Mapping[str, object]]) -> None:
+def check_same_tables(reports: Sequence[Mapping[str, object]]) -> None:
     """Raise ModelError unless all ranks publish the same tensors. ``told``: of each, ``tensors`` is a digest."""
-    odd = [rank for rank, theirs in enumerate(told) if theirs["tensors"] != told[0]["tensors"]]
+    odd = [rank for rank, theirs in enumerate(reports) if theirs["tensors"] != reports[0]["tensors"]]
     if odd:
         raise ModelError(
             f"the model of rank {', '.join(map(str, odd[:8]))} has other tensors than that of rank 0: names, shapes, "

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import distributed, nn
 
-from trainer_side.model.conversion_trace import Joined, Route, View
+from trainer_side.model.conversion_trace import JoinedViews, Route, View
 from trainer_side.model.module import ModuleForm
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_plain
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_readable
 from trainer_side.ranks.group import Json
-from trainer_side.ranks.shard_views import ShardView, windows
+from trainer_side.ranks.shard_views import ShardView, shard_views
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box
@@ -80,7 +80,7 @@ class ModuleParts(LiveTensors):
                 for piece, (box, _) in enumerate(held[view.source]):
                     for window in _windows(name, view, box):
                         self._add(
-                            ShardPart(name, _moved(window.box, at, route.shape)),
+                            ShardPart(name, _touched(window.box, at, route.shape)),
                             _PartSource(view.source, piece, window),
                         )
         for _ in self.read():
@@ -96,7 +96,7 @@ class ModuleParts(LiveTensors):
                 continue
             if place.source not in held:
                 pieces = owned_boxes(state[place.source], place.source)
-                held[place.source] = [check_plain(place.source, piece).contiguous() for _, piece in pieces]
+                held[place.source] = [check_readable(place.source, piece).contiguous() for _, piece in pieces]
             piece, window = held[place.source][place.piece], place.window
             start = piece.storage_offset() + window.offset
             yield name, piece.as_strided(window.box.shape, window.strides, start)
@@ -133,7 +133,7 @@ def part_name(part: ShardPart) -> str:
 
 
 def _windows(name: str, view: View, box: Box) -> list[ShardView]:
-    found = windows(view, box)
+    found = shard_views(view, box)
     if found is None:
         raise ModelError(
             f"checkpoint tensor {name!r} cuts {view.source!r} in a way that its shard {list(box.shape)} at "
@@ -143,7 +143,7 @@ def _windows(name: str, view: View, box: Box) -> list[ShardView]:
     return found
 
 
-def _joined(name: str, route: Route, sharded: Container[str]) -> Joined:
+def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
     """The windows into sharded sources that make up a checkpoint tensor.
 
     Raises:
@@ -160,14 +160,14 @@ def _joined(name: str, route: Route, sharded: Container[str]) -> Joined:
     return route.joined
 
 
-def _moved(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
+def _touched(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
     """A box of a window, where the window is in the whole."""
     return Box(tuple(start + more for start, more in zip(box.offsets, at, strict=True)), box.shape, whole)
 
 
-_LISTED = 8
+_MAX_LISTED = 8
 
-Held = tuple[int, Box]
+RankBox = tuple[int, Box]
 """A rank, and a box that it holds."""
 
 
@@ -176,14 +176,14 @@ def boxes_document(boxes: Sequence[tuple[int, Box]]) -> Json:
     return [[tensor] if box.is_whole else [tensor, box.offsets, box.shape] for tensor, box in boxes]
 
 
-def check_cover(table: TensorTable, told: Sequence[Json]) -> None:
+def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
     """Raise ModelError unless the ranks hold every element of every tensor once.
 
     Args:
         told: ``boxes_document`` of each rank.
     """
-    held: list[list[Held]] = [[] for _ in table]
-    for rank, rows in enumerate(told):
+    held: list[list[RankBox]] = [[] for _ in table]
+    for rank, rows in enumerate(reports):
         for tensor, *cut in rows:
             whole = table[tensor].shape
             box = Box(tuple(cut[0]), tuple(cut[1]), whole) if cut else Box.all_of(whole)
@@ -205,7 +205,7 @@ def check_cover(table: TensorTable, told: Sequence[Json]) -> None:
             )
 
 
-def _overlap(pieces: Sequence[Held]) -> tuple[Held, Held] | None:
+def _overlap(pieces: Sequence[RankBox]) -> tuple[RankBox, RankBox] | None:
     """Two that share an element."""
     if len(pieces) < 2:
         return None
@@ -214,7 +214,7 @@ def _overlap(pieces: Sequence[Held]) -> tuple[Held, Held] | None:
         return pieces[0], pieces[1]
     # Along the dimension that is cut most often few boxes lie beside each other.
     axis = max(dimensions, key=lambda dimension: len({box.offsets[dimension] for _, box in pieces}))
-    beside: list[Held] = []
+    beside: list[RankBox] = []
     for piece in sorted(pieces, key=lambda piece: piece[1].offsets[axis]):
         start = piece[1].offsets[axis]
         beside = [other for other in beside if start < other[1].offsets[axis] + other[1].shape[axis]]
@@ -230,6 +230,6 @@ def _meet(first: Box, second: Box) -> bool:
     return all(max(at, other) < min(at + size, other + others) for at, size, other, others in rows)
 
 
-def _named(spec: TensorSpec, pieces: Sequence[Held]) -> str:
-    named = [f"rank {rank}: {part_name(ShardPart(spec.name, box))}" for rank, box in pieces[:_LISTED]]
-    return ", ".join(named or ["no rank has any"]) + (", …" if len(pieces) > _LISTED else "")
+def _named(spec: TensorSpec, pieces: Sequence[RankBox]) -> str:
+    named = [f"rank {rank}: {part_name(ShardPart(spec.name, box))}" for rank, box in pieces[:_MAX_LISTED]]
+    return ", ".join(named or ["no rank has any"]) + (", …" if len(pieces) > _MAX_LISTED else "")

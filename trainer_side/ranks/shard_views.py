@@ -51,7 +51,7 @@ class _Axis:
     step: int
 
 
-def windows(view: View, box: Box) -> list[ShardView] | None:
+def shard_views(view: View, box: Box) -> list[ShardView] | None:
     """The elements of ``view`` that are in ``box``, each once.
 
     Args:
