@@ -1,4 +1,4 @@
-"""Publish a model's weights, version by version, while it trains. Needs torch, not vllm."""
+"""Publish a model's weights, version by version, while it trains: ``Publisher``. Needs torch, not vllm."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ __all__ = ["DeltaSyncCallback", "Gate", "PublishResult", "Publisher"]
 
 
 def __getattr__(name: str) -> object:
-    # Publishing needs no transformers, which takes seconds to import.
+    # Imported on demand: publishing does not need transformers, whose import takes seconds.
     if name == "DeltaSyncCallback":
         from trainer_side.integrations.transformers import DeltaSyncCallback
 

@@ -1,4 +1,4 @@
-"""What a publisher does in its background thread: everything that must not be left half done by an interrupt."""
+"""``Committer``: the publisher's background work, which an interrupt must not leave half done."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,17 +36,17 @@ logger = guarded_logger(__name__)
 
 
 class Committer:
-    """Makes versions durable, and keeps the baseline in step with what is. One thread at a time.
+    """Makes versions durable, and keeps the baseline consistent with them. One thread at a time.
 
     Attributes:
-        baseline: holds the bits of ``held``, and those of an open patch. held: a version that is durable: the newest,
-            or the one rebased to.
+        baseline: holds the bits of ``current``, plus those of an open pending delta.
+        current: the durable version that the baseline is at: the newest, or the one rebased to.
         stopped: why nothing more can be published.
-        suspect: the baseline may be damaged; nothing is diffed against it before ``tidy`` has mended it.
+        suspect: the baseline may be damaged; ``recover`` repairs it before anything is compared with it.
 
     Args:
-        base: where version 0 lies, for what has to be read back.
-        offer: told of each version that is durable.
+        base: location of version 0, for reading versions back.
+        on_durable: called with each version that became durable.
     """
 
     def __init__(
@@ -85,12 +85,16 @@ class Committer:
         return self._run
 
     def begin(self) -> None:
-        """Compile, and measure the version held for the gate, if there is one; before any patch. Raises StoreError."""
+        """Compile kernels and, if there is a gate, measure the current version. Call before any delta is pending.
+
+        Raises:
+            StoreError: the store failed.
+        """
         self._encoder.compile()
         self._start_gate(self.current, self._reference(self.current))
 
     def commit_version(self, pending: PendingDelta, step: int, progress: PublishProgress, watch: Stopwatch) -> None:
-        """Make the patch the next version, or take it back and raise why not."""
+        """Make the pending delta the next version, or revert it and raise the reason."""
         version = self.newest.version + 1
         try:
             self._check_scrub_slice(pending, version)
@@ -111,9 +115,9 @@ class Committer:
         """Bring the baseline to a durable version after a failure or an interrupt.
 
         Raises:
-            PublishError: it is not known yet what was written, or a damaged baseline cannot be mended yet.
+            PublishError: whether the manifest was written is still unknown, or the baseline cannot be repaired yet.
         """
-        # An interrupt may have kept the caller from seeing that this call was no longer needed.
+        # The delta may still be open because an interrupt hit the caller before it could finish.
         if pending is not None and pending.open:
             manifest = self._uncertain
             if manifest is not None and self.writer.is_stored(manifest):
@@ -126,7 +130,7 @@ class Committer:
             self.repair_baseline()
 
     def rebase(self, version: int) -> None:
-        """Hold the bits of an older version, so that the next one builds on that.
+        """Check out an older version, so that the next one builds on it.
 
         Raises:
             NotFoundError: there is no such version. LimitError: the run has too many breaks.
@@ -146,24 +150,24 @@ class Committer:
             self._checkout(self.run.manifest(version))
 
     def close(self) -> None:
-        """Leave the run as it is to stay."""
+        """Release the rebase tag and write HEAD for the last time."""
         self._rebase_tag.release()
         self.writer.finalize_head()
 
     def rescan(self) -> list[str]:
-        """See ``Publisher.rescan``; raises as ``mend``."""
+        """See ``Publisher.rescan``; raises as ``repair_baseline``."""
         return self.repair_baseline()
 
     def repair_baseline(self) -> list[str]:
-        """Compare the whole baseline with what was published, and fetch what differs from the bucket.
+        """Compare the whole baseline with what was published, and repair differences from the bucket.
 
-        No patch may be open.
+        No delta may be pending.
 
         Returns:
             Names of the tensors that were damaged.
 
         Raises:
-            PublishError: they cannot be fetched now; ``suspect`` stays set.
+            PublishError: they cannot be repaired now; ``suspect`` stays set.
         """
         self.suspect = True
         damaged = self.baseline.damaged(range(len(self.baseline.table)), {})
@@ -172,22 +176,22 @@ class Committer:
             try:
                 self.baseline.repair(damaged, self._bits_of(self.current))
                 if self.baseline.damaged(damaged, {}):
-                    raise FingerprintError("they were damaged again at once")
+                    raise FingerprintError("the tensors were damaged again immediately after the repair")
             except DeltaSyncError as error:
                 raise PublishError(
-                    f"the baseline in memory is damaged in {_listed_tensors(names)}, and cannot be restored from version "
-                    f"{self.current.version} in the bucket: {error}; nothing is published until it can"
+                    f"the baseline in memory is damaged in {_listed_tensors(names)}, and cannot be restored from "
+                    f"version {self.current.version} in the bucket: {error}; nothing is published until it can"
                 ) from error
             logger.error("the baseline in memory was damaged in %s; restored from the bucket", _listed_tensors(names))
         self.suspect = False
         return names
 
     def write_anchor(self) -> int:
-        """Write an anchor of the version held, from memory, over whatever the bucket has of it.
+        """Write an anchor of the current version from memory, replacing any anchor of it in the bucket.
 
         Raises:
             PublishError: the baseline is damaged. FingerprintError: the base on disk is. StoreError: the store failed.
-            ConflictError: the run is another writer's, or gone.
+            ConflictError: another writer has taken over the run, or it was removed.
         """
         self.repair_baseline()
         overwritten = self.baseline.overwritten()
@@ -199,7 +203,7 @@ class Committer:
         key = anchor_key(self.current.version)
         document = self._options.keyring.signed(manifests.standalone_anchor(self.current, state, objects))
         check_document_size(document, document_limit(state.table), key)
-        # Another run may lie there by now, whose anchor this would overwrite.
+        # Another run may be at the URL by now, and its anchor must not be overwritten.
         try:
             self.writer.check_not_fenced()
         except ConflictError as error:
@@ -207,24 +211,24 @@ class Committer:
             raise
         self._bucket.put(key, document.to_bytes())
         if not all(has_object(self._bucket, ref) for ref in objects):
-            # A collection has removed what no document named yet.
+            # Garbage collection removed objects that no document named yet.
             self._put_shards()
         return self.current.version
 
     def _put_shards(self) -> tuple[manifests.FullState, list[ObjectRef]]:
-        """Store the baseline as an anchor's objects; what it is, and the objects."""
+        """Store the baseline as an anchor's objects; return its state and the objects."""
         return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
 
     def _bits_of(self, manifest: Manifest) -> list[Bits]:
-        """Bits per tensor id of the baseline, read back from the bucket; raises as ``restore``."""
+        """Bits of the version per tensor id, read back from the bucket; raises as ``restore``."""
         return restore(self.run, manifest, self._base).state.bits
 
     def _check_scrub_slice(self, pending: PendingDelta, version: int) -> None:
-        """Compare a part of the baseline with what was published; the open patch is accounted for.
+        """Compare a slice of the baseline with what was published, taking the pending delta into account.
 
         Raises:
-            PublishError: it was damaged. The patch, made against damaged bits, is taken back, and what differs then is
-                fetched from the bucket.
+            PublishError: it was damaged. The pending delta, computed against damaged bits, is reverted, and the
+                baseline is repaired from the bucket.
         """
         damaged = self.baseline.damaged(
             self.baseline.next_scrub_slice(self._options.rescan_bytes), pending.fingerprints
@@ -235,12 +239,12 @@ class Committer:
         pending.revert()
         names = sorted({*self._names(damaged), *self.repair_baseline()})
         raise PublishError(
-            f"version {version} is not published: the baseline in memory was damaged in {_listed_tensors(names)}; it was "
-            "restored from the bucket, the next publish carries the changes: have the machine's memory checked"
+            f"version {version} is not published: the baseline in memory was damaged in {_listed_tensors(names)}; it "
+            "was restored from the bucket, the next publish carries the changes: have the machine's memory checked"
         )
 
     def _judge(self, pending: PendingDelta, version: int, step: int, progress: PublishProgress) -> None:
-        """Have the gate look at what a version changes.
+        """Have the gate judge the pending delta.
 
         Raises:
             GateError: it refuses the version.
@@ -272,7 +276,7 @@ class Committer:
             )  # fmt: skip
             progress.payload_bytes, progress.codec = manifest.payload_bytes, manifest.codec
             self._commit(self._options.keyring.signed(manifest), pending)
-            # What is left to do for the run takes as many round trips as its receivers need to see the version.
+            # First the notice: the remaining work takes as many round trips as receivers need to see the version.
             self.writer.notify()
             for ref, data in (*zip(objects, encoded, strict=True), *sidecars):
                 self.writer.restore_if_collected(ref, data)
@@ -282,8 +286,8 @@ class Committer:
             pending.revert()
             self._continue_from_former(error)
             raise PublishError(
-                f"{error.message}; this publisher goes on from there, and the next publish carries the changes of step "
-                f"{step}"
+                f"{error.message}; this publisher continues from that version, and the next publish carries the "
+                f"changes of step {step}"
             ) from error
         except DeltaSyncError as error:
             raise PublishError(
@@ -314,14 +318,14 @@ class Committer:
         self._rebase_tag.sweep()
 
     def _continue_from_former(self, former: FormerVersionError) -> None:
-        """Go on from the last version of the writer before."""
+        """Continue from the last version of the former writer."""
         manifest = former.manifest
         try:
             self._checkout(manifest)
         except DeltaSyncError as error:
             raise PublishError(
-                f"{former.message}, and cannot be rebuilt: {error}; if that stays so, start this publisher again, "
-                "which begins anew behind it"
+                f"{former.message}, and cannot be rebuilt: {error}; if this persists, restart this publisher, which "
+                "then commits a full snapshot after it"
             ) from error
         self.writer.set_newest(manifest)
         self.writer.update_head()
@@ -334,10 +338,10 @@ class Committer:
         self._start_gate(manifest, reference)
 
     def _reference(self, manifest: Manifest) -> tuple[int, list[Bits]] | None:
-        """What a quarantined version is compared with: the newest sound one that it is built on.
+        """What a quarantined version is compared with: the newest sound version that it builds on.
 
         Returns:
-            its number, and its bits per tensor id; None if it is not needed, or cannot be rebuilt.
+            Its number, and its bits per tensor id; None if it is not needed, or cannot be rebuilt.
 
         Raises:
             StoreError: the store failed.
@@ -347,7 +351,7 @@ class Committer:
             return None
         try:
             while (quarantine := manifest.quarantine) is not None:
-                # By number, unless a version in between was built on another than the one before.
+                # The manifest names the sound version, unless a version in between was rebased.
                 version = quarantine.sound
                 if manifest.breaks and manifest.breaks[-1].version > (version or 0):
                     version = manifest.base_version

@@ -1,4 +1,16 @@
-"""EPOCHS"""
+"""Who may write a run: ``claim`` begins a writer epoch, ``check_not_fenced`` checks it, ``check_tail`` the signatures.
+
+A publisher that takes over a run first writes claims/<e>.json, if absent, and only then finds the head. A writer looks
+for the claim after its own right before each commit. So at most one more version of the former writer can appear, the
+one whose check ran just before the claim; see ``RunWriter.commit``.
+
+Where create-if-absent is not atomic (``Bucket.exclusive`` is False), two writers may both be told that they were first.
+Users must then run one publisher at a time, and the checks here keep mistakes from doing harm: a claim and run.json
+count as ours only if they read back as ours after a settling time; before and after each commit a writer checks that
+claim, run.json and its manifests are still its own, and stops if not; no writer overwrites another's objects. What
+remains: a write that the network delays beyond the settling time, after its writer's last check, may replace another
+writer's object. That writer notices at its next commit at the latest, and stops.
+"""
 
 import secrets
 from dataclasses import dataclass
@@ -37,7 +49,7 @@ class HistoryTail:
     Attributes:
         version: the highest number that has a manifest, without a gap before it.
         digest: SHA-256 of that manifest as it is stored.
-        manifest: the newest one that is good; None if none is.
+        manifest: the newest good manifest; None if there is none.
         problem: why ``manifest`` is not that of ``version``; None if it is.
     """
 
@@ -48,15 +60,15 @@ class HistoryTail:
 
 
 def find_tail(run: Run) -> HistoryTail:
-    """The newest version, however damaged.
+    """Find the newest version, however damaged.
 
     Raises:
         NotFoundError: the run has no version. UnsupportedError: a later release wrote it.
-        StoreError: the store failed, or does not give the same twice.
+        StoreError: the store failed, or returned different bytes on a second read.
     """
     tail = _find_tail(run)
     if tail.problem is not None:
-        # What is damaged in the store stays so; bytes that flipped on the way do not.
+        # Damage in the store persists; bytes that flipped on the way do not.
         tail = _find_tail(run)
     for key, same in (
         (RUN_KEY, run.is_current),
@@ -64,7 +76,7 @@ def find_tail(run: Run) -> HistoryTail:
     ):
         if not same():
             raise StoreError(
-                f"{key} of {run.bucket.url} reads otherwise than a moment ago: it was written over, or the store or "
+                f"{key} of {run.bucket.url} reads differently than a moment ago: it was overwritten, or the store or "
                 "the network damages what it delivers; start this publisher again"
             )
     return tail
@@ -85,16 +97,16 @@ def _find_tail(run: Run) -> HistoryTail:
     highest = _highest(run, manifest)
     last = _verified(run, highest)
     if last is not None:
-        # Only HEAD.json is wrong, or what it points at, and somebody has gone on behind that.
+        # Only HEAD.json, or what it points at, is wrong, and a writer has continued after that.
         return HistoryTail(last.version, last.digest, last, None)
     return HistoryTail(highest, stored_digest(run.bucket, version_key(highest)), manifest, problem)
 
 
 def _highest(run: Run, newest: Manifest | None) -> int:
-    """The highest number of those that follow each other from ``newest`` on, or from the first if none is good.
+    """The highest version reached without a gap from ``newest``, or from the first version if no manifest is good.
 
-    A chain has no gaps: what lies beyond one is a stranger's, and must not stop anybody from going on. A manifest that
-    HEAD.json names and that is lost is no gap.
+    A run has no gaps: a version beyond one was not written by its writer, and must not stop a takeover. A lost manifest
+    that HEAD.json names is no gap.
     """
     versions = run.versions()
     if not versions:
@@ -104,7 +116,7 @@ def _highest(run: Run, newest: Manifest | None) -> int:
     if highest not in versions:
         highest -= 1
     try:
-        # What a listing does not show yet.
+        # A listing may not show the latest versions yet.
         while True:
             run.bucket.stat(version_key(highest + 1))
             highest += 1
@@ -113,7 +125,7 @@ def _highest(run: Run, newest: Manifest | None) -> int:
 
 
 def _verified(run: Run, version: int) -> Manifest | None:
-    """A version's manifest, if it is good and follows the one before it, be that good or not."""
+    """A version's manifest if it is good and names the previous manifest as it is stored, good or not."""
     try:
         manifest = run.manifest(version)
         if version:
@@ -132,21 +144,21 @@ def _check_link(run: Run, manifest: Manifest) -> None:
     try:
         parent = run.manifest(before)
     except (FormatError, SignatureError):
-        # Damaged, or of a key that was revoked since: who has gone on behind it has named it as it is stored.
+        # Damaged, or its key was revoked since: the writer that continued after it named it as it is stored.
         return
     check_follows(parent, manifest)
 
 
 @dataclass(frozen=True, slots=True)
 class EpochToken:
-    """An epoch that was begun, and the claim of it as it is stored."""
+    """An epoch of this writer, and its claim as it is stored."""
 
     epoch: int
     data: bytes
 
 
 def claim(run: Run, tail: HistoryTail) -> EpochToken:
-    """Begin the next epoch; from when this returns the former writer commits one more version at most.
+    """Begin the next epoch; once this returns, the former writer commits at most one more version.
 
     Raises:
         StoreError: the store failed; at worst a claim is left that fences the former writer.
@@ -171,14 +183,14 @@ def claim(run: Run, tail: HistoryTail) -> EpochToken:
 
 
 def check_not_fenced(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = None) -> None:
-    """Raise unless the run is still there and nobody has claimed a later epoch: one small get, and one stat.
+    """Raise unless the run still exists and no later epoch is claimed: one small get and one stat.
 
     Args:
         info: the bytes of the run's ``run.json``.
-        own: those of the claim of ``epoch``, None if it has none. Read again where create-if-absent does not hold.
+        own: bytes of the claim of ``epoch``, None if it has none. Read again where create-if-absent is not atomic.
 
     Raises:
-        ConflictError: the run is another writer's, another run, or gone. StoreError: the store does not tell.
+        ConflictError: another writer has the run, or it was replaced or removed. StoreError: the store failed.
     """
     try:
         unchanged = gives(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
@@ -203,10 +215,10 @@ def check_not_fenced(bucket: Bucket, info: bytes, epoch: int, own: bytes | None 
 
 
 def stored_digest(bucket: Bucket, key: str) -> str:
-    """SHA-256 of an object as it is stored, read piece by piece.
+    """SHA-256 of an object as it is stored, read in pieces.
 
     Raises:
-        NotFoundError: no such object. StoreError: the store failed.
+        NotFoundError: there is no such object. StoreError: the store failed.
     """
     digest, start = sha256(), 0
     while True:
@@ -218,7 +230,7 @@ def stored_digest(bucket: Bucket, key: str) -> str:
 
 
 def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
-    """Why what the keyring's signing key signs is refused by readers; None if it is not, or if there is none."""
+    """Why readers refuse signatures of the keyring's signing key; None if they accept them, or there is no key."""
     if keyring.public is None or keyring.public in keys.allowed():
         return None
     entry = None if keys.file is None else keys.file.entry(keyring.public)
@@ -234,7 +246,7 @@ def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
 
 
 def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
-    """Open a run to go on with it.
+    """Open a run in order to continue it.
 
     Raises:
         SignatureError: it is signed and there is no signing key, or the reverse; or the key may not sign it.
@@ -243,7 +255,7 @@ def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
     info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
     if keyring.signs and info.signature is None:
         raise SignatureError(
-            f"the run at {bucket.url} is not signed, and signing_key is set: nobody can vouch for what it holds; "
+            f"the run at {bucket.url} is not signed, and signing_key is set: its content cannot be trusted; "
             "publish to a new run URL, or without signing_key"
         )
     if info.signature is not None:
@@ -256,11 +268,11 @@ def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
 
 
 def check_tail(run: Run, tail: HistoryTail) -> None:
-    """Raise SignatureError if a signed run ends with something that nobody trusted has signed.
+    """Raise SignatureError if a signed run ends with data that no trusted key has signed.
 
-    Going on behind it would be to sign it, and its weights would be published as ours. What is damaged counts too:
-    it may be in the place of what receivers hold, who would take the version after it for another history. What
-    keys.json gave up is another thing: receivers that had believed it follow only what goes on behind it.
+    Continuing after it would sign it, and publish its weights as ours. Damaged data count too: they may replace a
+    version that receivers have, which would take the next version for another history. A version whose key keys.json
+    revoked or retired is not refused: receivers that believed it follow only what continues after it.
     """
     if not run.keyring.signs:
         if tail.manifest is not None and tail.manifest.signature is not None:
@@ -270,7 +282,7 @@ def check_tail(run: Run, tail: HistoryTail) -> None:
 
 
 def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
-    """Whether everything behind the last good version is by a key that was retired or revoked since.
+    """Whether everything after the last good version is signed by keys that were retired or revoked since.
 
     Raises:
         StoreError: the store failed.
@@ -288,9 +300,9 @@ def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
 
 
 def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:
-    """Why something cannot be rebuilt, if that is because something on the way is signed by nobody who is trusted."""
+    """The signature or fork error that caused ``error``; None if something else did."""
     seen: list[BaseException] = []
-    # An error may be raised from itself.
+    # An error may have been raised from itself.
     while error is not None and error not in seen:
         if isinstance(error, SignatureError | ForkError):
             return error
@@ -300,7 +312,7 @@ def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:
 
 
 def raise_if_forged(run: Run, tail: HistoryTail, error: DeltaSyncError) -> None:
-    """Raise SignatureError if a version cannot be rebuilt because of what somebody else has written."""
+    """Raise SignatureError if a version cannot be rebuilt because it needs data that no trusted key has signed."""
     reason = forgery_cause(error) if run.keyring.checks else None
     if reason is not None:
         raise _untrusted_error(run, tail, reason) from error
@@ -309,19 +321,19 @@ def raise_if_forged(run: Run, tail: HistoryTail, error: DeltaSyncError) -> None:
 def _check_has_key(bucket: Bucket, keyring: Keyring) -> None:
     if not keyring.signs:
         raise SignatureError(
-            f"the run at {bucket.url} is signed, and a version without a signature would be refused by its receivers; "
+            f"the run at {bucket.url} is signed, and its receivers would refuse a version without a signature; "
             "pass signing_key= with a key that may sign it, or publish to a new run URL"
         )
 
 
 def _untrusted_error(run: Run, tail: HistoryTail, problem: DeltaSyncError | None) -> SignatureError:
     url, last = run.bucket.url, tail.manifest
-    remedy = "put back what belongs there (delta-sync repair, with a mirror), or publish to a new run URL"
+    remedy = "restore the original objects (delta-sync repair, with a mirror), or publish to a new run URL"
     if last is not None and last.version < tail.version:
         remedy = (
-            f"remove {version_key(last.version + 1)} and what follows to go on from version {last.version}, {remedy}"
+            f"remove {version_key(last.version + 1)} and what follows to continue from version {last.version}, {remedy}"
         )
     return SignatureError(
-        f"version {tail.version} of {url} is not published by anybody who is trusted, so nothing is built on it: "
-        f"{problem}. Somebody else may have written to the bucket: find out who. Then {remedy}"
+        f"version {tail.version} of {url} is not signed by a trusted key, so nothing is built on it: {problem}. "
+        f"Another party may have written to the bucket: find out who. Then {remedy}"
     )

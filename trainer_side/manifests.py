@@ -1,4 +1,4 @@
-"""Manifests of the three kinds of version, and the files of an anchor."""
+"""Manifests of versions (``reference``, ``anchor``, ``delta``, ``restart_anchor``), and the files of an anchor."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -23,17 +23,17 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits
 
 SHARD_BYTES = 1024**3
-"""Bytes of tensors in one object of an anchor; a larger tensor has an object of its own."""
+"""Bytes of tensors in one object of an anchor; a larger tensor has its own object."""
 
 
 Put = Callable[[ObjectRef, Path], None]
 
 PARALLEL_UPLOADS = 2
-"""Shards on their way at once: while these go up, the next one is written to disk."""
+"""Shards that upload at once, while the next one is written to disk."""
 
 
 class FullState(Protocol):
-    """All weights of a version: its tensors, and the fingerprint of each in the order of the table."""
+    """All weights of a version: its tensors, and the fingerprint of each in table order."""
 
     @property
     def table(self) -> TensorTable: ...
@@ -44,7 +44,7 @@ class FullState(Protocol):
 
 
 class DeltaContents(Protocol):
-    """What the objects of a delta carry; ``tensors.changes.Changes`` is one."""
+    """What the objects of a delta contain; ``tensors.changes.Changes`` is one implementation."""
 
     @property
     def changed(self) -> int: ...
@@ -55,22 +55,22 @@ class DeltaContents(Protocol):
 
 
 class Shards:
-    """Files of an anchor: written one at a time to a temporary folder, and stored while the next is written.
+    """Files of an anchor: each is written to a temporary folder, and stored while the next one is written.
 
-    Leaving waits until all are stored.
+    Leaving the context waits until all are stored.
 
     Args:
-        put: stores one file; called from other threads, ``UPLOADS`` at once.
+        put: stores one file; called from other threads, ``PARALLEL_UPLOADS`` at once.
 
     Raises:
-        StoreError: the disk is full or not writable. Else whatever ``put`` raises; all have ended then.
+        StoreError: the disk is full or not writable. Otherwise whatever ``put`` raises, after all uploads have ended.
     """
 
     def __init__(self, put: Put) -> None:
         self._put = put
         self._uploads: set[Future[None]] = set()
         self._count = 0
-        # After an interrupt files are removed under uploads that go on: their threads are given up with the process.
+        # After an interrupt, files may be removed while they are uploaded: the threads end with the process.
         try:
             self._folder = TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True)
         except OSError as error:
@@ -101,7 +101,7 @@ class Shards:
                 if error is None:
                     _wait_until_at_most(self._uploads, 0)
             finally:
-                # Nothing goes on behind the caller's back; but an interrupt waits for nobody.
+                # No upload may outlive the block, except after an interrupt, which must not wait.
                 if error is None or isinstance(error, Exception):
                     for upload in self._uploads:
                         ended(upload)
@@ -119,7 +119,7 @@ def _store_and_remove(put: Put, ref: ObjectRef, path: Path) -> None:
 
 
 def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[None]]:
-    """Wait until at most so many go on; raises what one of the others has raised."""
+    """Wait until at most ``most`` uploads are running; raise what a finished one raised."""
     while True:
         done = {upload for upload in uploads if upload.done()}
         for upload in done:
@@ -131,7 +131,7 @@ def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[Non
 
 
 def reference(run: str, state: FullState, base: Base) -> Manifest:
-    """Version 0 that uploads nothing, because the weights are those of ``base``."""
+    """Version 0 that uploads nothing, because the weights equal ``base``."""
     return Manifest(kind="reference", base=base, changed=0, payload_bytes=0, **_state_fields(run, state))
 
 
@@ -149,11 +149,11 @@ def restart_anchor(
     epoch: int,
     reasons: Sequence[str] = (),
 ) -> Manifest:
-    """A version that begins anew behind others that cannot be read.
+    """A version with all tensors, after versions that cannot be read.
 
     Args:
-        place: its number, and the digest of the version before it, as that is stored.
-        known: the newest version whose manifest is good. reasons: why it is quarantined, if it is.
+        place: its number, and the digest of the previous version's manifest as it is stored.
+        newest_good: the newest version whose manifest is good. reasons: why this version is quarantined, if it is.
     """
     version, parent = place
     breaks = _with_break([] if newest_good is None else newest_good.breaks, version, None)
@@ -169,7 +169,7 @@ def restart_anchor(
 
 
 def check_breaks(breaks: list[Break]) -> None:
-    """Raise LimitError if a run with these can have no break more."""
+    """Raise LimitError if a run with these breaks cannot have another one."""
     if len(breaks) >= limits.MAX_BREAKS:
         raise LimitError(f"the run has {len(breaks)} breaks (MAX_BREAKS); branch it, or start a new run")
 
@@ -207,7 +207,7 @@ def _fingerprints_by_name(state: FullState) -> dict[str, str]:
 
 
 def standalone_anchor(manifest: Manifest, state: FullState, objects: list[ObjectRef]) -> Anchor:
-    """The document of an anchor beside the chain, of a version with these weights."""
+    """The document of a standalone anchor of a version with these weights."""
     return Anchor.of(manifest, _fingerprints_by_name(state), objects)
 
 
@@ -225,10 +225,10 @@ def delta(
     """The version after ``parent``.
 
     Args:
-        held: the version that the objects change; another than ``parent`` makes a break.
+        base: the version that the objects change; if it is not ``parent``, the run gets a break.
         coding: of the objects.
-        objects: none if nothing changed. changes: what they carry together.
-        reasons: why it is quarantined, if it is. sidecars: stored beside it.
+        objects: empty if nothing changed. changes: what they contain together.
+        reasons: why the version is quarantined, if it is. sidecars: stored with it.
 
     Raises:
         LimitError: the run has too many breaks.
@@ -245,7 +245,7 @@ def delta(
         base_version=base.version,
         parent=parent.digest,
         breaks=breaks,
-        # Codec context is decoded with the bits of before, which is what taking it back would have to come to.
+        # Codec context needs the base bits to decode, which is just what a revert has to produce.
         reversible=changes.reversible and not (objects and codec == "context"),
         epoch=epoch,
         quarantine=_quarantine(reasons, parent),

@@ -26,29 +26,29 @@ ACTIONS = ("refuse", "quarantine")
 
 @dataclass(frozen=True)
 class Gate:
-    """What a version must be like to be published as one that servers take.
+    """Bounds that a version must satisfy before servers serve it, and what happens to a version that does not.
 
     Each version is compared with the last *sound* one, which is what servers have: the version it builds on or, if that
-    is quarantined, the newest one before that is not. So a model that went bad and comes back is sound again at once,
-    and one that stays bad stays quarantined, whether or not what is bad changes any more. What the sound version has
-    already counts for nothing: a NaN that a base came with is seen only where it is changed for another. Version 0 has
-    nothing to be compared with and is not judged; what is not finite in it is logged.
+    is quarantined, the newest one before it that is not. So a model that went bad and recovers is sound again at once,
+    and one that stays bad stays quarantined, even if its bad elements no longer change. Defects of the sound version
+    are not counted: a NaN that came with the base is counted only if its bits change. Version 0 has nothing to be
+    compared with and is not judged; its non-finite elements are logged.
 
-    To leave quarantine: publish weights that are within the bounds of the sound version, with or without
-    ``publisher.rebase(sound)`` before it; or start the publisher again with wider bounds, or with no gate.
+    To leave quarantine: publish weights within the bounds of the sound version, with or without
+    ``publisher.rebase(sound)`` first; or restart the publisher with wider bounds or without a gate.
 
     Attributes:
-        nonfinite: no element that changed may be NaN or infinite. Concerns every floating-point dtype, and the scales
+        nonfinite: no changed element may be NaN or infinite. Applies to every floating-point dtype, and to the scales
             of F8_E8M0; integers have neither.
-        max_changed_share: the largest part of all elements that may differ, above 0 and at most 1; None: any.
+        max_changed_share: the largest share of all elements that may differ, above 0 and at most 1; None: no bound.
         max_norm_jump: the largest ‖new − sound‖₂ / ‖sound‖₂ over all floating-point tensors together, above 0; in fp64,
-            without the elements that are not finite in the sound version. None: any, and no norms are kept.
-        action: ``refuse``: the version is not published, and GateError is raised where a failed upload would be: by
-            the next call or ``flush``. The changes go out with the next version, which is judged anew. ``quarantine``:
-            it is published with the reasons, and servers skip it unless they are told to serve it.
+            without the elements that are not finite in the sound version. None: no bound, and no norms are kept.
+        action: ``refuse``: the version is not published, and the next call or ``flush`` raises GateError, as for a
+            failed upload. The changes go out with the next version, which is judged anew. ``quarantine``: the version
+            is published with the reasons, and servers skip it unless told to serve it.
 
     Raises:
-        UsageError: a bound or the action makes no sense.
+        UsageError: a bound or the action is invalid.
     """
 
     nonfinite: bool = True
@@ -86,7 +86,7 @@ CODEC_OPTIONS: tuple[CodecOption, ...] = get_args(CodecOption)
 
 @dataclass(frozen=True)
 class Options:
-    """See ``Publisher``."""
+    """The arguments of ``Publisher``, checked; see there."""
 
     codec: CodecOption
     compression: Compression
@@ -106,7 +106,7 @@ class Options:
 
     @property
     def base_codec(self) -> Codec:
-        """The codec that changes are collected for; of relative ones ``auto`` may take another."""
+        """The codec that changes are collected for; ``auto`` may encode them as ``context`` instead."""
         return "packed" if self.codec == "auto" else self.codec
 
 
@@ -129,7 +129,7 @@ def checked(
     diff_threads: int | None = None,
     receiver_bytes_per_second: float | None = None,
 ) -> Options:
-    """Raise UsageError for an option that makes no sense, SettingsError for a key file that holds no such key."""
+    """Return the options; raise UsageError for an invalid one, SettingsError for an invalid key file."""
     chosen = next((name for name in CODEC_OPTIONS if name == codec), None)
     if chosen is None:
         raise UsageError(f"codec is {codec!r}; give one of {', '.join(map(repr, CODEC_OPTIONS))}")
@@ -178,7 +178,7 @@ def checked(
 def chosen_keys(
     signing_key: str | Path | None, trusted_keys: str | Sequence[str | Path] | None
 ) -> tuple[str | Path | None, str | Sequence[str | Path] | None]:
-    """Signing key and trusted keys: as given, else as set. Raises SettingsError: a setting does not fit."""
+    """Signing key and trusted keys: the arguments, else the settings. Raises SettingsError: a setting is invalid."""
     settings = client_settings()
     return (
         settings.signing_key if signing_key is None else signing_key,
@@ -187,7 +187,7 @@ def chosen_keys(
 
 
 def check_step(step: int) -> int:
-    """The optimizer step as an int; raises UsageError if it is none."""
+    """Return the optimizer step as an int; raise UsageError if it is invalid."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -198,7 +198,7 @@ def check_step(step: int) -> int:
 
 
 def check_version(version: int) -> int:
-    """A version's number as an int; raises UsageError if it is none."""
+    """Return a version number as an int; raise UsageError if it is invalid."""
     try:
         number = operator.index(version)
     except TypeError:
@@ -209,10 +209,10 @@ def check_version(version: int) -> int:
 
 
 def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, bytes]:
-    """Name → bytes, copied where they could change.
+    """Return name → bytes, copied so that later writes by the caller have no effect.
 
     Raises:
-        UsageError: a name, a size, or their number makes no sense.
+        UsageError: a name, a size, or the number of sidecars is invalid.
     """
     if sidecars is None:
         return {}
@@ -226,8 +226,8 @@ def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, by
 def _checked_name(name: str) -> str:
     if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
         raise UsageError(
-            f"sidecar name {str(name)[:120]!r} is none; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or "
-            "a digit"
+            f"sidecar name {str(name)[:120]!r} is invalid; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter "
+            "or a digit"
         )
     return name
 
@@ -238,7 +238,7 @@ def _checked_bytes(name: str, data: SidecarData) -> bytes:
     size = memoryview(data).nbytes
     if size > MAX_SIDECAR_BYTES:
         raise UsageError(
-            f"sidecar {name!r} has {size:,} bytes; give at most {MAX_SIDECAR_BYTES:,} each, and keep what is larger in "
+            f"sidecar {name!r} has {size:,} bytes; give at most {MAX_SIDECAR_BYTES:,} each, and keep larger data in "
             "checkpoints of your own"
         )
     return bytes(data)

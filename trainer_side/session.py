@@ -1,4 +1,4 @@
-"""Run the caller's side of publishing: ``PublishSession`` compares, hands over to the background thread and waits."""
+"""``PublishSession``: compare, hand over to the background thread, wait. ``build_publisher``: a publisher's parts."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,7 @@ logger = guarded_logger(__name__)
 
 
 class SkipLog:
-    """Says in the log that calls of ``publish`` are skipped, and why: once until a version is published again."""
+    """Logs that calls of ``publish`` are skipped, and why: once until a version is published again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class SkipLog:
         self._count = 0
 
     def record(self, result: PublishResult) -> None:
-        """Take note of what ``publish`` has returned."""
+        """Record what ``publish`` returned."""
         if result.version is None:
             self._count += 1
             if self._count == 1 and self._last_published is not None and not self._last_published.done:
@@ -58,7 +58,7 @@ class SkipLog:
         logger.warning(
             "step %d is not published: encoding and upload of version %s (step %d) take %.1f s so far, longer than the "
             "steps since. What has changed goes out with the next version, and nothing queues up; publish less often, "
-            "or to a faster store, if versions are wanted as often as this",
+            "or to a faster store, to get a version of every call",
             step,
             last.version,
             last.step,
@@ -72,11 +72,11 @@ _Value = TypeVar("_Value")
 
 
 class PublishSession:
-    """One version after another. One caller at a time.
+    """Publishes one version after another, on the caller's side. One caller at a time.
 
     Args:
-        live: what is published. table: of the run.
-        detector: compares. background: thread that makes versions durable with ``committer``.
+        live: tensors to publish. table: tensors of the run.
+        detector: compares. background: thread in which ``committer`` makes versions durable.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PublishSession:
         """See ``Publisher.publish``."""
         step, sidecar_bytes = check_step(step), checked_sidecars(sidecars)
         if weights is None and not self._live.has_values:
-            raise UsageError("this publisher is handed its weights with each version: give weights=")
+            raise UsageError("this publisher gets its weights with each version: give weights=")
         if not self._busy:
             self.finish()
         self._calls += 1
@@ -115,14 +115,14 @@ class PublishSession:
         return self._hand_over(step, self._diff(weights), watch, sidecar_bytes)
 
     def wait_durable(self) -> None:
-        """Wait until what was published is durable, before something else is done; raises as ``finish``."""
+        """Wait until everything published is durable; raises as ``finish``."""
         self.finish()
 
     def finish(self) -> None:
         """Wait for the version under way; bring the baseline to a durable version.
 
         Raises:
-            PublishError, ConflictError: what the background thread met, if nobody was told yet.
+            PublishError, ConflictError: the error of the background thread, unless it was raised before.
         """
         if self._progress is not None and not self._progress.error_raised:
             self._progress.wait()
@@ -130,15 +130,15 @@ class PublishSession:
         if committer.stopped is not None:
             raise type(committer.stopped)(committer.stopped.message)
         if (pending is not None and pending.open) or committer.suspect or self._call_interrupted:
-            # Also waits for what a caller who was interrupted has left under way.
+            # Also waits for a background call that an interrupted caller left running.
             self._background.call(lambda: committer.recover(pending))
             self._call_interrupted = False
 
     def call(self, work: Callable[[], None]) -> None:
-        """Have the background thread do something to the baseline; nothing else touches it before that has ended.
+        """Run ``work`` on the baseline in the background thread; nothing else touches the baseline until it ends.
 
         Raises:
-            PublishError, ConflictError: as ``settle``, which comes first. Else whatever ``work`` raises.
+            PublishError, ConflictError: as ``wait_durable``, which runs first. Otherwise whatever ``work`` raises.
         """
         self.wait_durable()
         self._call_interrupted = True
@@ -146,15 +146,15 @@ class PublishSession:
         self._call_interrupted = False
 
     def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
-        """What ``check`` makes of a call's arguments, once all processes that publish together have made the same.
+        """Return the arguments as ``check`` returns them; of a sharded model, all ranks must return the same.
 
         Raises:
-            UsageError: what ``check`` raised, in any of them.
+            UsageError: ``check`` raised it, on any rank.
         """
         return check()
 
     def run_once(self, what: str, work: Callable[[], str]) -> str:
-        """What ``work`` gives, which is done once for all processes that publish together."""
+        """Return the result of ``work``, which runs once for all ranks."""
         return work()
 
     @property
@@ -185,7 +185,7 @@ class PublishSession:
         return result
 
     def _skip_while_busy(self, step: int, watch: Stopwatch) -> PublishResult:
-        """The version before is still on its way: the store is slower than training."""
+        """Skip because the previous version is still under way: the store is slower than training."""
         result = self._skipped_result(step, watch)
         self._skip_log.record(result)
         return result
@@ -207,10 +207,10 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class PublisherParts:
-    """A publisher's parts.
+    """The parts of a publisher.
 
     Attributes:
-        upkeep: None on a rank that leaves it to rank 0.
+        maintenance: None on ranks other than 0.
     """
 
     opened: OpenedRun
@@ -221,7 +221,7 @@ class PublisherParts:
 
 
 def ranks_of(model: ModelLike) -> "RankGroups | None":
-    """The ranks that publish a model together; None if this process does by itself.
+    """The ranks that publish a model together; None if this process publishes it alone.
 
     Raises:
         PublishError: a rank does not take part.
@@ -238,7 +238,7 @@ def ranks_of(model: ModelLike) -> "RankGroups | None":
 
 
 def on_every_rank(ranks: "RankGroups | None", what: str, work: Callable[[], _Result]) -> _Result:
-    """What ``work`` gives here, once it has gone well on every rank; raises what it raised on any."""
+    """Return what ``work`` returns here, after it succeeded on every rank; raise what it raised on any."""
     if ranks is None:
         return work()
     found: list[_Result] = []
@@ -247,13 +247,13 @@ def on_every_rank(ranks: "RankGroups | None", what: str, work: Callable[[], _Res
 
 
 def agreed_options(ranks: "RankGroups | None", check: Callable[[bool], Options]) -> Options:
-    """A publisher's options.
+    """The options of a publisher.
 
     Args:
-        check: makes them, with keys to sign with if it is told so: only rank 0 needs them.
+        check: makes them. Its argument says whether to load signing keys, which only rank 0 needs.
 
     Raises:
-        UsageError, SettingsError: what ``check`` raised on any rank; or the ranks were given other options.
+        UsageError, SettingsError: ``check`` raised it on any rank; or the ranks have different options.
     """
     if ranks is None:
         return check(True)
@@ -272,10 +272,10 @@ def build_publisher(
     ranks: "RankGroups | None",
     undo: ExitStack,
 ) -> PublisherParts:
-    """Begin the run or take it over, and start what looks after it; errors as ``Publisher``.
+    """Begin or take over the run, and start background maintenance; errors as ``Publisher``.
 
     Args:
-        undo: gets what has to be closed if something fails after this.
+        undo: receives what must be closed if a later step fails.
     """
     detector = Detector(options.diff_threads)
     undo.callback(detector.close)
@@ -295,4 +295,4 @@ def build_publisher(
 
 
 def skip_maintenance(manifest: Manifest) -> None:
-    """What a rank does that leaves upkeep to rank 0."""
+    """Do nothing: rank 0 maintains the run."""

@@ -1,4 +1,8 @@
-"""Open a run for publishing: ``open_or_begin``."""
+"""``open_or_begin``: open a run for publishing, by beginning one (``RunStart``) or taking one over (``Takeover``).
+
+A takeover checks whether the model fits, claims the run, finds its head, and reads the weights back, in this order. If
+a step fails, at most a claim is left, which fences the former writer and has no other effect.
+"""
 
 import secrets
 import traceback
@@ -61,11 +65,11 @@ from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve
 logger = guarded_logger(__name__)
 
 CollectFiles = Callable[[ResolvedBase | None], Mapping[str, bytes]]
-"""Gives the small files of a model, name → content, by the base that was found."""
+"""Returns the small files of a model, name → content, for the base that was found."""
 
 
 def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
-    """run.json of a run that begins now. Args: files: name → content of the model's small files."""
+    """run.json of a new run. Args: files: name → content of the model's small files."""
     digests = {name: sha256(data).hexdigest() for name, data in files.items()}
     return RunInfo(
         run=secrets.token_hex(16),
@@ -85,8 +89,8 @@ class UrlContents:
     """What a publisher finds at its URL.
 
     Attributes:
-        run: whether there is a run, whole or damaged.
-        unfinished: run.json of a start that never came to a version; None if there is no such thing.
+        run: whether there is a run, intact or damaged.
+        unfinished: run.json of a start that ended before version 0; None if there is none.
     """
 
     run: bool
@@ -94,20 +98,20 @@ class UrlContents:
 
 
 def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
-    """What is there.
+    """Find out what is at a run URL.
 
     Args:
-        resume: whether to go on where another publisher was.
+        resume: whether an existing run may be continued.
 
     Raises:
-        ConflictError: a part of a run, and not one that a start of a run leaves.
+        ConflictError: part of a run that an interrupted start does not explain.
     """
     found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
     versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
     if versions and RUN_KEY in found:
         return UrlContents(True)
     found += [VERSIONS_PREFIX] if versions else []
-    # Claims of a run that is gone would fence the writer of a new one, its list of keys would be refused by readers.
+    # Claims of a removed run would fence the writer of a new one, and readers would refuse the new run for its keys.
     found += [KEYS_KEY] if _present(bucket, KEYS_KEY) else []
     for prefix in (CLAIMS_PREFIX, CHANGES_PREFIX):
         found += [prefix] if next(iter(bucket.list(prefix)), None) is not None else []
@@ -120,8 +124,8 @@ def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
             return UrlContents(False)
     keys = ", ".join(found)
     raise ConflictError(
-        f"{bucket.url} holds {keys} but no whole run: another publisher is starting there, or a start "
-        f"crashed, or a run was half removed; publish to a new run URL, or, if nobody uses this one, remove "
+        f"{bucket.url} holds {keys} but no complete run: another publisher is starting there, or a start crashed, or a "
+        f"run was partly removed; publish to a new run URL, or, if this one is unused, remove "
         f"{keys} by hand"
     )
 
@@ -131,7 +135,7 @@ class OpenedRun:
     """A run that can be published to.
 
     Attributes:
-        baseline: holds the bits of ``held``. writer: its ``newest`` is ``held``.
+        baseline: holds the bits of ``current``. writer: its ``newest`` is ``current``.
     """
 
     baseline: Baseline
@@ -153,15 +157,15 @@ def begin(
 
     Args:
         files: name → content of the model's small files, which the run keeps.
-        unfinished: run.json of the start that this one takes the place of.
-        whole: the weights. difference: the first tensor that is not the base's, None if all are.
-        store: stores all weights as an anchor's objects with what it is given.
+        unfinished: run.json of the interrupted start that this one replaces.
+        state: the weights. difference: the first tensor that differs from the base, None if none does.
+        store: stores all weights as an anchor's objects through the function that it is given.
 
     Raises:
-        ConflictError: there is a run at the URL already.
-        StoreError: the store failed; what this call has written is removed, and the message names what could not be.
+        ConflictError: the URL holds a run already.
+        StoreError: the store failed; what this call wrote is removed, and the message names what could not be.
         UncertainError: version 0 may have been written; the URL stays claimed.
-        SignatureError: the signing key is not one to begin a run with.
+        SignatureError: the signing key may not begin a run.
     """
     keyring = options.keyring
     keyring.check_begins()
@@ -192,8 +196,8 @@ class _WrittenKeys:
     """What a start has written so far.
 
     Attributes:
-        keys: created by it for certain. maybe: key → content, of puts whose outcome is not known.
-        committing: version 0 as it may have been written.
+        keys: certainly created by it. uncertain: key → content, of puts whose outcome is unknown.
+        committing: version 0, if its commit has begun.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -202,10 +206,10 @@ class _WrittenKeys:
 
 
 class RunStart:
-    """Starts one run at a URL where nothing is.
+    """Starts one run at an empty URL. As a context manager it removes what it wrote if an error ends it early.
 
     Args:
-        writer: of the run that is to be. info, table: run.json and tensors.json.
+        writer: of the new run. info, table: run.json and tensors.json.
     """
 
     def __init__(self, bucket: Bucket, writer: RunWriter, info: RunInfo, table: TensorTable) -> None:
@@ -216,19 +220,19 @@ class RunStart:
         self._written = _WrittenKeys()
 
     def replace(self, unfinished: bytes) -> None:
-        """Remove what a start has left that never came to a version; should it go on after all, it ends at its commit.
+        """Remove what an interrupted start left. If that start is still running, its commit will fail.
 
         Args:
-            unfinished: its run.json. If another is there by now, that stays.
+            unfinished: run.json of that start. If another one is stored by now, nothing is removed.
 
         Raises:
-            ConflictError: it has come to a version meanwhile. StoreError: the store failed.
+            ConflictError: that start has committed version 0 meanwhile. StoreError: the store failed.
         """
         if not self._has_content(RUN_KEY, unfinished):
             return
         self._refuse_begun()
         logger.warning(
-            "somebody began a run at %s and was gone before its first version: a new run begins in its place",
+            "an earlier start at %s ended before its first version: a new run begins in its place",
             self._bucket.url,
         )
         found: dict[str, bytes | None] = {RUN_KEY: unfinished, TABLE_KEY: None}
@@ -239,7 +243,7 @@ class RunStart:
                 found[item.key] = fetch_object(self._bucket, item)
             except (NotFoundError, LimitError, DigestError):
                 found[item.key] = None
-        # The claim goes last: whoever is stopped in between leaves what can be replaced again.
+        # run.json last: if this is interrupted, what is left can be replaced again.
         for key in reversed(found):
             self._bucket.delete(key)
         try:
@@ -260,16 +264,16 @@ class RunStart:
         """Write run.json and tensors.json.
 
         Raises:
-            ConflictError: there is a run at the URL already. StoreError: the store failed.
+            ConflictError: the URL holds a run already. StoreError: the store failed.
         """
         self._create(RUN_KEY, self._info.to_bytes())
         self._create(TABLE_KEY, self._table.to_bytes())
 
     def put_files(self, files: Mapping[str, bytes]) -> None:
-        """Store the files that run.json lists; raises StoreError."""
+        """Store the files that run.json lists; raise StoreError if that fails."""
         written = self._written
         for key, item in {item.key: item for item in self._info.files}.items():
-            # No collection removes them later: what may have been stored, and what was left there, is taken back too.
+            # Garbage collection never removes these: after a failure, remove puts of unknown outcome and leftovers too.
             written.uncertain[key] = files[item.name]
             self.put(item, files[item.name])
             del written.uncertain[key]
@@ -277,13 +281,13 @@ class RunStart:
                 written.keys.append(key)
 
     def put(self, ref: Stored, content: bytes | Path) -> None:
-        """Store an object that is named by its content, from any thread; raises StoreError."""
+        """Store an object that is named by its content, from any thread; raise StoreError if that fails."""
         try:
             with self._writer.bandwidth.upload(ref.bytes):
                 self._bucket.put(ref.key, content, if_absent=True)
             self._written.keys.append(ref.key)
         except ConflictError:
-            # Left by an earlier start, perhaps damaged since.
+            # Left by an earlier start, and possibly damaged since.
             self._bucket.put(ref.key, content)
         self._writer.check_object(ref)
 
@@ -296,10 +300,10 @@ class RunStart:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Take back what was written, unless version 0 is there, or may be; the message then says so.
+        """After an error, remove what was written, unless version 0 is or may be stored; the message then says so.
 
         Raises:
-            DeltaSyncError: the error of before, with what is left named.
+            DeltaSyncError: the original error, with the keys that are left.
         """
         if error is None:
             return
@@ -318,8 +322,8 @@ class RunStart:
         try:
             self._bucket.put(key, data, if_absent=True)
         except ConflictError as error:
-            # A put whose answer was lost and that the store's client repeats finds its own object. Only run.json
-            # proves by its content whose it is: it holds the random id of the run.
+            # If the answer to a put is lost and the client repeats it, it finds its own object. Only the content of
+            # run.json proves who wrote it, since it holds the random id of the run.
             if not self._has_content(key, data):
                 raise self._conflict(key) from error
             if key != RUN_KEY:
@@ -339,9 +343,9 @@ class RunStart:
         left: list[str] = []
         written = self._written
         if RUN_KEY in written.keys and self._is_replaced():
-            # Whoever has written over run.json may use the table and the objects too, which are named by content.
+            # The writer that replaced run.json may use the table and the objects too, which are named by content.
             return left
-        # The claim goes last: as long as it stands nobody else writes here.
+        # run.json last: while it exists, no other publisher writes here.
         for key in [*reversed(written.uncertain), *reversed(written.keys)]:
             try:
                 if key in written.keys or self._has_content(key, written.uncertain[key]):
@@ -352,7 +356,7 @@ class RunStart:
         return left
 
     def _clean_up_interrupted(self) -> None:
-        """After an interrupt: take back, unless version 0 may be there."""
+        """After an interrupt: remove what was written, unless version 0 may be stored."""
         try:
             written = self._written.committing is not None and self._writer.is_stored(self._written.committing)
         except UncertainError:
@@ -379,15 +383,15 @@ class RunStart:
 
     def _still_claimed(self) -> str:
         return (
-            f"{self._bucket.url} stays claimed by run {self._info.run}: start again, which goes on with that run if "
-            "its version 0 is there, and else begins a new one in its place"
+            f"{self._bucket.url} stays claimed by run {self._info.run}: start again, which continues that run if its "
+            "version 0 was written, and otherwise begins a new one in its place"
         )
 
     def _leftovers(self, keys: list[str]) -> str:
         names = ", ".join(keys)
         return (
             f"this failed start may have left {names} in {self._bucket.url}: start again, which begins a run in its "
-            "place, or remove by hand what is there"
+            "place, or remove them by hand"
         )
 
 
@@ -400,7 +404,7 @@ def _present(bucket: Bucket, key: str) -> bool:
 
 
 def _files_of(info: bytes) -> list[RunFile]:
-    """The files that a run.json lists; none if it cannot be read."""
+    """The files that a run.json lists; empty if it cannot be read."""
     try:
         return RunInfo.from_bytes(info, RUN_KEY).files
     except DeltaSyncError:
@@ -408,7 +412,7 @@ def _files_of(info: bytes) -> list[RunFile]:
 
 
 UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMismatchError)
-"""What says that data in the bucket is bad. A store that fails says nothing about its data."""
+"""Errors that mean bad data in the bucket. A store failure says nothing about the data."""
 
 _ATTEMPTS = 8
 
@@ -423,18 +427,19 @@ def open_or_begin(
     options: Options,
     run_in_thread: RunInThread,
 ) -> tuple[OpenedRun, str | Path | None]:
-    """Take over the run that is in the bucket, or begin one.
+    """Take over the run in the bucket, or begin one.
 
     Args:
         base: see ``Publisher``.
-        files: gives the model's small files, if a run begins.
-        call: makes a call in a thread that no interrupt hits, and raises what it raises.
+        files: returns the model's small files; called if a run begins.
+        run_in_thread: runs a call in a thread that no interrupt hits, and raises what the call raises.
 
     Returns:
-        The run, and where its version 0 lies as far as the caller knows.
+        The run, and the location of its version 0 if the caller gave one.
 
     Raises:
-        ConflictError: there is a part of a run, or a run that is not to be resumed. Else as ``begin`` and ``Takeover``.
+        ConflictError: the URL holds part of a run, or a run and ``resume`` is False.
+            Other errors as ``begin`` and ``Takeover``.
     """
     found = inspect_url(bucket, options.resume)
     if not found.run:
@@ -456,20 +461,20 @@ def open_or_begin(
 
 
 def check_may_resume(bucket: Bucket, options: Options) -> None:
-    """Raise ConflictError if the run that is there is not to be gone on with."""
+    """Raise ConflictError if the existing run must not be continued."""
     if not options.resume:
         raise ConflictError(
-            f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to go on with that run"
+            f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to continue that run"
         )
 
 
 def locate_base(base: str | Path | None) -> str | Path | None:
-    """Where the checkpoint of version 0 of a run lies, or the run branched from, by what the caller says.
+    """Location of the checkpoint of a run's version 0, or of the run it branched from, from the argument ``base``.
 
     Raises:
-        NotFoundError: it is not there.
+        NotFoundError: there is no such checkpoint.
     """
-    # A branch may need the URL of the run that it comes from.
+    # For a branch this may be the URL of its parent run.
     if base is None or "://" in str(base):
         return base
     base_location = resolve_base(base).path
@@ -480,20 +485,20 @@ def locate_base(base: str | Path | None) -> str | Path | None:
 def _prepare(baseline: Baseline, options: Options, run_in_thread: RunInThread) -> None:
     baseline.location = options.baseline
     run_in_thread(lambda: compile_kernels(baseline.table))
-    # The codec's own check of the table, now rather than at the first version.
+    # Run the codec's check of the table now rather than at the first version.
     none, nothing = DeltaContext("", 1, 0), Changes()
     encode(nothing, baseline.table, options.base_codec, options.compression, none, BaseCopies(baseline, nothing))
 
 
 class Takeover:
-    """Takes a run over, in steps; see ``publishable``.
+    """Takes over a run: ``take_over``. Ranks of a sharded model override the steps that read or write weights.
 
     Args:
-        base: where the checkpoint of version 0 lies, or the run branched from, if not at the recorded place.
-        call: see ``open_or_begin``.
+        base: location of the checkpoint of version 0, or of the parent run, if not at the recorded place.
+        run_in_thread: see ``open_or_begin``.
 
     Raises:
-        TensorMismatchError, ModelError: the model does not fit into the run.
+        TensorMismatchError, ModelError: the model does not fit the run.
         SignatureError: the run is signed and there is no signing key, or the reverse, or the key may not sign it.
         DeltaSyncError: run.json or tensors.json is missing or damaged.
     """
@@ -517,7 +522,7 @@ class Takeover:
         self._epoch = EpochToken(0, b"")
         self.baseline = self._matching_baseline()
 
-    # What each process that publishes does for its own part, if there are several
+    # Overridden where each of several ranks does its part
 
     def _matching_baseline(self) -> Baseline:
         return Baseline.of_run(self._live, self._run.table)
@@ -531,30 +536,30 @@ class Takeover:
     def _store_anchor(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
         return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, put)
 
-    # The course of it
+    # The steps of a takeover
 
     def take_over(self) -> OpenedRun:
-        """Claim the run and hold its newest version; where that is lost, commit the weights of now behind it.
+        """Claim the run and check out its newest version; if that is lost, commit the current weights after it.
 
         Raises:
             StoreError: the store failed.
-            ConflictError: another publisher has taken the run over meanwhile.
-            NotFoundError: the base that version 0 refers to is needed and not at hand.
-            DeltaSyncError: the newest version is lost and the model does not hold all tensors: why it is lost.
-            LimitError: it is lost, and the run has too many breaks for another.
-            SignatureError: the run ends with, or needs, what nobody trusted has signed.
+            ConflictError: another publisher has taken over the run meanwhile.
+            NotFoundError: the base that version 0 refers to is needed and not available.
+            DeltaSyncError: the newest version is lost, for the reason in the message, and the model lacks tensors.
+            LimitError: the newest version is lost, and the run already has the maximum of breaks.
+            SignatureError: the run ends with, or needs, data that no trusted key has signed.
         """
         done: list[OpenedRun] = []
         lost: list[tuple[HistoryTail, DeltaSyncError]] = []
 
         def take() -> None:
-            # Before the claim: a publisher that may not go on stops nobody who may.
+            # Check before the claim: a publisher that may not continue must not fence one that may.
             self._epoch = claim(self._run, self._find_tail())
             found = self._find_tail()
             try:
                 done.append(self._restore(found))
             except BaseError:
-                # Nothing of the chain is lost: somebody has to say where the base is.
+                # No version is lost: the caller has to say where the base is.
                 raise
             except (*UNREADABLE, SignatureError) as error:
                 if found.problem is None:
@@ -570,7 +575,7 @@ class Takeover:
         return done[0]
 
     def _find_tail(self) -> HistoryTail:
-        """The newest version; raises SignatureError where nobody trusted has written it."""
+        """The newest version; raise SignatureError if no trusted key signed it."""
         found = find_tail(self._run)
         check_tail(self._run, found)
         return found
@@ -583,7 +588,7 @@ class Takeover:
         writer = self._writer(head)
         writer.update_head()
         logger.info(
-            "run %s goes on from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
+            "run %s continues from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
         )
         return OpenedRun(self.baseline, writer, head)
 
@@ -594,16 +599,16 @@ class Takeover:
             writer.set_newest(newest)
         return writer
 
-    # The newest version is lost
+    # If the newest version is lost
 
     def _capture_instead(self, found: HistoryTail, problem: DeltaSyncError) -> None:
         if not self._live.has_values:
             raise type(problem)(
-                f"version {found.version} cannot be rebuilt ({problem}), and this publisher is handed the weights to "
-                "begin anew only later; repair the run, or start a new one"
+                f"version {found.version} cannot be rebuilt ({problem}), and this publisher gets the weights for a new "
+                "start only later; repair the run, or start a new one"
             ) from problem
         logger.error(
-            "version %d of %s cannot be rebuilt, so the weights of now are committed as a full snapshot behind it: %s",
+            "version %d of %s cannot be rebuilt, so the current weights are committed as a full snapshot after it: %s",
             found.version, self._bucket.url, problem,
         )  # fmt: skip
         absent, rest = self.baseline.absent(), None
@@ -613,11 +618,11 @@ class Takeover:
             odd = odd or [name for name in absent if rest and rest.specs[name] != self._run.table.by_name(name)]
             if odd:
                 raise type(problem)(
-                    f"version {found.version} cannot be rebuilt ({problem}), and to begin anew the model lacks tensor "
-                    f"{odd[0]!r} ({len(odd)} in all); pass base= with a checkpoint that has it, repair the run, or "
-                    "start a new one"
+                    f"version {found.version} cannot be rebuilt ({problem}), and for a full snapshot the model lacks "
+                    f"tensor {odd[0]!r} ({len(odd)} in all); pass base= with a checkpoint that has it, repair the run, "
+                    "or start a new one"
                 ) from problem
-            logger.warning("tensors that the model does not hold are taken from base: %s", ", ".join(absent[:5]))
+            logger.warning("tensors that the model does not have are taken from base: %s", ", ".join(absent[:5]))
         self._capture_live(rest)
 
     def _start_over(self, found: HistoryTail) -> OpenedRun:
@@ -639,7 +644,7 @@ class Takeover:
                 theirs = found.manifest if found.problem is None else None
                 if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch.epoch):
                     raise
-                # The former writer's last commit came in between.
+                # The former writer's last commit arrived in between.
                 writer = self._writer(None)
                 continue
             writer.announce()
@@ -648,7 +653,7 @@ class Takeover:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Free what the calls that failed still hold: weights, before others are captured."""
+    """Free the weights that frames of the failed calls still hold, before others are captured."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

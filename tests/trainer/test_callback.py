@@ -160,7 +160,7 @@ def test_a_failure_is_logged_and_made_up_for(
     assert_holds(run, 4, seen.weights[6])
     said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.integrations.reports"]
     assert len(said) == 2
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]
     assert "the store is down" in said[0]
     assert said[1] == "version 2 is published: publishing works again"
 

@@ -113,7 +113,7 @@ def test_claim_and_log_say_what_was_found(url: str, caplog: pytest.LogCaptureFix
 
 
 UNFIT: dict[str, tuple[Tensors, str]] = {
-    "name": ({"z": torch.ones(2)}, r"'z' .*not among the 3 .*publish the model that the run is of, or start a new run"),
+    "name": ({"z": torch.ones(2)}, r"'z' .*not among the 3 .*publish the model of this run, or start a new run"),
     "shape": ({"a": torch.ones(4999)}, r"'a' is BF16 \[5000\] in the run .*\[4999\] in the model"),
     "kind of number": ({"a": torch.ones(5000, dtype=torch.int16)}, r"'a' is torch\.int16"),
 }
@@ -233,7 +233,7 @@ def test_model_that_lacks_tensors_cannot_begin_anew(url: str) -> None:
     live, _ = published(url, 1)
     damage(url, version_key(1))
     del live["b"]
-    with pytest.raises(FormatError, match="to begin anew the model lacks tensor 'b'"):
+    with pytest.raises(FormatError, match="for a full snapshot the model lacks tensor 'b'"):
         Publisher(live, url)
     assert open_run(url).versions() == [0, 1]
 

@@ -380,7 +380,7 @@ def test_head_of_a_stranger_is_written_over_wherever_it_points(
         with caplog.at_level(logging.ERROR):
             # One may have looked at HEAD just before.
             bucket.wait(len(bucket.renewals()) + 2)
-        assert "which somebody else has written to the bucket" in caplog.text
+        assert "which another party has written to the bucket" in caplog.text
         assert head_of(folder).version == 1
         (folder / version_key(2)).unlink()
         assert_all_signed(folder, keys.hex("a"))
@@ -482,7 +482,7 @@ def test_newest_version_of_a_stranger_is_not_built_upon(
     last = remove - 1
     refuse(
         folder, trainer, SignatureError,
-        rf"not published by anybody who is trusted.*remove {version_key(remove)} .*go on from version {last},",
+        rf"is not signed by a trusted key.*remove {version_key(remove)} .*continue from version {last},",
         signing_key=key,
     )  # fmt: skip
     (folder / version_key(remove)).unlink()
@@ -562,7 +562,7 @@ def test_last_commit_of_the_former_writer_is_adopted_if_it_is_signed(
     (later,) = late
     mine["b"][0] += 1
     later.publish(step=2)
-    with pytest.raises(PublishError, match="goes on from there"):
+    with pytest.raises(PublishError, match="continues from that version"):
         later.flush()
     later.publish(step=3)
     later.close()
@@ -582,7 +582,7 @@ def test_forged_last_commit_is_not_adopted(folder: Path, keys: Keys, trainer: Tr
     forge(folder)
     sign_file(folder, version_key(2), Manifest, keys.ring("stranger"))
     for _ in range(2):
-        with pytest.raises(ConflictError, match=rf"find out who does, remove {version_key(2)}"):
+        with pytest.raises(ConflictError, match=rf"find out who else does, remove {version_key(2)}"):
             publish(later, trainer)
     with pytest.raises(ConflictError):
         later.close()
@@ -624,7 +624,7 @@ def test_head_put_back_is_pointed_forward(folder: Path, keys: Keys, trainer: Tra
         (folder / HEAD_KEY).write_bytes(old)
         with caplog.at_level(logging.ERROR):
             publish(publisher, trainer)
-        assert "it is pointed forward again" in caplog.text
+        assert "HEAD is moved forward again" in caplog.text
         assert head_of(folder).version == 3
 
 

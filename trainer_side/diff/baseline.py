@@ -1,4 +1,4 @@
-"""The bits of the newest published version: what the next version is diffed against."""
+"""``Baseline``: the bits of the newest published version, which the next version is compared with."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ logger = guarded_logger(__name__)
 def new_run_tensors(
     live: LiveTensors, base: str | Path | None
 ) -> tuple[TensorTable, dict[str, list[str]], Checkpoint | None]:
-    """Tensors of a new run, which of them each live tensor is, and the base; raises as ``Baseline.captured``."""
+    """Tensors of a new run, live name → names in the run, and the base; raises as ``Baseline.captured``."""
     if base is None:
         names = target_names(live, None, "")
         table = TensorTable(own_spec(tensor) for tensor in live.tensors.values())
@@ -40,32 +40,32 @@ def new_run_tensors(
 
 
 def names_in_run(live: LiveTensors, table: TensorTable) -> dict[str, list[str]]:
-    """Which tensors of a run each live tensor is; raises as ``Baseline.of_run``."""
+    """Live name → names in an existing run; raises as ``Baseline.of_run``."""
     specs = {spec.name: spec for spec in table}
     try:
         return target_names(live, specs, "the run that is to be resumed")
     except TensorMismatchError as error:
         raise TensorMismatchError(
-            f"{error.message}; publish the model that the run is of, or start a new run under a new URL"
+            f"{error.message}; publish the model of this run, or start a new run under a new URL"
         ) from error
 
 
 class Baseline:
-    """Bits per tensor of the run: as many bytes as the model has in the served dtypes.
+    """Bits of each tensor of the run: as many bytes as the model has in the served dtypes.
 
-    They are in host memory (pinned where the live tensor is on a CUDA device), or by ``place`` on the device of the
-    live tensor, where each goes when it is compared first.
+    They are in host memory (pinned if the live tensor is on a CUDA device), or, by ``location``, on the device of the
+    live tensor, where each moves at its first comparison.
 
     Attributes:
-        place: where bits lie whose live tensor is on a device; a tensor on the host is compared on the host.
+        location: where the bits of live tensors on a device are kept; tensors on the host are compared on the host.
         table: the run's tensors.
-        feeds: live tensor name (aliases included) → ids of the tensors that get its values.
-        fingerprints: per tensor id, of the newest durable version; empty before ``scan`` or ``take``.
-        first_difference: with a base: the first tensor whose bits are not the base's, None if all are.
+        targets_of: live tensor name (aliases included) → ids of the tensors that get its values.
+        fingerprints: per tensor id, of the newest durable version; empty before ``scan`` or ``replace``.
+        first_difference: with a base: the first tensor whose bits differ from the base, None if none does.
     """
 
     def __init__(self, table: TensorTable, names: Mapping[str, list[str]], checkpoint: Checkpoint | None) -> None:
-        """No tensor has values yet, except those of the checkpoint; see ``captured`` and ``of_run``."""
+        """A baseline without values, except those of the checkpoint; see ``captured`` and ``of_run``."""
         self.location: BaselineLocation = "host"
         self.table = table
         self.targets_of = {name: tuple(table.index(target) for target in targets) for name, targets in names.items()}
@@ -77,11 +77,11 @@ class Baseline:
 
     @classmethod
     def captured(cls, live: LiveTensors, base: str | Path | None = None) -> Self:
-        """The live tensors of this moment, of a new run.
+        """The baseline of a new run, from the current values of the live tensors.
 
         Args:
             live: the model.
-            base: checkpoint directory; decides names and dtypes, and holds what the model does not.
+            base: checkpoint directory; decides names and dtypes, and provides tensors that the model does not have.
 
         Raises:
             NotFoundError, FormatError: the base cannot be read.
@@ -98,38 +98,38 @@ class Baseline:
 
     @classmethod
     def of_run(cls, live: LiveTensors, table: TensorTable) -> Self:
-        """Of a run that is there already, still without values.
+        """The baseline of an existing run, still without values.
 
         Raises:
-            TensorMismatchError, ModelError: a live tensor does not fit into the run.
+            TensorMismatchError, ModelError: a live tensor does not fit the run.
         """
         baseline = cls(table, names_in_run(live, table), None)
         baseline._warn_of_missing("run")
         return baseline
 
     def buffer_on(self, tensor: int, device: torch.device) -> BaselineBuffer:
-        """Bits of a tensor id, placed to be compared with a live tensor on ``device``; read from a base once.
+        """Bits of a tensor id, moved to where a live tensor on ``device`` is compared; read from a base once.
 
         Raises:
-            TensorMismatchError: nothing gave them. ModelError: the device's memory is full.
+            TensorMismatchError: the tensor has no values. ModelError: the device's memory is full.
         """
         buffer = self._buffers[tensor] or HostBuffer(np.array(self.read(tensor)))
         buffer = self._buffers[tensor] = move_buffer(buffer, self.table[tensor].name, device, self.location)
         return buffer
 
     def buffer(self, tensor: int) -> BaselineBuffer:
-        """Bits of a tensor id where they are; read from a base once."""
+        """Bits of a tensor id at their present location; read from a base once."""
         return self._buffers[tensor] or self.buffer_on(tensor, torch.device("cpu"))
 
     def bits(self, tensor: int) -> Bits:
-        """(numel,) bits of a tensor id in host memory; the baseline itself if it lies there, else a copy."""
+        """(numel,) bits of a tensor id in host memory: the baseline itself if it is there, else a copy."""
         return self.buffer(tensor).read()
 
     def read(self, tensor: int) -> Bits:
-        """The same bits, read only, without keeping those of the base in memory.
+        """(numel,) bits of a tensor id, read only; bits of a base are not kept in memory.
 
         Raises:
-            TensorMismatchError: neither the model nor a base gave them.
+            TensorMismatchError: neither the model nor a base provided them.
         """
         buffer = self._buffers[tensor]
         if buffer is not None:
@@ -148,10 +148,10 @@ class Baseline:
         self.fingerprints = [self._measure(tensor) for tensor in range(len(self.table))]
 
     def replace(self, bits: Sequence[Bits], expected: Fingerprint) -> None:
-        """Hold other bits, (numel,) per tensor id. They are moved where none is held; do not use them any more.
+        """Replace all bits, by (numel,) bits per tensor id. Do not use the arrays afterwards: some are kept.
 
         Raises:
-            FingerprintError: they do not have the expected fingerprint; nothing was taken.
+            FingerprintError: they do not have the expected fingerprint; nothing was replaced.
         """
         fingerprints = self.fingerprints_of(bits)
         total = sum(fingerprints, Fingerprint())
@@ -173,10 +173,10 @@ class Baseline:
         self._checkpoint = None
 
     def repair(self, tensors: Iterable[int], bits: Sequence[Bits]) -> None:
-        """Take single tensors from (numel,) bits per tensor id, which are those of the version held.
+        """Replace the bits of some tensors from (numel,) bits per tensor id of the current version.
 
         Raises:
-            FingerprintError: a tensor there has another fingerprint than here; nothing was taken.
+            FingerprintError: a tensor there has another fingerprint than here; nothing was replaced.
         """
         wanted = list(tensors)
         for tensor in wanted:
@@ -187,7 +187,7 @@ class Baseline:
             self.buffer(tensor).write(bits[tensor])
 
     def next_scrub_slice(self, limit: int) -> list[int]:
-        """The next tensors in turn, up to the one with which they have ``limit`` bytes, each at most once."""
+        """The next tensors in rotation, until they have ``limit`` bytes; each at most once."""
         chosen: list[int] = []
         taken = 0
         while taken < limit and len(chosen) < len(self.table):
@@ -197,17 +197,17 @@ class Baseline:
         return chosen
 
     def damaged(self, tensors: Iterable[int], changes: Mapping[int, Fingerprint]) -> list[int]:
-        """Those of ``tensors`` in memory whose bits are not what was published.
+        """Those of ``tensors`` in memory whose bits differ from what was published.
 
         Args:
-            changes: tensor id → what an open patch has added to its fingerprint.
+            changes: tensor id → what a pending delta has added to its fingerprint.
         """
         in_memory = [tensor for tensor in tensors if self._buffers[tensor] is not None]
         nothing = Fingerprint()
         return [i for i in in_memory if self._measure(i) != self.fingerprints[i] + changes.get(i, nothing)]
 
     def overwritten(self) -> list[str]:
-        """Names of the tensors that are read from a checkpoint whose bits are no longer those that were published."""
+        """Names of tensors that are read from a checkpoint whose file was changed since they were published."""
         from_checkpoint = [tensor for tensor, buffer in enumerate(self._buffers) if buffer is None]
         return [self.table[i].name for i in from_checkpoint if self._measure(i) != self.fingerprints[i]]
 
@@ -217,10 +217,10 @@ class Baseline:
             yield spec.name, self.read(self.table.index(spec.name))
 
     def capture(self, live: LiveTensors, fallback: Checkpoint | None = None) -> None:
-        """Hold the live tensors of this moment; what the model does not hold comes from ``rest``, if that is given.
+        """Copy the current values of the live tensors; tensors that the model lacks come from ``fallback``, if given.
 
         Raises:
-            TensorMismatchError: tied tensors differ, or the model is not the one it was.
+            TensorMismatchError: tied tensors differ, or the model has changed.
         """
         captured: list[HostBuffer | None] = [None] * len(self.table)
         for name, tensor in live.read():
@@ -239,7 +239,7 @@ class Baseline:
             self._checkpoint = fallback
 
     def absent(self) -> list[str]:
-        """Names of the tensors that the model does not hold."""
+        """Names of the run's tensors that the model does not have."""
         present = {target for targets in self.targets_of.values() for target in targets}
         return [spec.name for tensor, spec in enumerate(self.table) if tensor not in present]
 
@@ -261,7 +261,7 @@ class Baseline:
         return base.bits(spec.name)
 
     def may_send_in_full(self, tensor: int) -> bool:
-        """Whether a version may carry all bits of a tensor rather than what changed."""
+        """Whether a version may carry all bits of a tensor rather than its changes."""
         return True
 
     def _measure(self, tensor: int) -> Fingerprint:
@@ -271,8 +271,8 @@ class Baseline:
         """Turn (live name, tensor) into (live name, tensor id, detached tensor), one at a time.
 
         Raises:
-            TensorMismatchError: a name that the run has not, a second time, or another shape or kind of dtype.
-            ModelError: a tensor that cannot be read, see ``check_plain``. UsageError: not pairs.
+            TensorMismatchError: a name is unknown or repeated, or a tensor has another shape or kind of dtype.
+            ModelError: a tensor cannot be read, see ``check_readable``. UsageError: not pairs.
         """
         seen: set[str] = set()
         for name, value in pairs(tensors):
@@ -286,6 +286,6 @@ class Baseline:
 
 
 def _writable(bits: Bits) -> Bits:
-    """The array itself if it is plain memory that may be written, else a copy."""
+    """The array itself if it is plain writable memory, else a copy."""
     plain = type(bits) is np.ndarray and bits.base is None and bits.flags.writeable and bits.flags.c_contiguous
     return bits if plain else np.array(bits)

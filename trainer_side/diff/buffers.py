@@ -1,4 +1,4 @@
-"""Where the baseline of one tensor lies: in host memory, or on the device that the live tensor is on."""
+"""``BaselineBuffer``: the baseline of one tensor, in host memory or on the device of the live tensor."""
 
 from abc import ABC, abstractmethod
 from typing import Literal
@@ -15,27 +15,27 @@ BaselineLocation = Literal["host", "device"]
 
 
 class BaselineBuffer(ABC):
-    """Bits (numel,) of one tensor, of the version published last."""
+    """Bits (numel,) of one tensor, of the last published version."""
 
     @abstractmethod
     def read(self) -> Bits:
-        """All of them in host memory: a view where they lie there, else a copy."""
+        """All bits in host memory: a view if they are there, else a copy."""
 
     @abstractmethod
     def write(self, bits: Bits) -> None:
-        """Replace all of them."""
+        """Replace all bits."""
 
     @abstractmethod
     def get(self, positions: Positions) -> Bits:
-        """Copy of those at (n,) flat positions, in host memory."""
+        """Copy of the bits at (n,) flat positions, in host memory."""
 
     @abstractmethod
     def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
-        """Move those at (n,) distinct positions back by (n,) ULP distances."""
+        """Move the elements at (n,) distinct positions back by (n,) ULP distances."""
 
     @abstractmethod
     def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Elements start … stop − 1 as signed integers on ``device``: a view if they lie there, else a copy."""
+        """Elements start … stop − 1 as signed integers on ``device``: a view if they are there, else a copy."""
 
 
 class HostBuffer(BaselineBuffer):
@@ -51,7 +51,7 @@ class HostBuffer(BaselineBuffer):
         np.copyto(self.bits, bits)
 
     def put(self, positions: Positions, bits: Bits) -> None:
-        """Replace those at (n,) flat positions."""
+        """Replace the bits at (n,) flat positions."""
         self.bits[positions] = bits
 
     def get(self, positions: Positions) -> Bits:
@@ -65,7 +65,7 @@ class HostBuffer(BaselineBuffer):
 
     @property
     def pinned(self) -> bool:
-        """Whether a device copies from this memory by itself."""
+        """Whether a device can copy from this memory by DMA."""
         return _signed(self.bits).is_pinned()
 
 
@@ -82,7 +82,7 @@ class DeviceBuffer(BaselineBuffer):
         self.flat.copy_(_signed(bits))
 
     def put(self, positions: torch.Tensor, bits: torch.Tensor) -> None:
-        """Replace those at (n,) int64 flat positions by (n,) signed integers; both on the device."""
+        """Replace the bits at (n,) int64 flat positions by (n,) signed integers; both on the device."""
         self.flat[positions] = bits
 
     def get(self, positions: Positions) -> Bits:
@@ -102,7 +102,7 @@ class DeviceBuffer(BaselineBuffer):
 
 
 def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, location: BaselineLocation) -> BaselineBuffer:
-    """The same bits where the comparison with a live tensor on ``device`` wants them; ``held`` itself if they are.
+    """The same bits where comparing with a live tensor on ``device`` needs them; ``buffer`` itself if they are there.
 
     Raises:
         ModelError: the device's memory is full.

@@ -1,4 +1,4 @@
-"""How a changed tensor is sent: its changed elements, or all of it."""
+"""``full_is_smaller``: whether to send a changed tensor in full, or only its changed elements."""
 
 from collections.abc import Callable
 
@@ -15,19 +15,19 @@ from vllm_delta_sync.tensors.bits import Bits
 SAMPLE_PIECES = 16
 SAMPLE_ELEMENTS = 16_384
 SPARSE_RATIO = 32
-"""Where fewer than one in so many elements changed nothing is estimated: what changed is smaller."""
+"""If fewer than one in this many elements changed, the changes are smaller, and nothing is estimated."""
 
 BLOCK_BYTES = 512
-"""What a block takes besides its planes. A tensor in full must save as much: what changed can also be taken back."""
+"""What a block takes besides its planes. A full tensor must save as much, since changes can also be reverted."""
 
 
 def full_is_smaller(
     spec: TensorSpec, log: ChangeLog, codec: Codec, compression: Compression, bits: Callable[[], Bits]
 ) -> bool:
-    """Whether all bits of a tensor take fewer bytes than what changed in it, as estimated from samples.
+    """Whether all bits of a tensor take fewer bytes than its changes, as estimated from samples.
 
     Args:
-        found: the changed elements, at least one. bits: gives the tensor's new (numel,) bits, where they are looked at.
+        log: the changed elements, at least one. bits: returns the tensor's new (numel,) bits, if they are needed.
     """
     changed, width = log.size, spec.element.itemsize
     if codec == "raw":
@@ -44,14 +44,14 @@ def full_is_smaller(
     values = sum(_entropy(plane) * plane.size for plane in planes) / distances.size
     share = changed / spec.numel
     where = -share * np.log2(share) - (1 - share) * np.log2(1 - share) if changed < spec.numel else 0.0
-    # Where one sample ends and the next begins there is a gap that is none: one among thousands.
+    # At each border between samples one gap is wrong: one among thousands.
     gaps = np.clip(np.diff(positions, prepend=-1) - 1, 0, 255).astype(np.uint8)
     difference = min(mask * where, changed * _entropy(gaps)) + changed * values
     return difference > spec.numel * _bytes_per_element(bits()) + BLOCK_BYTES
 
 
 def _bytes_per_element(bits: Bits) -> float:
-    """Estimated size of an element of a tensor in full: its byte planes, each coded by itself."""
+    """Estimated size of an element of a full tensor: its byte planes, each coded separately."""
     starts = np.linspace(0, max(0, bits.size - SAMPLE_ELEMENTS), SAMPLE_PIECES).astype(np.int64).tolist()
     sample = np.concatenate([bits[start : start + SAMPLE_ELEMENTS] for start in starts])
     return sum(_entropy(plane) for plane in sample.view(np.uint8).reshape(sample.size, -1).T)

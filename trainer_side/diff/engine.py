@@ -1,7 +1,8 @@
-"""Change detection: live tensor → served dtype → compare with the baseline → extract → bring the baseline up to it.
+"""``Detector``: find what changed in a tensor, and update its baseline.
 
-One pass per tensor, in chunks that stay in a core's cache. Each element of the live tensor is read once, so that what
-is compared, collected and stored is one value even while another thread trains.
+Live tensor → served dtype → compare with the baseline → extract → update the baseline: one pass per tensor, in chunks
+that stay in a core's cache. Each element of the live tensor is read once, so that the value compared, collected and
+stored is the same even while another thread trains.
 """
 
 from dataclasses import dataclass, field
@@ -20,13 +21,13 @@ from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits, order_masks
 from vllm_delta_sync.tensors.segments import Scratch
 
 PARALLEL_ELEMENTS = 8 * 1024**2
-"""Smaller tensors take some two milliseconds at most. Where they were shared out, two threads took longer than one for
-a whole model (``benchmarks.publish``), as they are woken and waited for at each tensor."""
+"""Smaller tensors take two milliseconds at most. Splitting them made two threads slower than one for a whole model
+(``benchmarks.publish``), since the threads are woken and awaited at each tensor."""
 
 
 @dataclass
 class _ThreadBuffers:
-    """What one thread reads and collects into."""
+    """Scratch memory of one thread."""
 
     reader: Reader = field(default_factory=Reader)
     scratch: Scratch = field(default_factory=Scratch)
@@ -37,7 +38,7 @@ class Detector:
     """Compares live tensors with their baseline, large ones in several threads; one tensor at a time.
 
     Args:
-        threads: how many compare, the caller's included; the result is the same for any number.
+        threads: number of threads, including the caller's; the result does not depend on it.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -45,14 +46,14 @@ class Detector:
         self._thread_buffers = [_ThreadBuffers() for _ in range(threads)]
 
     def collect(self, spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
-        """Bring the baseline of one tensor up to the live one.
+        """Update the baseline of one tensor to the live values, and log the changes.
 
-        Whatever interrupts this, ``settle`` and then ``found.revert`` put the baseline back.
+        After any interruption, ``wait_idle`` and then ``log.revert`` restore the baseline.
 
         Args:
-            held: the baseline, where ``detection_held.placed`` puts it for this tensor.
+            buffer: the baseline, where ``buffers.move_buffer`` puts it for this tensor.
             live: of the spec's shape; any strides, and any dtype that rounds to the served one.
-            found: empty; gets what changed.
+            log: empty; receives the changes.
 
         Returns:
             Fingerprint after minus before.
@@ -84,7 +85,7 @@ class Detector:
         return sum(changes, Fingerprint())
 
     def wait_idle(self) -> None:
-        """Wait until no thread of its own compares any more; after an interrupted ``collect``."""
+        """Wait until none of its threads is comparing; call it after an interrupted ``collect``."""
         for worker in self._workers:
             worker.call(lambda: None)
 
@@ -105,10 +106,10 @@ class _ThreadComparison:
         self._low = self._high = 0
 
     def collect(self, boxes: list[Box]) -> Fingerprint:
-        """Compare consecutive boxes → what they add to the fingerprint."""
+        """Compare consecutive boxes; return what they add to the fingerprint."""
         self._open(0)
         for start, index in boxes:
-            # Most are taken whole, and need no view.
+            # An empty index means the whole tensor, without a view.
             box = self._live[index] if index else self._live
             for offset, fresh, nan in self._room.reader.read(box, self._spec.dtype):
                 here = start + offset
@@ -146,16 +147,16 @@ class _ThreadComparison:
             self._open(compared)
 
     def _open(self, compared: int) -> None:
-        # Noted before the loop that fills it; empty until then.
+        # Logged before the loop that fills it; empty until then.
         self._segment = self._room.scratch.segment(self._spec.element, compared)
         self._entries.append(self._segment)
 
 
 def compile_kernels(table: TensorTable) -> None:
-    """Compile (or load from the cache) what comparing the tensors of this table runs.
+    """Compile (or load from the cache) the kernels that compare the tensors of this table.
 
-    The first ``publish`` is then as fast as the others. Call it outside the main thread, where no interrupt
-    can hit the compiler.
+    The first ``publish`` is then as fast as the others. Call it outside the main thread, where no interrupt can hit
+    the compiler.
     """
     from vllm_delta_sync.tensors import diff_kernels
 

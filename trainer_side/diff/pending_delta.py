@@ -1,4 +1,4 @@
-"""What one version changes: found by diffing, taken back if the version cannot be made durable."""
+"""``PendingDelta``: the changes of one version, reverted if the version cannot be made durable."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,20 +22,20 @@ from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 @dataclass
 class _TensorChanges:
-    """What changed in one tensor."""
+    """The changes of one tensor."""
 
     tensor: int
     log: ChangeLog
 
 
 class PendingDelta:
-    """The difference between a baseline and newer weights; the baseline is brought up to the latter.
+    """The difference between a baseline and newer weights; the baseline is updated to the newer weights.
 
-    Whatever interrupts the work, the patch holds enough to put the baseline back: each step is noted down
-    before the baseline is touched, in a form that undoes nothing if the step did not happen.
+    After any interruption it holds enough to restore the baseline: each step is logged before the baseline is touched,
+    in a form that undoes nothing if the step did not happen.
 
     Attributes:
-        changed: elements whose bits changed.
+        changed: number of elements whose bits changed.
         fingerprints: tensor id → fingerprint after minus before.
     """
 
@@ -52,19 +52,19 @@ class PendingDelta:
 
     @property
     def open(self) -> bool:
-        """Whether the baseline may hold changes that are neither durable nor put back."""
+        """Whether the baseline may hold changes that are neither durable nor reverted."""
         return not self._closed
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the model after the patch minus before."""
+        """Fingerprint of the model with the delta minus without."""
         return sum(self.fingerprints.values(), Fingerprint())
 
     def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Diff (live name, tensor) pairs, one after another.
+        """Compare (live name, tensor) pairs, one after another.
 
         Raises:
-            TensorMismatchError: tied tensors differ. Else as ``Baseline.current``; ``revert`` is up to the caller.
+            TensorMismatchError: tied tensors differ. Other errors as ``Baseline.match``; the caller must ``revert``.
         """
         owners: dict[int, str] = {}
         for name, tensor, live in self._baseline.match(tensors):
@@ -76,7 +76,7 @@ class PendingDelta:
                 )
 
     def add(self, tensor: int, live: torch.Tensor) -> int:
-        """Diff one tensor and bring the baseline up to it.
+        """Compare one tensor and update the baseline to it.
 
         Args:
             tensor: id. live: of its shape, on any device; not kept.
@@ -98,12 +98,12 @@ class PendingDelta:
         return changed
 
     def keep(self) -> None:
-        """The version is durable: the baseline stays as it is, and can no longer be put back."""
+        """Keep the changes, since the version is durable: the baseline can no longer be reverted."""
         with self._lock:
             if self._closed:
                 return
             known = self._baseline.fingerprints
-            # In one step, so that a failure in the middle leaves none of it.
+            # In one assignment, so that a failure in the middle changes nothing.
             self._baseline.fingerprints = [
                 value + self.fingerprints[i] if i in self.fingerprints else value for i, value in enumerate(known)
             ]
@@ -111,14 +111,14 @@ class PendingDelta:
             self._touched.clear()
 
     def revert(self) -> None:
-        """Put the baseline back, unless that is done or the patch is settled.
+        """Restore the baseline, unless that was done or the changes were kept.
 
         Call it where no signal handler can interrupt it: not in the main thread.
         """
         with self._lock:
             if self._closed:
                 return
-            # An interrupted caller has left its helpers at work.
+            # An interrupted caller may have left the detector's threads running.
             self._detector.wait_idle()
             for touched in reversed(self._touched):
                 touched.log.revert(self._baseline.buffer(touched.tensor))
@@ -126,12 +126,12 @@ class PendingDelta:
             self._touched.clear()
 
     def pieces(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Bits, Bits]]]]:
-        """Tensor id, and its bits (before, now) in pieces of up to ``most`` elements: those that changed."""
+        """Yield tensor id, and the bits (before, now) of its changed elements in pieces of up to ``most`` elements."""
         for touched in self._touched:
             yield touched.tensor, ((before, now) for _, before, now in self._elements(touched, most))
 
     def elements(self, most: int) -> Iterator[tuple[int, Positions, Bits, Bits]]:
-        """Pieces of up to ``most`` elements that changed: tensor id, their positions, their bits before and now."""
+        """Yield changed elements in pieces of up to ``most``: tensor id, positions, bits before and now."""
         for touched in self._touched:
             for positions, before, now in self._elements(touched, most):
                 yield touched.tensor, positions, before, now
@@ -148,7 +148,7 @@ class PendingDelta:
                 yield here, before, now
 
     def before(self, tensors: Iterable[int]) -> dict[int, Bits]:
-        """Copies of the (numel,) bits that tensors which the patch changes had before it."""
+        """Copies of the (numel,) bits that changed tensors had before this delta."""
         wanted = set(tensors)
         found: dict[int, Bits] = {}
         for touched in self._touched:
@@ -159,10 +159,10 @@ class PendingDelta:
         return found
 
     def changes(self) -> Changes:
-        """The patch in the wire's terms; valid until it is reverted or the next patch begins."""
+        """The delta as the codecs take it; valid until it is reverted or the next delta begins."""
         full: list[Full] = []
         sparse: list[_TensorChanges] = []
-        # Not found out where tensors are compared: the training waits there.
+        # Decided here and not during the comparison, since training waits for that.
         for touched in self._touched:
             if self._is_smaller_in_full(touched):
                 full.append(Full(touched.tensor, self._baseline.read(touched.tensor)))
@@ -177,7 +177,7 @@ class PendingDelta:
         )
 
     def _batches(self, sparse: list[_TensorChanges]) -> Iterator[list[_TensorChanges]]:
-        """Tensors of one dtype, ascending by id, up to about a block together: bounds what joining copies."""
+        """Batches of tensors of one dtype, ascending by id, up to about a block each: bounds what joining copies."""
         table = self._baseline.table
         batch: list[_TensorChanges] = []
         size = 0
@@ -198,7 +198,7 @@ class PendingDelta:
         distances = np.empty(positions.size, batch[0].log.element.uint)
         start = 0
         for touched, count in zip(batch, counts.tolist(), strict=True):
-            # The joined arrays replace the single ones, so that both are held for one batch only.
+            # The joined arrays replace the single ones, so that both exist for one batch only.
             touched.log.join_into(positions[start : start + count], distances[start : start + count])
             start += count
         data = distances

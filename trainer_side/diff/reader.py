@@ -1,4 +1,4 @@
-"""Live tensors on the host, read piece by piece as bits of the served dtype."""
+"""``Reader``: read live tensors on the host in pieces, as bits of the served dtype."""
 
 import math
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
 GATHER_ELEMENTS = 1024**2
-"""Strided tensors are gathered so many at a time: of a transposed matrix rows enough to use up cache lines."""
+"""Elements of a strided tensor gathered at once: enough rows of a transposed matrix to use whole cache lines."""
 PLANE_ELEMENTS = 4096
-"""Where the last two dimensions have fewer, the boxes that are gathered take in more of them."""
+"""If the last two dimensions have fewer elements, gathered boxes include more of the dimensions before them."""
 
 Index = tuple[int | slice, ...]
 Box = tuple[int, Index]
-"""Flat index of its first element, and where in the tensor it is; ``()`` for all of it."""
+"""Flat index of its first element, and its index in the tensor; ``()`` for the whole tensor."""
 
 
 @cache
 def nan_pattern() -> np.uint16 | None:
     """Bits that torch rounds float32 NaNs to in bfloat16 here; None if that depends on the NaN.
 
-    Which ones they are differs between processors, and even between a contiguous and a strided tensor.
+    They differ between processors, and even between a contiguous and a strided tensor.
     """
     samples = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF, -0x400000], dtype=torch.int32)
     rounded = bits_of(samples.view(torch.float32).repeat(16).to(torch.bfloat16))
@@ -33,9 +33,9 @@ def nan_pattern() -> np.uint16 | None:
 
 
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most ``most`` elements that follow each other in row-major order and together make up the shape.
+    """Boxes of at most ``most`` elements, in row-major order, that together make up the shape.
 
-    A box is a range of one dimension, with all of those behind it. Each is consecutive in flat indices.
+    A box is a range of one dimension, with all of the dimensions after it. Each is consecutive in flat indices.
     """
     if not math.prod(shape):
         return
@@ -54,7 +54,7 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def split_boxes(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]]]:
-    """The tensor, flat if it is contiguous, and for each of up to ``parts`` threads consecutive boxes of it."""
+    """The tensor, flat if contiguous, and for each of up to ``parts`` threads its consecutive boxes."""
     shape = tuple(live.shape)
     if live.is_contiguous():
         live = live.view(-1)
@@ -73,7 +73,7 @@ def split_boxes(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list
 
 
 class Reader:
-    """Reads boxes of CPU tensors, for one thread: through scratch where they are strided or torch converts them."""
+    """Reads boxes of CPU tensors, for one thread; strided or converted elements go through scratch memory."""
 
     def __init__(self) -> None:
         self._gathered = torch.empty(0, dtype=torch.uint8)
@@ -84,8 +84,8 @@ class Reader:
 
         Yields:
             consecutive pieces: index of the first element, (n,) bits in the served dtype, None; or bits of float32,
-            and what ``round_to_bf16`` makes of NaNs. They are shared with the tensor or with scratch: never write
-            them, and do not use them any more once the next are asked for.
+            and the bits that ``round_to_bf16`` gives to NaNs. The arrays share memory with the tensor or scratch:
+            never write them, and do not use them after the next piece is requested.
         """
         if not box.is_contiguous():
             box = self._gather(box)

@@ -1,4 +1,4 @@
-"""What change detection found in one tensor, kept so that the baseline can be put back at any moment."""
+"""``ChangeLog``: the changes of one tensor, from which the baseline can be restored at any moment."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class ExpandedChanges:
 
 @dataclass
 class PendingWrite:
-    """Bits that are being overwritten; ``undo`` writes them again, which is right whether they were or not."""
+    """Bits that are being overwritten; ``undo`` writes them again, which is harmless if they were not overwritten."""
 
     undo: Callable[[], None]
     size: int = 0
@@ -43,11 +43,12 @@ LogEntry = Segment | ExpandedChanges | PendingWrite
 class ChangeLog:
     """Changed elements of one tensor, in ascending order.
 
-    A note is there before what it notes is done to the baseline, and undoes nothing if that did not happen: a Segment
-    counts along, Saved holds bits of before, and is replaced by Wide in one step.
+    An entry is logged before its change is made to the baseline, and undoes nothing if the change was not made: a
+    Segment counts the elements written so far; a PendingWrite holds the old bits, and ExpandedChanges replace it in one
+    step.
 
     Attributes:
-        parts: notes of consecutive ranges of the tensor; each is filled by one thread.
+        parts: entries of consecutive ranges of the tensor; one thread fills each part.
     """
 
     def __init__(self, element: DType) -> None:
@@ -60,7 +61,7 @@ class ChangeLog:
         return sum(entry.size for part in self.parts for entry in part)
 
     def revert(self, buffer: BaselineBuffer) -> None:
-        """Put the baseline of the tensor back."""
+        """Restore the baseline of the tensor."""
         for entry in [entry for part in self.parts for entry in part][::-1]:
             if isinstance(entry, PendingWrite):
                 entry.undo()
@@ -68,7 +69,7 @@ class ChangeLog:
                 buffer.revert(self.element, *_expanded(entry))
 
     def pieces(self) -> Iterator[tuple[Positions, Bits]]:
-        """(positions, distances) of consecutive pieces of bounded size, or as they were joined."""
+        """(positions, distances) in consecutive pieces of bounded size, or as they were joined."""
         for part in self.parts:
             for entry in part:
                 if entry.size and not isinstance(entry, PendingWrite):
@@ -82,7 +83,7 @@ class ChangeLog:
             yield positions[:SAMPLE_ELEMENTS], distances[:SAMPLE_ELEMENTS]
 
     def join_into(self, positions: Positions, distances: Bits) -> None:
-        """Write all elements into arrays of that size, and keep views of them instead of what was kept."""
+        """Write all elements into arrays of that size, and keep views of these instead of the entries."""
         cursor = 0
         for part in self.parts:
             for entry in part:

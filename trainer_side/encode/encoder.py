@@ -1,4 +1,4 @@
-"""From changes to objects: choose the codec, give it the bits of before, and measure what it takes."""
+"""``Encoder``: choose the codec of a version, encode its changes, and measure the time."""
 
 import time
 
@@ -17,10 +17,10 @@ from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 
 class Encoder:
-    """Encodes versions, one at a time. The baseline holds the bits after the changes, and nobody changes it meanwhile.
+    """Encodes versions, one at a time. The baseline holds the bits after the changes, and must not change meanwhile.
 
     Args:
-        link: what is known of uploads.
+        bandwidth: of the uploads so far.
     """
 
     def __init__(self, baseline: Baseline, options: Options, bandwidth: UploadBandwidth) -> None:
@@ -31,18 +31,18 @@ class Encoder:
         self._compiled: set[Codec] = set()
 
     def compile(self) -> None:
-        """Compile what the first version is going to run; not where an interrupt can hit it."""
+        """Compile the kernels of the first version; call it where no interrupt can hit the compiler."""
         self._compile(self._options.base_codec)
 
     def encode(self, changes: Changes, context: DeltaContext) -> tuple[Codec, list[bytes]]:
-        """The codec chosen, and the version's objects: parts of at most ``shard_bytes`` decoded."""
+        """Return the codec chosen, and the version's objects: parts of at most ``shard_bytes`` when decoded."""
         codec, auto = self._options.base_codec, self._options.codec == "auto"
         if not changes.changed:
             return codec, []
         work = Work.of(changes, self._baseline.table)
         if auto:
             codec = self._choice.choose(context.version, work, self._bandwidth.bytes_per_second)
-        # Before it is measured: the first version would seem to take as long as compiling does.
+        # Compile before measuring: otherwise the time of the first version would include it.
         self._compile(codec)
         started = time.perf_counter()
         base_bits = BaseCopies(self._baseline, changes)
@@ -60,9 +60,9 @@ class Encoder:
 
 
 class BaseCopies:
-    """The bits that changes, which the baseline holds already, start from: copies, one tensor at a time.
+    """The base bits of changes that the baseline already holds: copies, one tensor at a time.
 
-    Calling it is what a codec does that needs them; see ``tensors.base_bits.Old``.
+    A codec that needs base bits calls it with a tensor id; see ``tensors.base_bits``.
     """
 
     def __init__(self, baseline: Baseline, changes: Changes) -> None:
@@ -77,7 +77,7 @@ class BaseCopies:
 
     def __call__(self, tensor: int) -> BaseTensor:
         if self._last is None or self._last[0] != tensor:
-            # First let go of the one before: two of the largest would be held.
+            # First release the previous tensor, so that two large ones are never held at once.
             self._last = None
             bits = np.array(self._baseline.read(tensor))
             revert_distances(self._baseline.table[tensor].element, bits, *self._found[tensor])
@@ -86,7 +86,7 @@ class BaseCopies:
 
 
 def compile_codec(codec: Codec, table: TensorTable) -> None:
-    """Compile (or load from the cache) what encoding changes of this table runs."""
+    """Compile (or load from the cache) the kernels that encode changes of this table."""
     if codec == "raw":
         return
     for dtype in {spec.element.uint: spec.dtype for spec in table}.values():

@@ -1,7 +1,7 @@
-"""Judges versions by a gate: what they differ in from the last sound one, from what changed and what is kept of it.
+"""``UpdateGate``: judge versions by the bounds of a ``Gate``, comparing them with the last sound version.
 
-While the version held is sound, a judgement costs O(changed). While it is quarantined, the tensors that differ from the
-sound version are kept as they are there (at most the model once more), and comparing those costs O(tensor).
+While the current version is sound, a judgement costs O(changed elements). While it is quarantined, the sound bits of
+the tensors that differ are kept (at most one more copy of the model), and comparing those costs O(tensor).
 """
 
 import math
@@ -23,9 +23,9 @@ from vllm_delta_sync.tensors.floats import Values, count_nonfinite, has_values, 
 logger = guarded_logger(__name__)
 
 PIECE_ELEMENTS = 1 << 16
-"""Elements looked at together: what is made of them stays in a processor's cache."""
+"""Elements processed at once, so that intermediate results stay in the processor's cache."""
 MAX_REASON_CHARS = 1000
-# A running sum is taken anew when what went through it could have left an error above this part of it.
+# A running sum is recomputed when the terms added to it could have left an error above this share of it.
 _DRIFT = 1e-9
 _ROUNDING = 2.0**-52
 
@@ -34,13 +34,13 @@ Pieces = Iterable[tuple[Bits, Bits]]
 
 @dataclass
 class Difference:
-    """What one tensor differs in from before.
+    """How one tensor differs from the version it is compared with.
 
     Attributes:
-        changed: elements of other bits. nonfinite: those among them that are NaN or infinite now.
-        distance: Σ (new − old)² of elements that were finite; infinite if one is not any more and only norms are asked.
-        nonfinite_gain: elements not finite now, less those of before.
-        squares_gain: Σ new² less Σ old², of finite elements. flow: Σ new² + Σ old²: how much went through.
+        changed: elements whose bits differ. nonfinite: those among them that are NaN or infinite now.
+        distance: Σ (new − old)² of elements that were finite; infinite if one no longer is and only norms are bounded.
+        nonfinite_gain: elements not finite now, minus those before.
+        squares_gain: Σ new² − Σ old², of finite elements. magnitude: Σ new² + Σ old², which bounds rounding errors.
     """
 
     changed: int = 0
@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass
 class _Verdict:
-    """What ``settle`` has to take note of: the judgement, by tensor that the patch touches."""
+    """A judgement, by changed tensor, for ``mark_durable`` to record."""
 
     reasons: list[str]
     against_sound: dict[int, Difference]
@@ -62,12 +62,12 @@ class _Verdict:
 
 
 class UpdateGate:
-    """Running state of a gate. One thread at a time, and nobody else touches the baseline meanwhile.
+    """The running state of a gate. One thread at a time; nothing else may change the baseline meanwhile.
 
     Attributes:
-        sound: number of the version that others are compared with; None if it is not at hand.
-        nonfinite: per tensor id, elements of the version held that are NaN or infinite; empty if that is not asked.
-        squares: per tensor id, Σ w² of the sound version's finite elements; empty if that is not asked.
+        sound: number of the version that others are compared with; None if it is not available.
+        nonfinite: per tensor id, NaN or infinite elements of the current version; empty if they are not bounded.
+        squares: per tensor id, Σ w² of the sound version's finite elements; empty if norms are not bounded.
     """
 
     def __init__(self, gate: Gate, baseline: Baseline) -> None:
@@ -86,12 +86,12 @@ class UpdateGate:
         return self._baseline.table
 
     def start(self, version: int, quarantined: bool, sound: tuple[int, list[Bits]] | None) -> None:
-        """Take the baseline as the version held: one pass over the model.
+        """Start with the baseline as the current version: one pass over the model.
 
         Args:
-            version: its number. quarantined: whether it is.
-            sound: for a quarantined one, number and bits per tensor id of the version to compare with; None if that
-                cannot be read. Then changes count from the version held, and everything that is not finite counts.
+            version: its number. quarantined: whether it is quarantined.
+            sound: for a quarantined one, number and bits per tensor id of the version to compare with; None if it
+                cannot be read. Then versions are compared with the current one, and all non-finite elements count.
         """
         self._verdict = None
         self._sound_bits, self._differences = {}, {}
@@ -111,7 +111,7 @@ class UpdateGate:
         self._log_start(version, quarantined)
 
     def judge(self, pending: PendingDelta) -> list[str]:
-        """What is beyond the bounds in the baseline with an open patch; empty if nothing is. One line each."""
+        """Return how the baseline with its pending delta exceeds the bounds, one line each; empty if it does not."""
         current = {tensor: self._compare(tensor, found) for tensor, found in pending.pieces(PIECE_ELEMENTS)}
         against_sound = {
             tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.bits(tensor)))
@@ -122,14 +122,14 @@ class UpdateGate:
         reasons = self._reasons(self._differences | against_sound, current)
         verdict = _Verdict(reasons, against_sound, current)
         if reasons and self.gate.action == "quarantine":
-            # Before the version is written, so that there is no way to fail once it is.
+            # Saved before the version is written, so that nothing can fail afterwards.
             needed = [tensor for tensor in current if tensor not in self._sound_bits]
             verdict.saved = pending.before(needed)
         self._verdict = verdict
         return reasons
 
     def mark_durable(self, version: int) -> None:
-        """The patch judged last is durable, as that version; it may be settled already."""
+        """Record that the delta judged last is durable as that version; it may already be closed."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -146,14 +146,14 @@ class UpdateGate:
             del self._sound_bits[tensor], self._differences[tensor]
 
     def _advance(self, differences: dict[int, Difference]) -> None:
-        """The baseline is sound: its norms are what versions are compared with."""
+        """Make the baseline the sound version, by updating its norms."""
         if not self.squares:
             return
         for tensor, difference in differences.items():
             self.squares[tensor] += difference.squares_gain
             self._magnitude[tensor] += difference.magnitude
             error = _ROUNDING * self._magnitude[tensor]
-            # Not (… <= …): so that a sum that is not finite any more is taken anew, too.
+            # Not (… <= …), so that a sum that is no longer finite is recomputed too.
             if not error <= _DRIFT * self.squares[tensor]:
                 self.squares[tensor] = self._squared(tensor, self._baseline.read(tensor))
                 self._magnitude[tensor] = self.squares[tensor]
@@ -204,7 +204,7 @@ class UpdateGate:
             return None
         norm = _sqrt(sum(self.squares))
         jump = _sqrt(sum(distances.values())) / norm if norm > 0 else math.inf
-        # Infinite by infinite is no number, and no reason to let the version pass.
+        # Infinity divided by infinity is NaN, which must not let the version pass.
         if jump <= bound:
             return None
         name, distance = self._worst(distances)
@@ -255,13 +255,13 @@ class UpdateGate:
 
 
 def pieces(before: Bits, after: Bits) -> Iterator[tuple[Bits, Bits]]:
-    """Both arrays, in views of so many elements as are looked at together."""
+    """Both arrays, in views of ``PIECE_ELEMENTS`` elements."""
     for start in range(0, before.size, PIECE_ELEMENTS):
         yield before[start : start + PIECE_ELEMENTS], after[start : start + PIECE_ELEMENTS]
 
 
 def judge_state(gate: Gate | None, baseline: Baseline) -> list[str]:
-    """Why weights that are to be published with nothing that they could be compared with are quarantined.
+    """Why to quarantine weights that cannot be compared with a version.
 
     Raises:
         GateError: the gate refuses them.
@@ -277,7 +277,7 @@ def judge_state(gate: Gate | None, baseline: Baseline) -> list[str]:
     name = table[worst].name[:200]
     reason = f"elements are NaN or infinite: {bad[worst]} in tensor {name!r}{_others(bad)}; nonfinite is True"
     if gate.action == "refuse":
-        raise GateError(f"the weights are not published: {reason}. Mend them, or give a gate with nonfinite=False")
+        raise GateError(f"the weights are not published: {reason}. Fix them, or give a gate with nonfinite=False")
     return [reason]
 
 
@@ -315,13 +315,13 @@ def _distance(old: Values, new: Values, nonfinite: bool) -> float:
     distance = _sum_of_squares(moved)
     if math.isfinite(distance):
         return distance
-    # Of what is not finite any more the other check speaks, if there is one.
+    # Elements that are no longer finite are left to the other check, if it is on.
     counted = np.isfinite(old) & np.isfinite(new) if nonfinite else np.isfinite(old)
     return _sum_of_squares(moved[counted])
 
 
 def _squares(values: Values) -> float:
-    """Σ w² of the finite ones."""
+    """Σ w² of the finite elements."""
     total = _sum_of_squares(values)
     if math.isfinite(total):
         return total
@@ -329,7 +329,7 @@ def _squares(values: Values) -> float:
 
 
 def _sum_of_squares(values: Values) -> float:
-    # Not np.dot, which would wake threads that take turns with the trainer's.
+    # Not np.dot, whose threads compete with the trainer's.
     return float(np.einsum("i,i->", values, values))
 
 

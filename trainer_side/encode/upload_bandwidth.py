@@ -1,4 +1,4 @@
-"""How fast this publisher's uploads are."""
+"""``UploadBandwidth``: measure how fast this publisher uploads."""
 
 import threading
 import time
@@ -12,15 +12,15 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
 
 MIN_MEASURED_BYTES = 64 * 1024
-"""What is smaller measures how long a store takes to answer."""
+"""Smaller uploads measure the store's latency instead."""
 RECENT_UPLOADS = 5
 
 
 class UploadBandwidth:
-    """Bytes per second to the store, from the last uploads. Those that run at once count as one. From any thread.
+    """Bytes per second to the store, from the last uploads. Simultaneous uploads count as one. Thread-safe.
 
     Args:
-        limit: bytes per second that the store's options allow; short uploads may seem faster. None: any.
+        limit: bytes per second that the store's options allow; short uploads may seem faster. None: no limit.
     """
 
     def __init__(self, limit: float | None = None) -> None:
@@ -34,12 +34,12 @@ class UploadBandwidth:
 
     @classmethod
     def to(cls, bucket: Bucket) -> Self:
-        """A link that nothing was sent over yet."""
+        """A new instance for a bucket."""
         return cls(bucket.options.store_upload_limit if isinstance(bucket, OpenedBucket) else None)
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Median of the last uploads; None if there was none that tells."""
+        """Median of the last uploads; None if none was large enough."""
         with self._lock:
             if not self._recent:
                 return None
@@ -48,7 +48,7 @@ class UploadBandwidth:
 
     @contextmanager
     def upload(self, size: int) -> Iterator[None]:
-        """Within, ``size`` bytes go up. If that fails, nothing is measured."""
+        """Measure the block as an upload of ``size`` bytes, unless it fails."""
         with self._lock:
             if not self._running:
                 self._started, self._bytes, self._all_succeeded = time.monotonic(), 0, True

@@ -1,4 +1,4 @@
-"""How far the receivers of a run are behind, found out beside training."""
+"""``ReceiverLag``: measure, beside training, how far the receivers of a run are behind."""
 
 import time
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from vllm_delta_sync.redaction import guarded_logger
 logger = guarded_logger(__name__)
 
 REFRESH_SECONDS = 10.0
-"""Leases are not read more often: a listing each time, and one small object for each lease that is new."""
+"""Heartbeats are read at most this often: each time one listing, and one small object for each new heartbeat."""
 
 
 class ReceiverLag:
-    """Reads leases in a thread of its own, now and then.
+    """Reads heartbeats of receivers from time to time, in a thread.
 
     Args:
         bucket: URL of the run, or an open bucket, which the caller closes.
-        newest: gives the number of the newest version; called in the thread.
+        newest: returns the number of the newest version; called in the thread.
         clock: seconds.
     """
 
@@ -40,11 +40,11 @@ class ReceiverLag:
 
     @property
     def lag(self) -> int | None:
-        """Versions that the slowest live receiver was behind at the last look; None if no lease said anything."""
+        """Versions that the slowest live receiver was behind when last read; None if no heartbeat says it."""
         return self._lag
 
     def refresh(self) -> None:
-        """Have the leases read again, unless that goes on or was done a moment ago. Returns at once."""
+        """Start reading the heartbeats, unless that is running or was done recently. Returns at once."""
         now = self._clock()
         if now - self._started < REFRESH_SECONDS or not (self._job is None or self._job.done):
             return
@@ -54,7 +54,7 @@ class ReceiverLag:
         self._worker.submit(self._job, self._refresh)
 
     def close(self) -> None:
-        """Wait for a look that goes on, and give back thread and connections."""
+        """Wait for a read that is running, then release thread and connections."""
         self._worker.close()
         if self._run is not None and not isinstance(self._bucket, Bucket):
             self._run.close()

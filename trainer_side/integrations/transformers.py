@@ -1,4 +1,4 @@
-"""Publish from the Trainer of transformers: ``DeltaSyncCallback``. Importing this imports transformers."""
+"""``DeltaSyncCallback``: publish from the Trainer of transformers. Importing this imports transformers."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -18,21 +18,21 @@ logger = guarded_logger(__name__)
 
 
 class DeltaSyncCallback(TrainerCallback):
-    """Publishes the model that a Trainer trains: each k-th optimizer step, and what training ends with.
+    """Publishes the model that a Trainer trains: at each k-th optimizer step and at the end of training.
 
-    Training that begins opens the run, or takes it over if it is there: the next version follows the newest one,
-    also where training resumes from a checkpoint. Training that ends waits until all is durable, and closes it.
-    The metrics of each version go to the progress log, ``state.log_history`` and what ``report_to`` names, once it is
-    durable; ``PublishResult.metrics`` lists them, and ``delta_sync/receivers_lag`` is there if receivers tell of
-    themselves. Training waits for the comparison only.
+    When training begins, the run is begun, or taken over if it exists: the next version follows the newest one, also
+    if training resumes from a checkpoint. When training ends, the callback waits until all versions are durable, and
+    closes the run. The metrics of each version go to the progress log, ``state.log_history`` and the loggers of
+    ``report_to`` once it is durable; ``PublishResult.metrics`` lists them, and ``delta_sync/receivers_lag`` is added
+    if receivers write heartbeats. Training waits for the comparison only.
 
-    After an exception that ends training from outside of this callback, an interrupt above all, no event follows:
-    use it as a context manager or call ``close`` where the process lives on. The next training of the same
-    callback does so too. A process that ends finishes the version under way by itself.
+    No event follows an exception from elsewhere that ends training, such as an interrupt: if the process continues, use
+    the callback as a context manager or call ``close``. The next training with the same callback closes it too. A
+    process that ends still finishes the version under way.
 
     Attributes:
-        publisher: the one of the training that goes on, for tags and the like; None before and after, and in
-            processes that publish nothing.
+        publisher: during training, for tags and the like; None before and after, and in processes that publish
+            nothing.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class DeltaSyncCallback(TrainerCallback):
         receivers_lag: bool = True,
         **options: Any,
     ) -> None:
-        """Nothing is opened before training begins.
+        """Make the callback; nothing is opened before training begins.
 
         Args:
-            bucket: as of ``Publisher``. every: publish after each optimizer step whose number it divides.
-            stop_on_error: have training raise what publishing raises. Otherwise it is logged, training goes on, and
-                the changes go out with the next version; only when training begins errors are always raised.
-            receivers_lag: read the leases of receivers, in another thread, every 10 s at most.
-            options: of ``Publisher``, such as ``base``, ``notice`` and ``codec``. Without ``files`` a run that begins
-                keeps the Trainer's tokenizer (``processing_class``), so that servers start from the bucket alone.
+            bucket: as of ``Publisher``. every: publish after optimizer steps that are multiples of it.
+            stop_on_error: let errors of publishing stop training. Otherwise they are logged, training continues, and
+                the changes go out with the next version; errors at the beginning of training are always raised.
+            receivers_lag: read the heartbeats of receivers, in another thread, at most every 10 s.
+            options: of ``Publisher``, such as ``base``, ``notice`` and ``codec``. Without ``files`` a new run keeps the
+                Trainer's tokenizer (``processing_class``), so that servers start from the bucket alone.
 
         Raises:
-            UsageError: ``every`` is no number from 1 on, or an option is not one of ``Publisher``.
+            UsageError: ``every`` is not a positive integer, or an option is not one of ``Publisher``.
         """
         if type(every) is not int or every < 1:
             raise UsageError(f"every is {every!r}; give a number of optimizer steps from 1 on")
@@ -73,10 +73,10 @@ class DeltaSyncCallback(TrainerCallback):
         self._last_step: int | None = None
 
     def close(self) -> None:
-        """Wait until what was published is durable, and give everything back; needed only after an exception.
+        """Wait until everything published is durable, and release everything; needed only after an exception.
 
         Raises:
-            PublishError, ConflictError: it could not be made durable; everything is given back all the same.
+            PublishError, ConflictError: a version could not be made durable; everything is released in any case.
         """
         publisher, reports = self.publisher, self._reports
         self.publisher = None
@@ -127,7 +127,7 @@ class DeltaSyncCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        # The last that is logged of a training. Loggers end with it, before this callback is told that it has ended.
+        # The last log of a training. Loggers end with it, before ``on_train_end`` is called.
         if logs is not None and "train_runtime" in logs:
             self._settle(state.global_step)
 
@@ -137,7 +137,7 @@ class DeltaSyncCallback(TrainerCallback):
         step = state.global_step
         best = state.best_global_step if args.load_best_model_at_end and state.best_model_checkpoint else None
         if best is not None and best != step:
-            # The Trainer has put the best weights back meanwhile.
+            # The Trainer has restored the best weights.
             step, self._last_step = best, None
         self._reports.trainer = None
         self._settle(step)
@@ -145,7 +145,7 @@ class DeltaSyncCallback(TrainerCallback):
             logger.error("training has ended at step %d, and its last weights are not published", step)
         self._attempt(self.close)
 
-    # What they share
+    # Helpers of the events
 
     def _publish(self, step: int, wait: bool = False) -> None:
         if self.publisher is None:
@@ -156,7 +156,7 @@ class DeltaSyncCallback(TrainerCallback):
             self._last_step = step
 
     def _settle(self, step: int) -> None:
-        """Publish the weights of this moment, unless that was done, and wait until they are durable."""
+        """Publish the current weights, unless that was done, and wait until they are durable."""
         self._attempt(self._flush)
         if self._last_step != step:
             self._attempt(lambda: self._publish(step, wait=True))
@@ -175,7 +175,7 @@ class DeltaSyncCallback(TrainerCallback):
             self._last_step = None
 
     def _attempt(self, call: Callable[[], None]) -> None:
-        """Do something that publishes; what it raises is logged, or raised once all is given back."""
+        """Make a call that publishes; its errors are logged, or raised after everything is released."""
         if self.publisher is None:
             return
         try:
@@ -185,19 +185,19 @@ class DeltaSyncCallback(TrainerCallback):
                 self._close_after(error)
                 raise
             self._tell(error)
-        except BaseException as error:  # an interrupt too: no event of the Trainer follows, and its thread would stay
+        except BaseException as error:  # an interrupt too: no event follows, and the publisher's thread would stay
             self._close_after(error)
             raise
 
     def _tell(self, error: DeltaSyncError) -> None:
         if isinstance(error, ConflictError):
-            logger.error("nothing more is published by this training, which goes on: %s", error)
+            logger.error("nothing more is published by this training, which continues: %s", error)
             self._close_after(error)
         else:
             self._reports.failed(error)
 
     def _close_after(self, error: BaseException | None) -> None:
-        """Close where another error is on its way, or nobody waits for one."""
+        """Close, and log its error unless another DeltaSyncError is being raised."""
         try:
             self.close()
         except DeltaSyncError as failure:
@@ -206,7 +206,7 @@ class DeltaSyncCallback(TrainerCallback):
 
 
 def _takes_part(model: nn.Module, state: TrainerState) -> bool:
-    """Whether this process publishes: each that holds a part of the model; of processes with the same, the first."""
+    """Whether this process publishes: every process with a part of the model, or the first of equal ones."""
     if state.is_world_process_zero:
         return True
     from trainer_side.ranks.shard_parts import needs_ranks

@@ -1,4 +1,7 @@
-"""Publish from TRL's asynchronous trainer: ``DeltaWeightTransfer``, in the place of its weight transfer over NCCL."""
+"""``DeltaWeightTransfer``: publish from TRL's ``AsyncGRPOTrainer``, in place of its weight transfer over NCCL.
+
+TRL's other trainers take ``DeltaSyncCallback``.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -21,14 +24,14 @@ logger = guarded_logger(__name__)
 
 
 class DeltaWeightTransfer:
-    """What ``AsyncGRPOTrainer(weight_transfer=…)`` takes: each weight sync becomes a version in the bucket.
+    """The argument of ``AsyncGRPOTrainer(weight_transfer=…)``: each weight sync becomes a version in the bucket.
 
-    Server and trainer meet in the bucket only. A server may start before, during or after training, from ``base`` or
-    from the bucket, and there may be several. Nothing is paused from here: each server pauses itself for the
-    milliseconds in which it takes a version over.
+    Trainer and servers communicate through the bucket only. A server may start before, during or after training, from
+    ``base`` or from the bucket, and there may be several. The trainer pauses no server: each pauses itself for the
+    milliseconds in which it applies a version.
 
-    Training waits for the comparison, and for the version before if that is still on its way; encoding and upload run
-    beside the next steps. With ``wait_served`` it also waits until the servers serve what was sent.
+    Training waits for the comparison, and for the previous version if that is still being uploaded; encoding and
+    upload run beside the next steps. With ``wait_served`` it also waits until the servers serve the version.
 
     Attributes:
         publisher: while the transfer is open, for tags and the like; else None.
@@ -45,22 +48,22 @@ class DeltaWeightTransfer:
         receivers_lag: bool = True,
         **options: Any,
     ) -> None:
-        """Nothing is opened before training begins.
+        """Make the transfer; nothing is opened before training begins.
 
         Args:
             bucket: as of ``Publisher``.
             base: checkpoint that training and servers start from, a directory or ``org/name@revision``. Version 0 is a
-                reference to it, and what TRL leaves out (frozen parameters) keeps its values.
-            wait_served: seconds that ``resume`` waits at most, until all live servers, and at least ``replicas``, serve
-                what was sent; they need a ``receiver_id``. None: it does not wait.
-            stop_on_error: have training raise what publishing and waiting raise. Otherwise it is logged, training goes
-                on, and the changes go out with the next version; errors at the beginning, and of another writer who has
-                taken the run, are always raised.
-            receivers_lag: read the leases of receivers, in another thread, every 10 s at most.
+                reference to it, and parameters that TRL leaves out (frozen ones) keep its values.
+            wait_served: maximum seconds that ``resume`` waits until all live servers, and at least ``replicas``, serve
+                the version that was sent; they need a ``receiver_id``. None: it does not wait.
+            stop_on_error: let errors of publishing and waiting stop training. Otherwise they are logged, training
+                continues, and the changes go out with the next version; errors at the beginning, and of another writer
+                that has taken over the run, are always raised.
+            receivers_lag: read the heartbeats of receivers, in another thread, at most every 10 s.
             options: of ``Publisher``, such as ``notice`` and ``codec``.
 
         Raises:
-            UsageError: an argument makes no sense, or is not one of ``Publisher``.
+            UsageError: an argument is invalid, or is not one of ``Publisher``.
         """
         if "every" in options:
             raise UsageError("every= is given; TRL decides when to sync: set weight_sync_steps of AsyncGRPOConfig")
@@ -78,10 +81,10 @@ class DeltaWeightTransfer:
         self._sent = False
 
     def init_weight_transfer(self) -> None:
-        """Begin the run, or take it over if it is there.
+        """Begin the run, or take it over if it exists.
 
         Raises:
-            DeltaSyncError: see ``Publisher``; or ``base`` is not a checkpoint whose model is understood.
+            DeltaSyncError: see ``Publisher``; or ``base`` is not a checkpoint of a supported model.
         """
         if self.publisher is not None:
             self._close_logging_errors()
@@ -94,18 +97,18 @@ class DeltaWeightTransfer:
             _at_last_log(self._reports.trainer, self._settle)
 
     def pause(self) -> None:
-        """Nothing: servers pause themselves."""
+        """Do nothing: servers pause themselves."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish (parameter name, tensor) pairs as the next version; return after the comparison.
 
-        They are read to their end whatever happens, except after an interrupt: each may be gathered on all ranks.
+        They are always read to their end, except after an interrupt: each may be gathered on all ranks.
 
         Raises:
             UsageError: the transfer is not open.
-            PublishError: the version before could not be made durable; nothing of this one was published either.
+            PublishError: the previous version could not be made durable; nothing of this one was published either.
             TensorMismatchError, ModelError: a tensor does not fit; nothing was published.
-            ConflictError: another writer has taken the run; every later call raises it too.
+            ConflictError: another writer has taken over the run; every later call raises it too.
         """
         interrupted = False
         try:
@@ -122,7 +125,7 @@ class DeltaWeightTransfer:
         """Return at once; or with ``wait_served``, once the version that was sent is served.
 
         Raises:
-            FleetLateError: it is not served in that time; the message names who lags. StoreError: the store failed.
+            FleetLateError: the timeout passed; the message names the servers that lag. StoreError: the store failed.
             PublishError, ConflictError: it could not be made durable.
         """
         if self.publisher is None:
@@ -132,18 +135,18 @@ class DeltaWeightTransfer:
         self._reports.report()
 
     def destroy(self) -> None:
-        """Wait until what was sent is durable, and give everything back. May be called twice, or without a beginning.
+        """Wait until what was sent is durable, and release everything. May be called twice, or without an init.
 
         Raises:
-            PublishError, ConflictError: it could not be made durable; everything is given back all the same. Only
-                logged where another exception is on its way.
+            PublishError, ConflictError: it could not be made durable; everything is released in any case. Only logged
+                while another exception is being handled.
         """
         if sys.exc_info()[1] is not None:
             self._close_logging_errors()
         else:
             self._close()
 
-    # What they share
+    # Helpers
 
     def _send(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._sent = False
@@ -165,14 +168,14 @@ class DeltaWeightTransfer:
             self.publisher.wait_served(replicas=self._replicas, timeout=self._wait_served)
 
     def _settle(self) -> None:
-        """Have the metrics of the last version logged, while there are loggers."""
+        """Log the metrics of the last version while the loggers are still open."""
         if self.publisher is not None:
             self._attempt(self.publisher.flush)
             self._reports.report()
             self._reports.trainer = None
 
     def _attempt(self, call: Callable[[], None]) -> None:
-        """Do something that publishes; what it raises is logged if training is to go on."""
+        """Make a call that publishes; unless training is to stop, its errors are only logged."""
         try:
             call()
         except DeltaSyncError as error:
@@ -201,7 +204,7 @@ class DeltaWeightTransfer:
 
 
 def _at_last_log(trainer: Any, call: Callable[[], None]) -> None:
-    """Call something when a Trainer logs for the last time: its loggers end before a weight transfer is destroyed."""
+    """Make ``call`` at the Trainer's last log: its loggers end before the weight transfer is destroyed."""
     from transformers import TrainerCallback
 
     class LastLog(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Weights that a framework hands over parameter by parameter, and never as a model: as the tensors of a checkpoint."""
+"""``StreamedWeights``: weights that a framework yields parameter by parameter, as the tensors of a checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,25 +18,24 @@ logger = guarded_logger(__name__)
 
 
 class StreamedWeights(LiveTensors):
-    """The model of a checkpoint, whose values come with each version only.
+    """The tensors of a checkpoint; their values come only with each ``Publisher.publish(weights=…)``.
 
-    What ``Publisher.publish(weights=…)`` is given may have the names and shapes that parameters have in the module of
-    transformers, or those of the checkpoint. It is converted tensor by tensor, by views where that is possible; a
-    parameter is kept only until the others have come that make up a checkpoint tensor with it. Tensors that are never
-    given keep the values of the checkpoint.
+    The weights may have the names and shapes of parameters in the module of transformers, or those of the checkpoint.
+    They are converted tensor by tensor, by views where possible. A parameter is kept only until the other parts of its
+    checkpoint tensors have arrived. Tensors that are never yielded keep the values of the checkpoint.
     """
 
     has_values = False
 
     def __init__(self, base: str | Path) -> None:
-        """Follow the module's conversion to its checkpoint once, on a module without data.
+        """Trace the module's conversion to its checkpoint once, on a module without data.
 
         Args:
             base: checkpoint directory, or public model as ``org/name@revision``. If transformers does not know its
-                architecture, only the names and shapes of the checkpoint are understood.
+                architecture, only the names and shapes of the checkpoint are accepted.
 
         Raises:
-            NotFoundError, FormatError, StoreError: it cannot be read. ModelError: the conversion cannot be followed.
+            NotFoundError, FormatError, StoreError: it cannot be read. ModelError: the conversion cannot be traced.
         """
         folder = resolve_base(base).path
         checkpoint = Checkpoint(folder)
@@ -65,7 +64,7 @@ class StreamedWeights(LiveTensors):
         for name, value in pairs(weights):
             targets = self._targets_by_source.get(name)
             if targets is None:
-                # A name of the checkpoint; any other is refused where versions are compared.
+                # A name of the checkpoint; unknown names are refused in the comparison.
                 yield name, value
                 continue
             waiting[name] = self._as_in_module(name, value)
@@ -81,12 +80,12 @@ class StreamedWeights(LiveTensors):
             )
             sources = [source for source in self._routes[incomplete].sources if source not in waiting]
             raise ModelError(
-                f"checkpoint tensor {incomplete!r} is made of several parameters, of which {sources[0]!r} was not handed "
-                f"over ({len(sources)} of {len(self._routes[incomplete].sources)}); hand over all of them, or none"
+                f"checkpoint tensor {incomplete!r} is made of several parameters, of which {sources[0]!r} was not "
+                f"yielded ({len(sources)} of {len(self._routes[incomplete].sources)}); yield all of them, or none"
             )
 
     def _as_in_module(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A parameter, laid out as in the module that the conversion was followed on."""
+        """A parameter, with the strides of the module that the conversion was traced on."""
         tensor, known = check_readable(name, value), self._sources[name]
         if tensor.shape != known.shape:
             raise TensorMismatchError(
@@ -99,12 +98,12 @@ class StreamedWeights(LiveTensors):
         return laid_out.copy_(tensor)
 
     def _release(self, name: str, waiting: dict[str, torch.Tensor], produced: set[str]) -> None:
-        """Keep of what has come only what another tensor still needs; the newest, ``name``, in memory of its own."""
+        """Drop parameters that no other tensor needs; copy the newest, ``name``, to its own memory."""
         for source in {source for target in self._targets_by_source[name] for source in self._routes[target].sources}:
             if source in waiting and produced.issuperset(self._targets_by_source[source]):
                 del waiting[source]
         if name in waiting:
-            # Frameworks may fill one buffer again and again.
+            # Frameworks may refill one buffer.
             waiting[name] = waiting[name].clone(memory_format=torch.preserve_format)
 
 

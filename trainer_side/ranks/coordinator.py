@@ -1,5 +1,6 @@
-"""What all ranks do to their parts at rank 0's word: rank 0 runs the code that a single process would, and where that
-reads or writes weights it gives an order, which every rank carries out for its own parts.
+"""``RankCoordinator``: run the code of a single process on rank 0, and the steps on weights on every rank.
+
+Where rank 0's code reads or writes weights it sends a command, which every rank executes on its own parts.
 """
 
 from collections.abc import Callable
@@ -27,15 +28,15 @@ logger = guarded_logger(__name__)
 
 
 class RankCoordinator:
-    """One rank's place among those that publish a run together.
+    """One rank among those that publish a run together.
 
     Attributes:
-        baseline: this rank's parts, once there are any.
-        base: where version 0 lies, for what has to be read back.
-        check: called before parts are written as a snapshot; raises if they are not what was published.
+        baseline: this rank's parts, once they are known.
+        base: location of version 0, for reading versions back.
+        check_parts: called before parts are written as a snapshot; raises if they differ from what was published.
 
     Args:
-        circle: of the thread that publishes. live: this rank's parts.
+        group: of the thread that publishes. live: this rank's parts.
     """
 
     def __init__(
@@ -62,16 +63,16 @@ class RankCoordinator:
         return self._run
 
     def follower_writer(self, newest: Manifest) -> RunWriter:
-        """What a rank other than 0 stores objects with; it commits nothing."""
+        """The writer with which a rank other than 0 stores objects; it commits nothing."""
         writer = RunWriter(self._bucket, self.run.info, 0, self._options, self.run.document_limit)
         writer.set_newest(newest)
         return writer
 
     def run_on_rank0(self, what: str, work: Callable[[], Json]) -> Json:
-        """Do ``work`` on rank 0, and on the others what it orders → what it gives, on every rank.
+        """Do ``work`` on rank 0, and execute its commands on the other ranks; return its result on every rank.
 
         Raises:
-            DeltaSyncError: whatever it raised. LostRankError: a rank is gone.
+            DeltaSyncError: ``work`` raised it. LostRankError: a rank is lost.
         """
         self._name = what
         if self.group.is_rank0:
@@ -86,37 +87,37 @@ class RankCoordinator:
                 self._execute(command)
             except LostRankError:
                 raise
-            except Exception:  # rank 0 has been told, and says what becomes of it
-                logger.debug("rank %d could not do as it was told", self.group.rank, exc_info=True)
+            except Exception:  # rank 0 received the error, and raises it in ``work``
+                logger.debug("rank %d could not execute a command", self.group.rank, exc_info=True)
 
-    # Orders, for what rank 0 runs in ``lead``
+    # Commands, for the work of ``run_on_rank0``
 
     def find_parts(self) -> ShardBaseline:
         """Find out which parts of the run's tensors the ranks own.
 
         Raises:
-            ModelError: that is not each element once. Else as ``Baseline.of_run``.
+            ModelError: they do not own each element once. Other errors as ``Baseline.of_run``.
         """
         self._command({"do": "fit", "tensors": self.run.table.digest})
         return self._find_parts(self.run.table.digest)
 
     def capture(self, fallback: Checkpoint | None) -> None:
-        """Hold the live parts of this moment; what the model does not hold comes from ``rest``."""
+        """Copy the current live parts; tensors that the model lacks come from ``fallback``."""
         self._command({"do": "capture"})
         self._capture(fallback)
 
     def checkout(self, manifest: Manifest) -> None:
-        """Hold the bits of a version.
+        """Check out a version: replace the bits of all ranks by it.
 
         Raises:
-            FingerprintError: what all ranks hold together is not what it says; nothing was taken. PublishError: only
-                another rank cannot rebuild its parts. Else as ``restore``.
+            FingerprintError: the parts of all ranks do not have the manifest's fingerprint; nothing was replaced.
+            PublishError: only another rank cannot rebuild its parts. Other errors as ``restore``.
         """
         self._command({"do": "hold", "manifest": manifest.to_bytes().decode()})
         self._checkout(manifest)
 
     def put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
-        """Store the baseline as an anchor's objects; what it is, and the objects. Raises as ``check`` and ``put``."""
+        """Store the baseline as an anchor's objects; return state and objects. Raises as ``check_parts``, ``put``."""
         self._command({"do": "anchor"})
         return self._put_shards(put)
 
@@ -134,16 +135,16 @@ class RankCoordinator:
             case "anchor":
                 self._put_shards(self._store)
 
-    # What every rank does
+    # What every rank executes
 
     def begin(self, base: Path | None) -> tuple[GatheredState | None, str | None]:
         """Capture the weights of a new run; every rank calls it.
 
         Returns:
-            on rank 0 all of them, and the first tensor that is not the base's; else None.
+            On rank 0 the state of all ranks, and the first tensor that differs from the base; else None.
 
         Raises:
-            ModelError: the ranks do not publish the same tensors, or not each element of them once. Else as
+            ModelError: the ranks do not publish the same tensors, or not each element once. Other errors as
                 ``Baseline.captured``.
         """
 
@@ -215,7 +216,7 @@ class RankCoordinator:
         except DeltaSyncError as error:
             if not restored:
                 raise
-            # That version is there, as this rank has seen: nothing is to be begun anew.
+            # The version exists, as this rank was able to read it: do not start over.
             raise PublishError(f"version {manifest.version} cannot be restored: {error.message}") from error
         self.baseline.replace_bits(*restored[0])
 

@@ -1,4 +1,4 @@
-"""An anchor of what no single rank holds: file by file, each written by another rank, tensor by tensor."""
+"""``put_shards``: write an anchor of a sharded model; ranks take turns at writing files, one tensor at a time."""
 
 import json
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, p
     """Store all tensors as an anchor's objects; every rank calls it. A rank holds one whole tensor at a time.
 
     Args:
-        put: as in ``versions.Shards``.
+        put: as in ``manifests.Shards``.
 
     Returns:
-        on rank 0 the objects, in the order of their tensors; None elsewhere.
+        On rank 0 the objects, in the order of their tensors; None elsewhere.
 
     Raises:
-        DeltaSyncError: on every rank, what one of them has met.
+        DeltaSyncError: on every rank, the error of any rank.
     """
     own: list[tuple[int, ObjectRef]] = []
 
@@ -44,14 +44,14 @@ def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, p
                 if writer != group.rank:
                     _send_all(group, writer, baseline, table)
                     continue
-                # The others send on whatever becomes of the file: what they send has to be taken.
+                # The others keep sending even if the file fails, so everything must be received.
                 tensors = _Incoming(group, baseline, table)
                 try:
                     if failure is None:
                         own.append((number, files.add(table, iter(tensors))))
                 except LostRankError:
                     raise
-                except Exception as error:  # noqa: BLE001 - raised below, once nobody waits for this rank
+                except Exception as error:  # noqa: BLE001 - raised below, once no rank waits for this one
                     failure = error
                 tensors.drain()
             if failure is not None:
@@ -66,7 +66,7 @@ def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, p
 
 
 class _Incoming:
-    """(name, (numel,) bits) of the tensors of one file, put together from what all ranks hold."""
+    """(name, (numel,) bits) of the tensors of one file, assembled from the parts of all ranks."""
 
     def __init__(self, group: ProcessGroup, baseline: ShardBaseline, table: TensorTable) -> None:
         self._group, self._baseline = group, baseline
@@ -77,12 +77,12 @@ class _Incoming:
             yield spec.name, self._assemble(spec)
 
     def drain(self) -> None:
-        """Take what is left, and throw it away."""
+        """Receive and discard the remaining tensors."""
         for _ in self._rest:
             self._skip()
 
     def _assemble(self, spec: TensorSpec) -> Bits:
-        """The (numel,) bits of a tensor. Whatever is raised, all that the other ranks send of it has been taken."""
+        """The (numel,) bits of a tensor. Even if this raises, everything that other ranks send of it is received."""
         try:
             bits = np.empty(spec.numel, spec.element.uint)
         except MemoryError as error:
@@ -99,7 +99,7 @@ class _Incoming:
                     filled += self._receive_parts(rank, spec, bits)
             except LostRankError:
                 raise
-            except Exception as error:  # noqa: BLE001 - raised below, once the other ranks have been heard out
+            except Exception as error:  # noqa: BLE001 - raised below, once the other ranks have sent their parts
                 failure = failure or self._explain(spec, error)
         if failure is not None:
             raise failure
@@ -110,13 +110,13 @@ class _Incoming:
         return bits
 
     def _receive_parts(self, rank: int, spec: TensorSpec, bits: Bits) -> int:
-        """Take what another rank holds of a tensor, into the (numel,) bits of the whole.
+        """Receive another rank's parts of a tensor into the (numel,) bits of the whole.
 
         Returns:
-            the number of elements.
+            The number of elements.
 
         Raises:
-            DeltaSyncError: that rank cannot give them, and says why. Else as ``np.empty``; all has been taken then.
+            DeltaSyncError: that rank reports an error. Other errors as ``np.empty``, after everything was received.
         """
         header = self._header(rank)
         if "error" in header:
@@ -127,9 +127,9 @@ class _Incoming:
             if failure is None:
                 try:
                     box = Box(tuple(offsets), tuple(shape), spec.shape)
-                    # What lies in the whole without gaps comes to its place at once: tensors may be large.
+                    # A box that is contiguous in the whole is received in place: tensors may be large.
                     into = bits[box.start : box.stop] if box.is_range else np.empty(box.numel, bits.dtype)
-                except Exception as error:  # noqa: BLE001 - raised below, once the other boxes have come
+                except Exception as error:  # noqa: BLE001 - raised below, once the other boxes are received
                     failure = error
             if into is None:
                 self._group.skip(rank)
@@ -143,7 +143,7 @@ class _Incoming:
         return filled
 
     def _skip(self) -> None:
-        """Take what the other ranks send of a tensor, and throw it away."""
+        """Receive and discard what the other ranks send of a tensor."""
         for rank in range(self._group.size):
             if rank != self._group.rank:
                 for _ in self._header(rank).get("boxes", ()):
@@ -154,7 +154,7 @@ class _Incoming:
         return header
 
     def _explain(self, spec: TensorSpec, error: Exception) -> Exception:
-        """What to raise for an error."""
+        """The error to raise for ``error``."""
         if not isinstance(error, MemoryError):
             return error
         return LimitError(
@@ -168,15 +168,15 @@ def _own_pieces(baseline: ShardBaseline, spec: TensorSpec) -> list[tuple[Box, Bi
 
 
 def _send_all(group: ProcessGroup, writer: int, baseline: ShardBaseline, table: TensorTable) -> None:
-    """Send this rank's parts of a file's tensors to the rank that writes it: of each its boxes, and then their bits."""
+    """Send this rank's parts of a file's tensors to the writing rank: for each tensor its boxes, then their bits."""
     for spec in table:
         try:
-            # A tensor of torch wants memory that may be written; what a base has mapped may not.
+            # torch needs writable memory, and bits mapped from a base are read only.
             pieces = [
                 (box, np.require(bits, requirements=["C", "W"]).view(np.uint8))
                 for box, bits in _own_pieces(baseline, spec)
             ]
-        except Exception as error:  # noqa: BLE001 - the writer waits for an answer, and raises it
+        except Exception as error:  # noqa: BLE001 - the writing rank waits for an answer, and raises it
             group.send(writer, encode_document({"error": error_document(error)}))
             continue
         group.send(writer, encode_document({"boxes": [(box.offsets, box.shape) for box, _ in pieces]}))

@@ -1,4 +1,4 @@
-"""O"""
+"""``build_sharded``: open a run from all ranks; rank 0 writes and decides, each rank holds its own parts."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,13 +39,13 @@ from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 from vllm_delta_sync.trust import Keyring
 
-# What ranks would else encode or cut in other ways, or come to their calls at other steps. Of all others rank 0's
-# count, or each rank's own.
+# With other values ranks would encode or split differently, or reach their calls at other steps. For all other options
+# rank 0's values count, or each rank's own.
 _SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes")
 
 
 def agree_on_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Options:
-    """See ``assembly.agreed_options``; raises UsageError also for what only the publisher of a whole model can do."""
+    """See ``session.agreed_options``; also raise UsageError for options that need the whole model."""
     found: list[Options] = []
 
     def work() -> Json:
@@ -58,20 +58,20 @@ def agree_on_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Opt
 
     ranks.work.all_or_raise("options", work, judge)
     trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
-    # Who signs nothing believes whom rank 0 believes.
+    # A rank that signs nothing trusts the keys that rank 0 trusts.
     return found[0] if ranks.is_rank0 else replace(found[0], keyring=Keyring(trusted))
 
 
 def _check_sharded(options: Options) -> Options:
     if options.gate is not None:
         raise UsageError(
-            "gate is set, and a gate looks at whole tensors, of which each rank has a part; leave it out, or publish "
+            "gate is set, and a gate needs whole tensors, of which each rank has a part; leave it out, or publish "
             "from one rank through a function that yields (checkpoint name, whole tensor)"
         )
     if options.codec == "context":
         raise UsageError(
-            "codec is 'context', which codes changes by the whole tensor that they are in, of which each rank has a "
-            "part; give 'packed' or 'auto'"
+            "codec is 'context', which encodes changes with the whole tensor, of which each rank has a part; give "
+            "'packed' or 'auto'"
         )
     return options
 
@@ -87,7 +87,7 @@ def build_sharded(
     ranks: RankGroups,
     undo: ExitStack,
 ) -> PublisherParts:
-    """As ``assembly.assembled``, by every rank."""
+    """As ``session.build_publisher``, called by every rank."""
     live = on_every_rank(ranks, "model", lambda: _module_parts(model))
     found: list[tuple[OpenedRun, RankCoordinator]] = []
     background.call(lambda: found.append(open_or_begin(bucket, live, base, files, options, ranks.work)))
@@ -118,10 +118,10 @@ def open_or_begin(
     options: Options,
     group: ProcessGroup,
 ) -> tuple[OpenedRun, RankCoordinator]:
-    """As ``resume.open_or_begin``, by all ranks; call it where no interrupt hits. On every rank the errors are one's.
+    """As ``takeover.open_or_begin``, called by all ranks where no interrupt hits. Every rank raises the same error.
 
     Returns:
-        The run (whose writer stores objects only, on ranks other than 0), and this rank's place in it.
+        The run (on ranks other than 0 its writer stores objects only), and this rank's coordinator.
     """
     found: list[UrlContents] = []
 
@@ -140,7 +140,7 @@ def open_or_begin(
         places.append((resolved, locate_base(base) if exists else path))
         return resolved is not None
 
-    # Where it has to be downloaded, ranks that share a cache take it from there.
+    # If rank 0 has to download it, ranks that share its cache find it there.
     based = group.from_rank0("base", locate)
     group.all_or_raise("base of each", lambda: based if group.is_rank0 else locate(), _check_based)
     resolved, base_location = places[0]
@@ -177,17 +177,17 @@ def _prepare(coordinator: RankCoordinator, current: Manifest, options: Options) 
     baseline = coordinator.baseline
     baseline.location = options.baseline
     compile_kernels(baseline.table)
-    # The codec's own check of the table, now rather than at the first version.
+    # Run the codec's check of the table now rather than at the first version.
     encode(Changes(), baseline.whole, options.base_codec, options.compression, DeltaContext("", 1, 0))
     if coordinator.run.info.run != current.run:
         raise UsageError(
-            f"rank {coordinator.group.rank} finds another run in the bucket than rank 0 has written: give every rank the URL "
-            "of one bucket that all of them reach"
+            f"rank {coordinator.group.rank} finds another run in the bucket than rank 0 has written: give every rank "
+            "the URL of one bucket that all of them reach"
         )
 
 
 class _RanksTakeover(Takeover):
-    """A takeover by rank 0 on behalf of all."""
+    """A takeover by rank 0 for all ranks."""
 
     def __init__(self, coordinator: RankCoordinator, live: ModuleParts, bucket: Bucket, options: Options) -> None:
         self._coordinator = coordinator

@@ -1,7 +1,7 @@
-"""What each rank's background thread does for a version: store its own object, and go by what rank 0 makes of it all.
+"""``RankCommitter``: the background work of each rank for a version: store its objects, and apply rank 0's outcome.
 
-A version is committed by rank 0, once all ranks have said that their objects are stored; nothing before that can be
-seen by a reader. Whatever comes of it, all ranks do the same to their baselines.
+Rank 0 commits a version once all ranks have reported that their objects are stored; readers see nothing before that.
+Whatever the outcome, all ranks do the same to their baselines.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,11 @@ logger = guarded_logger(__name__)
 
 @dataclass
 class _RankContents:
-    """What this rank carries of a version.
+    """What this rank contributes to a version.
 
     Attributes:
         shares: tensor id → what it adds to the fingerprint.
-        found: elements that changed. changed: elements carried. sidecars: rank 0's. error: why there is nothing.
+        found: elements that changed. changed: elements in the objects. sidecars: rank 0's. error: why there is nothing.
     """
 
     refs: list[ObjectRef] = field(default_factory=list)
@@ -66,7 +66,7 @@ class _RankContents:
 
 @dataclass(frozen=True)
 class _AllContents:
-    """What all ranks carry of a version; see ``versions.Carried``."""
+    """What all ranks contribute to a version; see ``manifests.DeltaContents``."""
 
     changed: int
     fingerprint: Fingerprint
@@ -97,7 +97,7 @@ class RankCommitter(Committer):
             super().close()
 
     def begin(self) -> None:
-        """Compile what encoding runs."""
+        """Compile the kernels that encode."""
         compile_codec(self._options.base_codec, self._parts.whole)
 
     def commit_version(
@@ -108,10 +108,10 @@ class RankCommitter(Committer):
         watch: Stopwatch,
         failure: BaseException | None = None,
     ) -> None:
-        """Make the patches of all ranks the next version, or take them back and raise why not.
+        """Make the pending deltas of all ranks the next version, or revert them and raise the reason.
 
         Args:
-            failure: why this rank has nothing to publish; the caller knows.
+            failure: why this rank has nothing to publish; the caller raises it.
         """
         version = self.newest.version + 1
         try:
@@ -137,7 +137,7 @@ class RankCommitter(Committer):
         self._on_durable(self.current)
 
     def recover(self, pending: PendingDelta | None) -> None:
-        """As ``Committer.tidy``; what was written is found out by rank 0."""
+        """As ``Committer.recover``; rank 0 finds out what was written."""
         manifest = self._uncertain
         if manifest is not None:
             found: bool = self._group.from_rank0("uncertain", lambda: self.writer.is_stored(manifest))
@@ -173,7 +173,7 @@ class RankCommitter(Committer):
         watch: Stopwatch,
         failure: BaseException | None,
     ) -> _RankContents:
-        """Store what this rank carries; an error is noted, since the others wait for an answer in any case."""
+        """Store this rank's objects; an error is recorded, since the other ranks wait for an answer in any case."""
         own = _RankContents(found=pending.changed, error=failure)
         if failure is not None:
             return own
@@ -187,7 +187,7 @@ class RankCommitter(Committer):
             own.refs = [ref.model_copy(update={"rank": self._group.rank}) for ref in refs]
             if self._group.is_rank0:
                 own.sidecars = self.writer.put_sidecars(progress.sidecars)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and raised by ``_follow``
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and ``_apply_outcome`` raises it
             own.error = error
         return own
 
@@ -198,12 +198,12 @@ class RankCommitter(Committer):
             return
         context = DeltaContext(self.writer.run, version, self.current.version)
         coding = (self._options.base_codec, self._options.compression)
-        # Of what a version can list each rank has an equal share: how many objects the others make is not known yet.
+        # Each rank gets an equal share of the maximum, since the number of objects of the others is still unknown.
         parts = changes.parts(self._options.shard_bytes, limits.MAX_OBJECTS_PER_VERSION // self._group.size)
         own.data = [encode(part, self._parts.whole, *coding, context) for part in parts]
 
     def _outcome(self, reports: list[Json], step: int, own: _RankContents) -> Json:
-        """Commit what all ranks have stored, on rank 0 → what came of it, for all."""
+        """Commit on rank 0 what all ranks have stored; return the outcome, for all ranks."""
         failed = first_error(reports)
         if failed is not None:
             return {"outcome": "failed", **failed}
@@ -218,7 +218,7 @@ class RankCommitter(Committer):
         except FormerVersionError as error:
             theirs = error.manifest.to_bytes().decode()
             return {"outcome": "former", "message": error.message, "manifest": theirs}
-        except Exception as error:  # the other ranks wait for an answer, and this one goes by it too
+        except Exception as error:  # the other ranks wait for an answer, and this rank applies it too
             if not isinstance(error, DeltaSyncError):
                 logger.exception("committing failed unexpectedly")
             return {"outcome": "failed", "rank": 0, "error": error_document(error)}
@@ -238,7 +238,7 @@ class RankCommitter(Committer):
         )
 
     def _apply_outcome(self, answer: Json, pending: PendingDelta, own: _RankContents, version: int, step: int) -> None:
-        """Do on this rank what all do after a try to commit; raise unless it went well."""
+        """Apply the outcome of a commit on this rank; raise unless it succeeded."""
         message = answer.get("message", "")
         match answer["outcome"]:
             case "committed":
@@ -256,14 +256,14 @@ class RankCommitter(Committer):
                 former = FormerVersionError(_parsed(answer))
                 self._run_on_rank0("former version", lambda: Committer._continue_from_former(self, former))
                 raise PublishError(
-                    f"{message}; this publisher goes on from there, and the next publish carries the changes of step "
-                    f"{step}"
+                    f"{message}; this publisher continues from that version, and the next publish carries the changes "
+                    f"of step {step}"
                 )
             case _:
                 raise self._failure(answer, own, version, step)
 
     def _failure(self, answer: Json, own: _RankContents, version: int, step: int) -> BaseException:
-        """What this rank raises where one of them could not do its part."""
+        """The error that this rank raises if any rank failed to do its part."""
         if own.error is not None:
             error = own.error
             if not isinstance(error, DeltaSyncError) or isinstance(error, PublishError):
@@ -286,7 +286,7 @@ class RankCommitter(Committer):
         self._mark_durable(pending, manifest)
 
     def _announce(self, own: _RankContents) -> None:
-        """What is left to do for a committed version."""
+        """Do the remaining work for a committed version."""
         if self._group.is_rank0:
             self.writer.notify()
         for ref, data in (*zip(own.refs, own.data, strict=True), *own.sidecars):
@@ -294,17 +294,17 @@ class RankCommitter(Committer):
         if self._group.is_rank0:
             self.writer.update_head()
 
-    # What rank 0 does with the code of a single process
+    # Single-process code on rank 0
 
-    def _run_on_rank0(self, what: str, commit_version: Callable[[], Any]) -> Any:
-        """Run ``work`` on rank 0, and hold and note on all ranks what it holds and has noted then."""
+    def _run_on_rank0(self, what: str, work: Callable[[], Any]) -> Any:
+        """Do ``work`` on rank 0, and set its ``current`` and ``newest`` on all ranks."""
 
-        def led() -> Json:
-            value = commit_version()
+        def report() -> Json:
+            value = work()
             return {"value": value, "held": _text(self.current), "newest": _text(self.newest)}
 
         try:
-            answer = self._coordinator.run_on_rank0(what, led)
+            answer = self._coordinator.run_on_rank0(what, report)
         except LostRankError as error:
             self.stopped = error
             raise
@@ -327,7 +327,7 @@ class RankCommitter(Committer):
         return self._coordinator.put_shards(self.writer.put_file)
 
     def _check_whole(self) -> None:
-        """Raise unless this rank's parts are those that were published."""
+        """Raise unless this rank's parts equal what was published."""
         self.repair_baseline()
         overwritten = self.baseline.overwritten()
         if overwritten:

@@ -1,7 +1,7 @@
-"""The caller's side of publishing on each of many ranks: all of them compare, or none.
+"""``RankPublishSession``: the caller's side of publishing on each of many ranks: all of them compare, or none.
 
-What one rank has met must not lead it elsewhere than the others, or they would wait for each other. So before anything
-is done that all have to do, they ask each other who is still busy, and who has something to say first.
+An error on one rank must not lead it to other calls than the other ranks, or they would wait for each other. So before
+each collective step the ranks ask each other which of them are busy and which have an error to raise.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _Value = TypeVar("_Value")
 
 
 class RankPublishSession(PublishSession):
-    """One version after another, on every rank; each method is called by all of them, at the same places."""
+    """Publishes one version after another; every rank calls each method at the same point of the program."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RankPublishSession(PublishSession):
         self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars
     ) -> PublishResult:
         """See ``Publisher.publish``."""
-        # Counted before anything is refused, so that the ranks count alike.
+        # Count before any check can raise, so that the counts of all ranks stay equal.
         self._calls += 1
         sidecar_bytes: dict[str, bytes] = {}
 
@@ -65,12 +65,12 @@ class RankPublishSession(PublishSession):
             return self._skip_while_busy(step, watch)
         failed = self._recover_together(what)
         if failed:
-            logger.warning("step %d is not published: rank %s has to be heard first", step, _listed(failed))
+            logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
             return self._skipped_result(step, watch)
         watch.lap()
         try:
             pending = self._diff(None)
-        except BaseException as error:  # an interrupt too: the others publish, and wait for this rank
+        except BaseException as error:  # an interrupt too: the other ranks publish, and wait for this one
             self._withdraw(error, step, watch)
             raise
         return self._hand_over(step, pending, watch, sidecar_bytes)
@@ -79,7 +79,7 @@ class RankPublishSession(PublishSession):
         """Wait for the version under way, without the other ranks.
 
         Raises:
-            PublishError, ConflictError: what became of it, if nobody was told yet.
+            PublishError, ConflictError: its error, unless it was raised before.
         """
         self._wait_under_way()
         problem = self._pending_error()
@@ -87,18 +87,19 @@ class RankPublishSession(PublishSession):
             raise problem
 
     def wait_durable(self) -> None:
-        """As ``Course.settle``.
+        """As ``PublishSession.wait_durable``.
 
         Raises:
-            PublishError: another rank has something to say first, as its log shows. Else as ``Course.settle``.
+            PublishError: another rank raises an error first, see its log. Other errors as
+                ``PublishSession.wait_durable``.
         """
         self._wait_under_way()
         failed = self._recover_together("settle")
         if failed:
-            raise PublishError(f"rank {_listed(failed)} could not go on, and says why; call this again")
+            raise PublishError(f"rank {_listed(failed)} could not go on, and raises its error; call this again")
 
     def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
-        """As ``Course.agreed``; raises on every rank, also where they were not given the same."""
+        """As ``PublishSession.check_same_arguments``; raises on every rank, also if the ranks' arguments differ."""
         found: list[_Value] = []
 
         def work() -> Json:
@@ -109,7 +110,7 @@ class RankPublishSession(PublishSession):
         return found[0]
 
     def run_once(self, what: str, work: Callable[[], str]) -> str:
-        """What ``work`` gives on rank 0, on every rank."""
+        """Return the result of ``work`` on rank 0, on every rank."""
         found: str = self._ranks.caller.from_rank0(what, work)
         return found
 
@@ -118,10 +119,10 @@ class RankPublishSession(PublishSession):
             self._progress.join()
 
     def _recover_together(self, what: str) -> list[int]:
-        """Have each rank raise what it has not told yet, and bring all baselines to a durable version.
+        """Have each rank raise its pending error, and bring all baselines to a durable version.
 
         Returns:
-            the ranks that raise something, on those that do not.
+            The ranks that raise an error, on the ranks that do not.
         """
         problem = self._pending_error()
         pending, committer = self._pending, self._committer
@@ -132,7 +133,7 @@ class RankPublishSession(PublishSession):
         if failed or not dirty_ranks:
             return failed
         try:
-            # Also waits for what a caller who was interrupted has left under way.
+            # Also waits for a background call that an interrupted caller left running.
             self._background.call(lambda: committer.recover(pending))
             self._call_interrupted = False
         except DeltaSyncError as error:
@@ -143,7 +144,7 @@ class RankPublishSession(PublishSession):
         return failed
 
     def _pending_error(self) -> DeltaSyncError | None:
-        """What the background thread has met, if nobody was told yet."""
+        """The error of the background thread, unless it was raised before."""
         stopped = self._committer.stopped
         try:
             if self._progress is not None and not self._progress.error_raised:
@@ -153,7 +154,7 @@ class RankPublishSession(PublishSession):
         return None if stopped is None else type(stopped)(stopped.message)
 
     def _withdraw(self, error: BaseException, step: int, watch: Stopwatch) -> None:
-        """Tell the other ranks, who go on to publish, that this one has nothing to give."""
+        """Report to the other ranks, which continue publishing, that this one has nothing to publish."""
         pending = self._pending
         if pending is None:
             return
@@ -174,7 +175,7 @@ def _refuse_weights(weights: Weights | None) -> None:
 
 
 def _busy_at_one_step(reports: list[Json]) -> bool:
-    """Whether a version is under way on any rank; raises UsageError where they publish different steps."""
+    """Whether a version is under way on any rank; raise UsageError if the ranks publish different steps."""
     check_same("step", [step for step, _ in reports])
     return any(busy for _, busy in reports)
 

@@ -1,4 +1,4 @@
-"""The baseline of one rank: the bits of its parts, and how they are spoken of in terms of whole tensors."""
+"""``ShardBaseline``: the bits of one rank's parts, and how they relate to whole tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _PIECE_ELEMENTS = 1024**2
 
 @dataclass(frozen=True)
 class GatheredState:
-    """All tensors of a version, put together from what the ranks hold; see ``versions.Whole``."""
+    """All tensors of a version, from the shares of all ranks; see ``manifests.FullState``."""
 
     table: TensorTable
     fingerprints: list[Fingerprint]
@@ -38,7 +38,7 @@ class GatheredState:
 
 
 class _WholeTensors(LiveTensors):
-    """The whole tensors of a sharded model, to find out which tensors of a run they are."""
+    """The whole tensors of a sharded model, for matching them to the tensors of a run."""
 
     def __init__(self, live: ModuleParts) -> None:
         self._live = live
@@ -49,14 +49,14 @@ class _WholeTensors(LiveTensors):
 
 
 class ShardBaseline(Baseline):
-    """A baseline whose tensors are the parts that this rank owns. Its table and fingerprints are of the parts.
+    """A baseline whose tensors are the parts that this rank owns. Its table and fingerprints are those of the parts.
 
-    Rank 0 also owns the tensors of the run that the model does not hold.
+    Rank 0 also owns the run's tensors that the model does not have.
 
     Attributes:
         whole: the run's tensors.
-        boxes: per part, its tensor's id in ``whole``, and where it is in that.
-        shares: tensor id in ``whole`` → what this rank's parts add to its fingerprint; see ``scan`` and ``take_bits``.
+        boxes: per part, its tensor's id in ``whole``, and its box there.
+        shares: tensor id in ``whole`` → what this rank's parts add to its fingerprint; see ``scan``, ``replace_bits``.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ShardBaseline(Baseline):
 
     @classmethod
     def captured_parts(cls, live: ModuleParts, base: str | Path | None, rank: int) -> Self:
-        """The parts of this moment, of a new run; arguments and errors as ``captured``."""
+        """The baseline of a new run, from the current parts; arguments and errors as ``captured``."""
         table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
         baseline = cls(live, table, names, checkpoint, rank)
         baseline.capture(live)
@@ -101,7 +101,7 @@ class ShardBaseline(Baseline):
 
     @classmethod
     def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:
-        """Of a run that is there already, still without values; errors as ``of_run``."""
+        """The baseline of an existing run, still without values; errors as ``of_run``."""
         baseline = cls(live, table, names_in_run(_WholeTensors(live), table), None, rank)
         baseline._warn_of_missing("run")
         return baseline
@@ -112,7 +112,7 @@ class ShardBaseline(Baseline):
         self.shares = self.shares_of([self.read(part) for part in range(len(self.table))])
 
     def shares_of(self, bits: Sequence[Bits]) -> dict[int, Fingerprint]:
-        """Tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits each."""
+        """Tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits."""
         shares: dict[int, Fingerprint] = {}
         for (tensor, box), here in zip(self.boxes, bits, strict=True):
             share = fingerprint_box(self.whole[tensor].name, box, here)
@@ -120,25 +120,25 @@ class ShardBaseline(Baseline):
         return shares
 
     def replace_bits(self, bits: Sequence[Bits], shares: dict[int, Fingerprint]) -> None:
-        """Hold other bits, whose shares of all ranks together were found to be right; else as ``take``."""
+        """Replace all bits, after the sum of all ranks' shares was checked; else as ``replace``."""
         self._write_all(bits, self.fingerprints_of(bits))
         self.shares = shares
 
     def wanted(self) -> dict[str, list[Box]]:
-        """Checkpoint name → the boxes that this rank holds of that tensor, in the order of ``arranged``."""
+        """Checkpoint name → this rank's boxes of that tensor, in the order of ``in_part_order``."""
         return {name: [box for _, box in parts] for name, parts in self._parts.items()}
 
     def in_part_order(self, found: Mapping[str, Sequence[Bits]]) -> list[Bits]:
-        """Bits per part, from those of the boxes that are ``wanted``."""
+        """Bits per part, from the bits of the ``wanted`` boxes."""
         rows = {name: iter(bits) for name, bits in found.items()}
         return [next(rows[self.whole[tensor].name]) for tensor, _ in self.boxes]
 
     def parts_of(self, name: str) -> list[tuple[int, Box]]:
-        """Id and box of each part that this rank holds of a tensor."""
+        """Id and box of each part that this rank has of a tensor."""
         return self._parts.get(name, [])
 
     def may_send_in_full(self, tensor: int) -> bool:
-        """A tensor that other ranks carry parts of is never sent in full: only one object could carry it."""
+        """Only if this rank has all of the tensor: one object has to carry it."""
         return self.table[tensor].name in self.whole
 
     def _of_base(self, spec: TensorSpec, base: Checkpoint) -> Bits:
@@ -147,14 +147,14 @@ class ShardBaseline(Baseline):
 
 
 def _part_name(part_name: str, part: ShardPart, target: str) -> str:
-    """Name of a part of ``target``, which is the part's own tensor or one that is tied to it."""
+    """Name of a part of ``target``, which is the part's own tensor or one tied to it."""
     return target + part_name.removeprefix(part.name)
 
 
 def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> Changes:
-    """What a patch of this rank's parts changes, in terms of whole tensors.
+    """The changes of a pending delta of this rank's parts, in terms of whole tensors.
 
-    Valid as ``Patch.changes``, whose positions and distances stay as they are: they take the patch back.
+    Valid as long as ``PendingDelta.changes``, whose positions and distances are not modified: a revert needs them.
     """
     own = pending.changes()
     found: dict[int, list[tuple[Positions, Bits]]] = {}
@@ -178,7 +178,7 @@ def _fingerprint_changes(baseline: ShardBaseline, pending: PendingDelta) -> dict
 
 
 def _groups(found: dict[int, list[tuple[Positions, Bits]]], table: TensorTable, relative: bool) -> Iterator[Sparse]:
-    """Tensors of one dtype, ascending by id, up to about a block together, as ``Patch.changes`` groups them."""
+    """Tensors of one dtype, ascending by id, up to about a block each, as ``PendingDelta.changes`` groups them."""
     batch: list[int] = []
     held = 0
     for tensor in sorted(found, key=lambda tensor: (table[tensor].dtype, tensor)):
@@ -207,7 +207,7 @@ def _group(
 
 
 def _ascending(pieces: list[tuple[Positions, Bits]]) -> tuple[Positions, Bits]:
-    """One tensor's changes from those of its parts, whose elements may lie between each other's."""
+    """One tensor's changes from those of its parts, whose elements may interleave."""
     if len(pieces) == 1:
         return pieces[0]
     positions = np.concatenate([piece for piece, _ in pieces])
@@ -216,7 +216,7 @@ def _ascending(pieces: list[tuple[Positions, Bits]]) -> tuple[Positions, Bits]:
 
 
 def check_same_tables(reports: Sequence[Mapping[str, object]]) -> None:
-    """Raise ModelError unless all ranks publish the same tensors. ``told``: of each, ``tensors`` is a digest."""
+    """Raise ModelError unless all ranks publish the same tensors. ``reports``: per rank, ``tensors`` is a digest."""
     odd = [rank for rank, theirs in enumerate(reports) if theirs["tensors"] != reports[0]["tensors"]]
     if odd:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""S"""
+"""``ModuleParts``: the shards that one rank publishes, as parts of checkpoint tensors; ``check_coverage``."""
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, owned_boxes
 
-# By class name, so that none of them has to be imported. A module that FSDP2 shards may hold plain tensors for the
-# moment, after a forward pass that no backward pass followed.
+# By class name, so that none of them needs to be imported. A module sharded by FSDP2 may temporarily hold plain
+# tensors, after a forward pass without a backward pass.
 _OF_ALL_RANKS = {"DistributedDataParallel", "DeepSpeedEngine", "FSDPModule"}
 
 
@@ -26,7 +26,7 @@ class ShardPart:
     """A piece of a checkpoint tensor that this rank publishes.
 
     Attributes:
-        name: checkpoint name. box: where in that tensor; never empty.
+        name: checkpoint name. box: where it is in that tensor; never empty.
     """
 
     name: str
@@ -43,24 +43,24 @@ class _PartSource:
 
 
 class ModuleParts(LiveTensors):
-    """What this rank publishes of a module: all ranks' parts together are every element exactly once.
+    """The parts of a module that this rank publishes: the parts of all ranks contain every element exactly once.
 
-    ``tensors`` and ``read`` are by the names of parts, in the shapes of their boxes: a part that is a whole tensor has
-    the checkpoint name, another is called ``name[start:stop,…]``. A rank may have none. Nothing is communicated, so
-    every rank makes one, at the same place of its program.
+    The keys of ``tensors`` and ``read`` are names of parts, with the shapes of their boxes: a part that is a whole
+    tensor has the checkpoint name, another is called ``name[start:stop,…]``. A rank may have no parts. Constructing it
+    does not communicate, but every rank must do so, at the same point of the program.
 
     Attributes:
         whole: checkpoint name → the whole tensor, in the model's order, the same on every rank.
         whole_aliases: name of a tied duplicate → name in ``whole``; ``aliases`` is empty.
-        parts: name of the part → what it is, in the order of ``whole``.
+        parts: name of the part → the part, in the order of ``whole``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Find this rank's parts.
 
         Raises:
-            ModelError: a tensor cannot be published, see ``check_plain``, ``local_boxes`` and ``trace``; or one that
-                comes from sharded parameters is not made up of strided windows into them.
+            ModelError: a tensor cannot be published, see ``check_readable``, ``local_boxes`` and ``trace``; or one that
+                comes from sharded parameters is not composed of strided windows into them.
         """
         self._form = ModuleForm(model)
         self.whole, self.whole_aliases = self._form.tensors, self._form.aliases
@@ -72,7 +72,7 @@ class ModuleParts(LiveTensors):
         held = {name: owned_boxes(tensor, name) for name, tensor in state.items() if is_sharded(tensor)}
         for name, route in self._form.routes.items():
             if held.keys().isdisjoint(route.sources):
-                # What is not sharded is read by one for all.
+                # Rank 0 reads tensors that are not sharded.
                 if distributed.get_rank() == 0 and 0 not in route.shape:
                     self._add(ShardPart(name, Box.all_of(route.shape)), None)
                 continue
@@ -80,7 +80,7 @@ class ModuleParts(LiveTensors):
                 for piece, (box, _) in enumerate(held[view.source]):
                     for window in _windows(name, view, box):
                         self._add(
-                            ShardPart(name, _touched(window.box, at, route.shape)),
+                            ShardPart(name, _in_whole(window.box, at, route.shape)),
                             _PartSource(view.source, piece, window),
                         )
         for _ in self.read():
@@ -111,7 +111,7 @@ class ModuleParts(LiveTensors):
 
 
 def needs_ranks(model: object) -> bool:
-    """True if the model is one of a world of several ranks, all of which have to publish it together.
+    """True if all ranks of a world have to publish the model together.
 
     A plain module, and anything but a module, belongs to the process that publishes it, in any world.
     """
@@ -125,7 +125,7 @@ def needs_ranks(model: object) -> bool:
 
 
 def part_name(part: ShardPart) -> str:
-    """Name of a part: that of its tensor if it is the whole, else with the range in each dimension."""
+    """Name of a part: the tensor's name if it is the whole tensor, else with the range in each dimension."""
     if part.box.is_whole:
         return part.name
     ranges = zip(part.box.offsets, part.box.shape, strict=True)
@@ -137,14 +137,14 @@ def _windows(name: str, view: View, box: Box) -> list[ShardView]:
     if found is None:
         raise ModelError(
             f"checkpoint tensor {name!r} cuts {view.source!r} in a way that its shard {list(box.shape)} at "
-            f"{list(box.offsets)} of {list(box.whole)} does not allow to follow; shard that parameter along its first "
+            f"{list(box.offsets)} of {list(box.whole)} cannot be traced; shard that parameter along its first "
             "dimension, or publish from one rank through a function that yields (checkpoint name, whole tensor)"
         )
     return found
 
 
 def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
-    """The windows into sharded sources that make up a checkpoint tensor.
+    """The windows into sharded sources that compose a checkpoint tensor.
 
     Raises:
         ModelError: it is more than a concatenation of such windows.
@@ -153,15 +153,15 @@ def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
         return (((0,) * len(route.shape), route),)
     if route.joined is None or not all(source in sharded for source in route.sources):
         raise ModelError(
-            f"checkpoint tensor {name!r} is put together from {', '.join(route.sources[:3])} in a way that cannot be "
-            "followed shard by shard; leave these parameters unsharded, or publish from one rank through a function "
+            f"checkpoint tensor {name!r} is composed of {', '.join(route.sources[:3])} in a way that cannot be "
+            "traced shard by shard; leave these parameters unsharded, or publish from one rank through a function "
             "that yields (checkpoint name, whole tensor)"
         )
     return route.joined
 
 
-def _touched(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
-    """A box of a window, where the window is in the whole."""
+def _in_whole(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
+    """The box of a window, in the whole tensor that has the window at ``at``."""
     return Box(tuple(start + more for start, more in zip(box.offsets, at, strict=True)), box.shape, whole)
 
 
@@ -172,15 +172,15 @@ RankBox = tuple[int, Box]
 
 
 def boxes_document(boxes: Sequence[tuple[int, Box]]) -> Json:
-    """A rank's (tensor id, box) as rank 0 is told of them, for ``check_cover``."""
+    """A rank's (tensor id, box) in the form that ``check_coverage`` takes."""
     return [[tensor] if box.is_whole else [tensor, box.offsets, box.shape] for tensor, box in boxes]
 
 
 def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
-    """Raise ModelError unless the ranks hold every element of every tensor once.
+    """Raise ModelError unless the ranks hold every element of every tensor exactly once.
 
     Args:
-        told: ``boxes_document`` of each rank.
+        reports: ``boxes_document`` of each rank.
     """
     held: list[list[RankBox]] = [[] for _ in table]
     for rank, rows in enumerate(reports):
@@ -194,8 +194,8 @@ def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
         twice = _overlap(pieces)
         if twice is not None:
             raise ModelError(
-                f"{_named(spec, twice)} share elements of tensor {spec.name!r}, of whose {spec.numel} the ranks hold "
-                f"{covered}; make the same model on every rank, and shard it there in the same way"
+                f"{_named(spec, twice)} share elements of tensor {spec.name!r}; of its {spec.numel} elements the ranks "
+                f"hold {covered}; make the same model on every rank, and shard it there in the same way"
             )
         if covered != spec.numel:
             raise ModelError(
@@ -206,13 +206,13 @@ def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
 
 
 def _overlap(pieces: Sequence[RankBox]) -> tuple[RankBox, RankBox] | None:
-    """Two that share an element."""
+    """Two boxes that share an element; None if there are none."""
     if len(pieces) < 2:
         return None
     dimensions = range(len(pieces[0][1].whole))
     if not dimensions:
         return pieces[0], pieces[1]
-    # Along the dimension that is cut most often few boxes lie beside each other.
+    # Along the dimension with the most cuts few boxes overlap.
     axis = max(dimensions, key=lambda dimension: len({box.offsets[dimension] for _, box in pieces}))
     beside: list[RankBox] = []
     for piece in sorted(pieces, key=lambda piece: piece[1].offsets[axis]):
