@@ -75,9 +75,8 @@ def test_last_commit_of_the_former_writer_is_adopted(rebased: bool, bucket: Hook
     bucket.delete(HEAD_KEY)
     mine["b"][0] += 1
     later.publish(step=4)
-    with pytest.raises(
-        PublishError, match=r"version 3 was committed by the former writer.*continues from that version"
-    ):
+    message = r"version 3 was committed by the former writer.*continues from that version"
+    with pytest.raises(PublishError, match=message):
         later.flush()
     assert later.version == 3
     assert Head.from_bytes(bucket.get(HEAD_KEY)).version == 3
