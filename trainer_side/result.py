@@ -45,7 +45,7 @@ class PublishProgress(BackgroundJob):
         self.error_raised = True
         if isinstance(self.error, DeltaSyncError):
             raise self.error
-        raise PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was put back") from self.error
+        raise PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was reverted") from self.error
 
 
 class Seconds(Mapping[str, float]):

@@ -32,43 +32,10 @@ if TYPE_CHECKING:
 
 logger = guarded_logger(__name__)
 
-
-class SkipLog:
-    """Logs that calls of ``publish`` are skipped, and why: once until a version is published again."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since = clock()
-        self._last_published: PublishResult | None = None
-        self._count = 0
-
-    def record(self, result: PublishResult) -> None:
-        """Record what ``publish`` returned."""
-        if result.version is None:
-            self._count += 1
-            if self._count == 1 and self._last_published is not None and not self._last_published.done:
-                self._log_skip(result.step, self._last_published)
-            return
-        count, self._count = self._count, 0
-        if count:
-            logger.info("step %d: published again, after %d that were skipped", result.step, count)
-        self._last_published, self._since = result, self._clock()
-
-    def _log_skip(self, step: int, last: PublishResult) -> None:
-        logger.warning(
-            "step %d is not published: encoding and upload of version %s (step %d) take %.1f s so far, longer than the "
-            "steps since. What has changed goes out with the next version, and nothing queues up; publish less often, "
-            "or to a faster store, to get a version of every call",
-            step,
-            last.version,
-            last.step,
-            self._clock() - self._since,
-        )
-
-
 Weights = Iterable[tuple[str, torch.Tensor]]
 Sidecars = Mapping[str, SidecarData] | None
 _Value = TypeVar("_Value")
+_Result = TypeVar("_Result")
 
 
 class PublishSession:
@@ -202,7 +169,37 @@ class PublishSession:
         )  # fmt: skip
 
 
-_Result = TypeVar("_Result")
+class SkipLog:
+    """Logs that calls of ``publish`` are skipped, and why: once until a version is published again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._last_published: PublishResult | None = None
+        self._count = 0
+
+    def record(self, result: PublishResult) -> None:
+        """Record what ``publish`` returned."""
+        if result.version is None:
+            self._count += 1
+            if self._count == 1 and self._last_published is not None and not self._last_published.done:
+                self._log_skip(result.step, self._last_published)
+            return
+        count, self._count = self._count, 0
+        if count:
+            logger.info("step %d: published again, after %d that were skipped", result.step, count)
+        self._last_published, self._since = result, self._clock()
+
+    def _log_skip(self, step: int, last: PublishResult) -> None:
+        logger.warning(
+            "step %d is not published: encoding and upload of version %s (step %d) take %.1f s so far, longer than the "
+            "steps since. What has changed goes out with the next version, and nothing queues up; publish less often, "
+            "or to a faster store, to get a version of every call",
+            step,
+            last.version,
+            last.step,
+            self._clock() - self._since,
+        )
 
 
 @dataclass
@@ -218,6 +215,38 @@ class PublisherParts:
     session: PublishSession
     detector: Detector
     maintenance: BackgroundMaintenance | None
+
+
+def build_publisher(
+    model: ModelLike,
+    bucket: Bucket,
+    base: str | Path | None,
+    files: str | Path | None,
+    options: Options,
+    background: BackgroundThread,
+    ranks: "RankGroups | None",
+    undo: ExitStack,
+) -> PublisherParts:
+    """Begin or take over the run, and start background maintenance; errors as ``Publisher``.
+
+    Args:
+        undo: receives what must be closed if a later step fails.
+    """
+    detector = Detector(options.diff_threads)
+    undo.callback(detector.close)
+    collected = partial(collect_files, model, files)
+    if ranks is not None:
+        from trainer_side.ranks.opening import build_sharded
+
+        return build_sharded(model, bucket, base, collected, options, background, detector, ranks, undo)
+    live = live_tensors(model)
+    opened, base_location = open_or_begin(bucket, live, base, collected, options, background.call)
+    maintenance = BackgroundMaintenance(bucket, base_location, options, opened.writer)
+    undo.callback(maintenance.close)
+    committer = Committer(bucket, opened, base_location, options, maintenance.offer)
+    background.call(committer.begin)
+    session = PublishSession(live, opened.baseline.table, options, committer, detector, background)
+    return PublisherParts(opened, committer, session, detector, maintenance)
 
 
 def ranks_of(model: ModelLike) -> "RankGroups | None":
@@ -260,38 +289,6 @@ def agreed_options(ranks: "RankGroups | None", check: Callable[[bool], Options])
     from trainer_side.ranks.opening import agree_on_options
 
     return agree_on_options(ranks, check)
-
-
-def build_publisher(
-    model: ModelLike,
-    bucket: Bucket,
-    base: str | Path | None,
-    files: str | Path | None,
-    options: Options,
-    background: BackgroundThread,
-    ranks: "RankGroups | None",
-    undo: ExitStack,
-) -> PublisherParts:
-    """Begin or take over the run, and start background maintenance; errors as ``Publisher``.
-
-    Args:
-        undo: receives what must be closed if a later step fails.
-    """
-    detector = Detector(options.diff_threads)
-    undo.callback(detector.close)
-    collected = partial(collect_files, model, files)
-    if ranks is not None:
-        from trainer_side.ranks.opening import build_sharded
-
-        return build_sharded(model, bucket, base, collected, options, background, detector, ranks, undo)
-    live = live_tensors(model)
-    opened, base_location = open_or_begin(bucket, live, base, collected, options, background.call)
-    maintenance = BackgroundMaintenance(bucket, base_location, options, opened.writer)
-    undo.callback(maintenance.close)
-    committer = Committer(bucket, opened, base_location, options, maintenance.offer)
-    background.call(committer.begin)
-    session = PublishSession(live, opened.baseline.table, options, committer, detector, background)
-    return PublisherParts(opened, committer, session, detector, maintenance)
 
 
 def skip_maintenance(manifest: Manifest) -> None:

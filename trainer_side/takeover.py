@@ -67,21 +67,12 @@ logger = guarded_logger(__name__)
 CollectFiles = Callable[[ResolvedBase | None], Mapping[str, bytes]]
 """Returns the small files of a model, name → content, for the base that was found."""
 
+RunInThread = Callable[[Callable[[], None]], None]
 
-def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
-    """run.json of a new run. Args: files: name → content of the model's small files."""
-    digests = {name: sha256(data).hexdigest() for name, data in files.items()}
-    return RunInfo(
-        run=secrets.token_hex(16),
-        created_at=timestamp(),
-        tensors=table.digest,
-        total=table.total,
-        full_bytes=table.full_bytes,
-        files=[
-            RunFile(name=name, key=file_key(digest), bytes=len(files[name]), sha256=digest)
-            for name, digest in sorted(digests.items())
-        ],
-    )
+UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMismatchError)
+"""Errors that mean bad data in the bucket. A store failure says nothing about the data."""
+
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -95,6 +86,60 @@ class UrlContents:
 
     run: bool
     unfinished: bytes | None = None
+
+
+@dataclass
+class OpenedRun:
+    """A run that can be published to.
+
+    Attributes:
+        baseline: holds the bits of ``current``. writer: its ``newest`` is ``current``.
+    """
+
+    baseline: Baseline
+    writer: RunWriter
+    current: Manifest
+
+
+def open_or_begin(
+    bucket: Bucket,
+    live: LiveTensors,
+    base: str | Path | None,
+    files: CollectFiles,
+    options: Options,
+    run_in_thread: RunInThread,
+) -> tuple[OpenedRun, str | Path | None]:
+    """Take over the run in the bucket, or begin one.
+
+    Args:
+        base: see ``Publisher``.
+        files: returns the model's small files; called if a run begins.
+        run_in_thread: runs a call in a thread that no interrupt hits, and raises what the call raises.
+
+    Returns:
+        The run, and the location of its version 0 if the caller gave one.
+
+    Raises:
+        ConflictError: the URL holds part of a run, or a run and ``resume`` is False.
+            Other errors as ``begin`` and ``Takeover``.
+    """
+    found = inspect_url(bucket, options.resume)
+    if not found.run:
+        resolved = None if base is None else resolve_base(base)
+        path = None if resolved is None else resolved.path
+        kept = files(resolved)
+        baseline = Baseline.captured(live, path)
+        _prepare(baseline, options, run_in_thread)
+        run_in_thread(baseline.scan)
+        store = partial(manifests.put_shards, baseline, options.shard_bytes)
+        difference = baseline.first_difference
+        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, found.unfinished)
+        return OpenedRun(baseline, writer, manifest), path
+    check_may_resume(bucket, options)
+    base_location = locate_base(base)
+    takeover = Takeover(bucket, live, base_location, options, run_in_thread)
+    _prepare(takeover.baseline, options, run_in_thread)
+    return takeover.take_over(), base_location
 
 
 def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
@@ -130,17 +175,42 @@ def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
     )
 
 
-@dataclass
-class OpenedRun:
-    """A run that can be published to.
+def check_may_resume(bucket: Bucket, options: Options) -> None:
+    """Raise ConflictError if the existing run must not be continued."""
+    if not options.resume:
+        raise ConflictError(
+            f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to continue that run"
+        )
 
-    Attributes:
-        baseline: holds the bits of ``current``. writer: its ``newest`` is ``current``.
+
+def locate_base(base: str | Path | None) -> str | Path | None:
+    """Location of the checkpoint of a run's version 0, or of the run it branched from, from the argument ``base``.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
     """
+    # For a branch this may be the URL of its parent run.
+    if base is None or "://" in str(base):
+        return base
+    base_location = resolve_base(base).path
+    check_base(base_location)
+    return base_location
 
-    baseline: Baseline
-    writer: RunWriter
-    current: Manifest
+
+def _prepare(baseline: Baseline, options: Options, run_in_thread: RunInThread) -> None:
+    baseline.location = options.baseline
+    run_in_thread(lambda: compile_kernels(baseline.table))
+    # Run the codec's check of the table now rather than at the first version.
+    none, nothing = DeltaContext("", 1, 0), Changes()
+    encode(nothing, baseline.table, options.base_codec, options.compression, none, BaseCopies(baseline, nothing))
+
+
+def _present(bucket: Bucket, key: str) -> bool:
+    try:
+        bucket.stat(key)
+    except NotFoundError:
+        return False
+    return True
 
 
 def begin(
@@ -189,6 +259,22 @@ def begin(
         start.commit(manifest)
     writer.announce()
     return writer, manifest
+
+
+def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
+    """run.json of a new run. Args: files: name → content of the model's small files."""
+    digests = {name: sha256(data).hexdigest() for name, data in files.items()}
+    return RunInfo(
+        run=secrets.token_hex(16),
+        created_at=timestamp(),
+        tensors=table.digest,
+        total=table.total,
+        full_bytes=table.full_bytes,
+        files=[
+            RunFile(name=name, key=file_key(digest), bytes=len(files[name]), sha256=digest)
+            for name, digest in sorted(digests.items())
+        ],
+    )
 
 
 @dataclass
@@ -395,99 +481,12 @@ class RunStart:
         )
 
 
-def _present(bucket: Bucket, key: str) -> bool:
-    try:
-        bucket.stat(key)
-    except NotFoundError:
-        return False
-    return True
-
-
 def _files_of(info: bytes) -> list[RunFile]:
     """The files that a run.json lists; empty if it cannot be read."""
     try:
         return RunInfo.from_bytes(info, RUN_KEY).files
     except DeltaSyncError:
         return []
-
-
-UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMismatchError)
-"""Errors that mean bad data in the bucket. A store failure says nothing about the data."""
-
-_ATTEMPTS = 8
-
-RunInThread = Callable[[Callable[[], None]], None]
-
-
-def open_or_begin(
-    bucket: Bucket,
-    live: LiveTensors,
-    base: str | Path | None,
-    files: CollectFiles,
-    options: Options,
-    run_in_thread: RunInThread,
-) -> tuple[OpenedRun, str | Path | None]:
-    """Take over the run in the bucket, or begin one.
-
-    Args:
-        base: see ``Publisher``.
-        files: returns the model's small files; called if a run begins.
-        run_in_thread: runs a call in a thread that no interrupt hits, and raises what the call raises.
-
-    Returns:
-        The run, and the location of its version 0 if the caller gave one.
-
-    Raises:
-        ConflictError: the URL holds part of a run, or a run and ``resume`` is False.
-            Other errors as ``begin`` and ``Takeover``.
-    """
-    found = inspect_url(bucket, options.resume)
-    if not found.run:
-        resolved = None if base is None else resolve_base(base)
-        path = None if resolved is None else resolved.path
-        kept = files(resolved)
-        baseline = Baseline.captured(live, path)
-        _prepare(baseline, options, run_in_thread)
-        run_in_thread(baseline.scan)
-        store = partial(manifests.put_shards, baseline, options.shard_bytes)
-        difference = baseline.first_difference
-        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, found.unfinished)
-        return OpenedRun(baseline, writer, manifest), path
-    check_may_resume(bucket, options)
-    base_location = locate_base(base)
-    takeover = Takeover(bucket, live, base_location, options, run_in_thread)
-    _prepare(takeover.baseline, options, run_in_thread)
-    return takeover.take_over(), base_location
-
-
-def check_may_resume(bucket: Bucket, options: Options) -> None:
-    """Raise ConflictError if the existing run must not be continued."""
-    if not options.resume:
-        raise ConflictError(
-            f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to continue that run"
-        )
-
-
-def locate_base(base: str | Path | None) -> str | Path | None:
-    """Location of the checkpoint of a run's version 0, or of the run it branched from, from the argument ``base``.
-
-    Raises:
-        NotFoundError: there is no such checkpoint.
-    """
-    # For a branch this may be the URL of its parent run.
-    if base is None or "://" in str(base):
-        return base
-    base_location = resolve_base(base).path
-    check_base(base_location)
-    return base_location
-
-
-def _prepare(baseline: Baseline, options: Options, run_in_thread: RunInThread) -> None:
-    baseline.location = options.baseline
-    run_in_thread(lambda: compile_kernels(baseline.table))
-    # Run the codec's check of the table now rather than at the first version.
-    none, nothing = DeltaContext("", 1, 0), Changes()
-    encode(nothing, baseline.table, options.base_codec, options.compression, none, BaseCopies(baseline, nothing))
 
 
 class Takeover:

@@ -5,8 +5,8 @@
 It starts ``delta-sync serve`` beside itself, which gets the model's files and all weights from the run. A batch of
 finished games is one immutable object, ``trajectories/WORKER/0000000017.json.gz``: tokens, the log-prob of each when it
 was sampled, and the weight version that sampled it. The machine has no connection to a trainer: it plays ``--ahead``
-batches per version that its server serves, and ends once that is version ``--versions``. It waits while store, server or
-environment are unreachable. It writes JSON lines of events to standard output.
+batches per version that its server serves, and ends once that is version ``--versions``. It waits while store, server
+or environment are unreachable. It writes JSON lines of events to standard output.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class NotReadyError(Exception):
     """The server has not yet proven which version it serves."""
 
 
-def tell(event: str, **fields: Any) -> None:
+def emit(event: str, **fields: Any) -> None:
     """Write one event; in whole lines, since two threads write."""
     os.write(1, (json.dumps({"event": event, "at": time.time(), **fields}) + "\n").encode())
 
@@ -75,13 +75,13 @@ def until_done(what: str, call: Callable[[], _Result], seconds: float) -> _Resul
             refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
             if began is None:
                 began = time.monotonic()
-                tell("away", what=what, error=f"{type(error).__name__}: {error}"[:300])
+                emit("away", what=what, error=f"{type(error).__name__}: {error}"[:300])
             if refused or time.monotonic() - began > seconds:
                 raise
             time.sleep(RETRY_SECONDS)
             continue
         if began is not None:
-            tell("back", what=what, seconds=time.monotonic() - began)
+            emit("back", what=what, seconds=time.monotonic() - began)
         return result
 
 
@@ -181,7 +181,7 @@ class Server:
                     if status["served"] is not None and status["served"]["version"] != last:
                         last = status["served"]["version"]
                         pauses = {one["version"]: one["timings_ms"].get("pause") for one in status["recent"]}
-                        tell("served", version=last, pauses_ms=pauses)
+                        emit("served", version=last, pauses_ms=pauses)
                     http.get("/delta_sync/wait", params={"version": last + 1, "timeout": 5})
                 except httpx.HTTPError:
                     time.sleep(RETRY_SECONDS)
@@ -218,7 +218,7 @@ class Worker:
         self._played = 0  # batches since the server began to serve that version
         listed = self._retry("store", lambda: [item.key for item in bucket.list(f"trajectories/{options.worker}/")])
         self._number = 1 + max((int(Path(key).name.split(".")[0]) for key in listed), default=-1)
-        tell("ready", number=self._number)
+        emit("ready", number=self._number)
 
     def _retry(self, what: str, call: Callable[[], _Result]) -> _Result:
         return until_done(what, call, self._options.give_up)
@@ -230,8 +230,8 @@ class Worker:
             plays = self._play()
             key = self._put(run, plays)
             self._played += 1
-            tell("batch", key=key, version=self._version, seconds=time.monotonic() - began)
-        tell("verified", **self._retry("server", lambda: self._server.request("POST", "/delta_sync/verify")))
+            emit("batch", key=key, version=self._version, seconds=time.monotonic() - began)
+        emit("verified", **self._retry("server", lambda: self._server.request("POST", "/delta_sync/verify")))
 
     def _next_run(self) -> str | None:
         """Wait until another batch is due; return the id of the served run, or None after the last version."""
@@ -247,7 +247,7 @@ class Worker:
                 return str(status["run"])
             if time.monotonic() - began > self._options.patience:
                 # The trainer may lack just the batch that was lost or too old: both would wait endlessly.
-                tell("impatient", version=served)
+                emit("impatient", version=served)
                 began, self._played = time.monotonic(), 0
             time.sleep(0.1)
 

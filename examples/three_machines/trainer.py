@@ -291,7 +291,7 @@ def warm_up(policy: Policy, seed: int, limit: int) -> None:
     for step in range(1, limit + 1):
         tokens, answers = lay_out([example_game(rng) for _ in range(128)])
         loss = -(policy.logprobs(tokens) * answers).sum() / answers.sum()
-        tell("warm_up", step=step, loss=float(loss.detach()))
+        emit("warm_up", step=step, loss=float(loss.detach()))
         if float(loss.detach()) <= WARM_UP_LOSS:
             break
         loss.backward()
@@ -388,7 +388,7 @@ def load_state(path: Path, policy: Policy) -> Progress | None:
     return progress
 
 
-def tell(event: str, **fields: Any) -> None:
+def emit(event: str, **fields: Any) -> None:
     """Write one event."""
     print(json.dumps({"event": event, "at": time.time(), **fields}), file=EVENTS, flush=True)
 
@@ -400,7 +400,7 @@ class Trainer:
         """Raises StateError: a state exists and cannot be used."""
         self._options, self._policy = options, policy
         self._state = options.folder / "state.safetensors"
-        self._held = load_state(self._state, policy)
+        self._loaded = load_state(self._state, policy)
         self._published: PublishResult | None = None
         self._called: dict[int, float] = {}  # step → when its weights were passed to the publisher
 
@@ -415,7 +415,7 @@ class Trainer:
                     self._one_step()
                 self._settle()
         self._policy.served.save_pretrained(self._options.folder / "checkpoint")
-        tell("done", version=self._version, step=self._progress.step)
+        emit("done", version=self._version, step=self._progress.step)
 
     def _retry(self, call: Callable[[], _Result]) -> _Result:
         """Repeat a call while the store is unreachable, for up to ``--give-up`` seconds."""
@@ -426,27 +426,27 @@ class Trainer:
             except (StoreError, PublishError) as error:
                 if began is None:
                     began = time.monotonic()
-                    tell("away", what="store", error=str(error)[:300])
+                    emit("away", what="store", error=str(error)[:300])
                 if time.monotonic() - began > self._options.give_up:
                     raise
                 time.sleep(RETRY_SECONDS)
 
     def _resume(self) -> None:
         """Check that the state is of the run's newest version, or of the next; publish that one first."""
-        publisher, held = self._publisher, self._held
+        publisher, loaded = self._publisher, self._loaded
         self._version = publisher.version
         recorded = self._recorded_step()
-        self._progress = held or Progress(run=publisher.run)
+        self._progress = loaded or Progress(run=publisher.run)
         if self._progress.run != publisher.run or self._progress.step not in (recorded, recorded + 1):
             raise StateError(
                 f"{self._state} is of step {self._progress.step} of run {self._progress.run}, and "
                 f"{self._options.bucket} holds run {publisher.run} up to step {recorded}; give the --folder of that"
             )
-        if held is None:
+        if loaded is None:
             save_state(self._state, self._progress, self._policy)
         self._consumed = Consumed(step=self._progress.step + 1)
         self._settle()
-        tell("ready", run=publisher.run, version=self._version, step=self._progress.step, resumed=held is not None)
+        emit("ready", run=publisher.run, version=self._version, step=self._progress.step, resumed=loaded is not None)
 
     def _recorded_step(self) -> int:
         """Step of the newest version that has the sidecar; 0 if none has."""
@@ -466,7 +466,7 @@ class Trainer:
         self._progress = self._progress.model_copy(update={"step": step, "consumed": self._consumed})
         save_state(self._state, self._progress, self._policy)
         rewards = [game.reward for game in batch.games]
-        tell("step", step=step, trained=self._consumed.trained, reward=sum(rewards) / len(rewards))
+        emit("step", step=step, trained=self._consumed.trained, reward=sum(rewards) / len(rewards))
         self._consumed = Consumed(step=step + 1)
         self._publish()
 
@@ -505,11 +505,11 @@ class Trainer:
                 raise BatchError(f"{key} names version {max(batch.versions)}; the newest is {self._version}")
         except (BatchError, NotFoundError, LimitError) as error:
             self._consumed.set_aside.append(key)
-            tell("set_aside", key=key, why=str(error)[:300])
+            emit("set_aside", key=key, why=str(error)[:300])
             return None
         if self._version - min(batch.versions) > self._options.max_staleness:
             self._consumed.stale.append(key)
-            tell("stale", key=key, version=self._version, lowest=min(batch.versions))
+            emit("stale", key=key, version=self._version, lowest=min(batch.versions))
             return None
         return batch
 
@@ -525,7 +525,7 @@ class Trainer:
         self._retry(self._settled)
         published, self._published = self._published, None
         if published is not None:
-            tell("published", version=published.version, step=published.step, called=self._called[self._progress.step])
+            emit("published", version=published.version, step=published.step, called=self._called[self._progress.step])
 
     def _settled(self) -> None:
         # A failed or killed upload may have arrived nevertheless: then it must not be published twice.

@@ -129,15 +129,15 @@ def too_stale(found: Found, most: int) -> list[str]:
     """Batches that were trained on were young enough, and batches left out as too old were not."""
     wrong = []
     for version, one in found.consumed.items():
-        held = version - 1
+        before = version - 1
         for batch in found.trained(version):
             lowest, highest = versions_of(batch)
-            if held - lowest > most or highest > held:
+            if before - lowest > most or highest > before:
                 text = f"batch {batch['number']} of versions {lowest} to {highest}"
-                wrong.append(f"{text} was trained on by version {held}")
+                wrong.append(f"{text} was trained on by version {before}")
         for key in one["stale"]:
-            if key in found.batches and held - versions_of(found.batches[key])[0] <= most:
-                wrong.append(f"{key} was left out as too old at version {held}")
+            if key in found.batches and before - versions_of(found.batches[key])[0] <= most:
+                wrong.append(f"{key} was left out as too old at version {before}")
     return wrong
 
 

@@ -14,7 +14,7 @@ ROOM_SHARE = 4
 
 
 @triton.jit
-def _extract(live, held, size, where, old, new, count, nan, room, ROUND: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _extract(live, base, size, where, old, new, count, nan, room, ROUND: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = offsets < size
     # Each element is loaded once, so that the value compared and collected is the same.
@@ -24,7 +24,7 @@ def _extract(live, held, size, where, old, new, count, nan, room, ROUND: tl.cons
         magnitude = fresh & 0x7FFFFFFF
         rounded = (fresh + 0x7FFF + ((fresh >> 16) & 1)) >> 16
         fresh = tl.where(magnitude > 0x7F800000, nan, rounded).to(tl.int16)
-    before = tl.load(held + offsets, mask=inside, other=0)
+    before = tl.load(base + offsets, mask=inside, other=0)
     changed = inside & (fresh != before)
     rank = tl.cumsum(changed.to(tl.int32), 0)
     found = tl.max(rank, 0)

@@ -96,7 +96,7 @@ class RankPublishSession(PublishSession):
         self._wait_under_way()
         failed = self._recover_together("settle")
         if failed:
-            raise PublishError(f"rank {_listed(failed)} could not go on, and raises its error; call this again")
+            raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
 
     def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
         """As ``PublishSession.check_same_arguments``; raises on every rank, also if the ranks' arguments differ."""

@@ -180,14 +180,14 @@ def _fingerprint_changes(baseline: ShardBaseline, pending: PendingDelta) -> dict
 def _groups(found: dict[int, list[tuple[Positions, Bits]]], table: TensorTable, relative: bool) -> Iterator[Sparse]:
     """Tensors of one dtype, ascending by id, up to about a block each, as ``PendingDelta.changes`` groups them."""
     batch: list[int] = []
-    held = 0
+    size_so_far = 0
     for tensor in sorted(found, key=lambda tensor: (table[tensor].dtype, tensor)):
         size = sum(positions.size for positions, _ in found[tensor])
-        if batch and (held + size > BLOCK_ELEMENTS or table[tensor].dtype != table[batch[0]].dtype):
+        if batch and (size_so_far + size > BLOCK_ELEMENTS or table[tensor].dtype != table[batch[0]].dtype):
             yield _group(batch, found, table, relative)
-            batch, held = [], 0
+            batch, size_so_far = [], 0
         batch.append(tensor)
-        held += size
+        size_so_far += size
     if batch:
         yield _group(batch, found, table, relative)
 

@@ -69,15 +69,15 @@ class ModuleParts(LiveTensors):
         self.parts: dict[str, ShardPart] = {}
         self._places: dict[str, _PartSource] = {}
         state = self._form.state()
-        held = {name: owned_boxes(tensor, name) for name, tensor in state.items() if is_sharded(tensor)}
+        owned = {name: owned_boxes(tensor, name) for name, tensor in state.items() if is_sharded(tensor)}
         for name, route in self._form.routes.items():
-            if held.keys().isdisjoint(route.sources):
+            if owned.keys().isdisjoint(route.sources):
                 # Rank 0 reads tensors that are not sharded.
                 if distributed.get_rank() == 0 and 0 not in route.shape:
                     self._add(ShardPart(name, Box.all_of(route.shape)), None)
                 continue
-            for at, view in _joined(name, route, held):
-                for piece, (box, _) in enumerate(held[view.source]):
+            for at, view in _joined(name, route, owned):
+                for piece, (box, _) in enumerate(owned[view.source]):
                     for window in _windows(name, view, box):
                         self._add(
                             ShardPart(name, _in_whole(window.box, at, route.shape)),
@@ -88,16 +88,16 @@ class ModuleParts(LiveTensors):
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         state = self._form.state()
-        held: dict[str, list[torch.Tensor]] = {}
+        owned: dict[str, list[torch.Tensor]] = {}
         for name, part in self.parts.items():
             place = self._places.get(name)
             if place is None:
                 yield name, self._form.routes[part.name].read(state)
                 continue
-            if place.source not in held:
+            if place.source not in owned:
                 pieces = owned_boxes(state[place.source], place.source)
-                held[place.source] = [check_readable(place.source, piece).contiguous() for _, piece in pieces]
-            piece, window = held[place.source][place.piece], place.window
+                owned[place.source] = [check_readable(place.source, piece).contiguous() for _, piece in pieces]
+            piece, window = owned[place.source][place.piece], place.window
             start = piece.storage_offset() + window.offset
             yield name, piece.as_strided(window.box.shape, window.strides, start)
 
@@ -182,14 +182,14 @@ def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
     Args:
         reports: ``boxes_document`` of each rank.
     """
-    held: list[list[RankBox]] = [[] for _ in table]
+    boxes_by_tensor: list[list[RankBox]] = [[] for _ in table]
     for rank, rows in enumerate(reports):
         for tensor, *cut in rows:
             whole = table[tensor].shape
             box = Box(tuple(cut[0]), tuple(cut[1]), whole) if cut else Box.all_of(whole)
             if box.numel:
-                held[tensor].append((rank, box))
-    for spec, pieces in zip(table, held, strict=True):
+                boxes_by_tensor[tensor].append((rank, box))
+    for spec, pieces in zip(table, boxes_by_tensor, strict=True):
         covered = sum(box.numel for _, box in pieces)
         twice = _overlap(pieces)
         if twice is not None:
