@@ -113,7 +113,7 @@ def test_last_commit_that_cannot_be_read_is_not_built_upon(bucket: Hooked, train
     (later,) = late
     for _ in range(2):
         later.publish(step=2)
-        with pytest.raises(PublishError, match=r"cannot be rebuilt.*start this publisher again"):
+        with pytest.raises(PublishError, match=r"cannot be rebuilt.*restart this publisher"):
             later.flush()
         assert later.version == 0
     later.close()

@@ -105,7 +105,7 @@ def test_claim_and_log_say_what_was_found(url: str, caplog: pytest.LogCaptureFix
     live, _ = published(url, 2)
     with caplog.at_level(logging.INFO):
         Publisher(live, url).close()
-    assert "goes on from version 2, step 20, in epoch 1" in caplog.text
+    assert "continues from version 2, step 20, in epoch 1" in caplog.text
     with open_bucket(url) as bucket:
         claim = Claim.from_bytes(bucket.get(claim_key(1)))
     assert (claim.epoch, claim.version, claim.run) == (1, 2, open_run(url).info.run)

@@ -204,7 +204,7 @@ def test_key_that_is_not_in_use_any_more(state: str, folder: Path, keys: Keys, t
 def test_leftover_list_of_keys_is_not_begun_beside(folder: Path, keys: Keys, trainer: Trainer) -> None:
     folder.mkdir()
     (folder / KEYS_KEY).write_bytes(b"{}")
-    refuse(folder, trainer, ConflictError, "holds keys.json but no whole run", signing_key=keys.private("a"))
+    refuse(folder, trainer, ConflictError, "holds keys.json but no complete run", signing_key=keys.private("a"))
 
 
 # What lies beside the chain
